@@ -1,0 +1,1 @@
+"""autoshard: automatic sharding of JAX train steps."""

@@ -1,0 +1,75 @@
+"""How one array lies on the mesh: the vocabulary that every stage shares.
+
+A *layout* gives, for each dim of an array, the mesh axes that split it, major to minor; ``()`` leaves the dim whole.
+It is a `PartitionSpec` in normal form: always one entry per dim, always tuples, hashable and comparable.
+A *mesh shape* is a plain ordered dict from axis name to the number of devices along that axis.
+
+>>> layout_of(PartitionSpec("data", None, ("x", "y")), ndim=4)
+(('data',), (), ('x', 'y'), ())
+>>> spec_of((("data",), (), ("x", "y"), ()))
+PartitionSpec('data', None, ('x', 'y'))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import MeshError
+
+Layout = tuple[tuple[str, ...], ...]
+MeshShape = Mapping[str, int]
+
+
+def replicated(ndim: int) -> Layout:
+    """The layout that keeps every dim whole."""
+    return ((),) * ndim
+
+
+def layout_of(spec: PartitionSpec | None, ndim: int) -> Layout:
+    """A PartitionSpec in normal form for an array of `ndim` dims; None means replicated.
+
+    Raises:
+        MeshError: the spec names more dims than the array has, or one axis twice.
+    """
+    entries = tuple(spec) if spec is not None else ()
+    if len(entries) > ndim:
+        raise MeshError(f"{spec} names {len(entries)} dims, but the array has {ndim}")
+    layout = tuple(
+        () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in entries
+    )
+    axes = [axis for dim in layout for axis in dim]
+    if len(set(axes)) < len(axes):
+        raise MeshError(f"{spec} uses a mesh axis twice; one axis can split one dim only")
+    return layout + replicated(ndim - len(entries))
+
+
+def spec_of(layout: Layout) -> PartitionSpec:
+    """The shortest PartitionSpec that means `layout`."""
+    entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def shards(axes: Sequence[str], mesh: MeshShape) -> int:
+    """Into how many pieces `axes` together split a dim."""
+    return math.prod(mesh[axis] for axis in axes)
+
+
+def axes_of(layout: Layout) -> frozenset[str]:
+    """Every mesh axis that splits some dim."""
+    return frozenset(axis for dim in layout for axis in dim)
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> tuple[int, ...]:
+    """The shape of one device's shard; a dim that does not divide evenly is padded up, as XLA does."""
+    return tuple(-(-size // shards(axes, mesh)) for size, axes in zip(shape, layout, strict=True))
+
+
+def divides(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> bool:
+    """Whether every dim splits evenly, which `jax.jit` demands of arguments and results."""
+    return all(size % shards(axes, mesh) == 0 for size, axes in zip(shape, layout, strict=True))
