@@ -1,0 +1,42 @@
+"""The models of `models/` are what other tests take them for: float32, deterministic, learning, the same when split."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from models import MODELS, gpt
+
+CASES = {**MODELS, "gpt scan": lambda: gpt.make(scan=True), "gpt remat": lambda: gpt.make(remat=True)}
+
+
+def run(model, steps, place=lambda batch: batch):
+    """The losses of `steps` steps and the leaves of the state after them."""
+    step, state, losses = jax.jit(model.step), model.state, []
+    for i in range(steps):
+        state, loss = step(state, place(model.batches(i)))
+        losses.append(float(loss))
+    assert jax.tree.structure(state) == jax.tree.structure(model.state)
+    return losses, jax.tree.leaves(state)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_in_every_process(name):
+    first, second = (jax.tree.leaves((model.state, model.batches(3))) for model in (CASES[name](), CASES[name]()))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype in (np.float32, np.int32, np.uint32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_learns_and_does_not_mind_the_order_of_summation(name):
+    """What a later test blames on a plan must not be the model's own noise."""
+    model = CASES[name]()
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    losses, state = run(model, 10)
+    split_losses, split_state = run(model, 10, lambda batch: jax.device_put(batch, split))
+    assert losses[-1] < losses[0], losses
+    np.testing.assert_allclose(split_losses, losses, rtol=1e-4)
+    for leaf, expected, start in zip(split_state, state, jax.tree.leaves(model.state), strict=True):
+        assert (leaf.shape, leaf.dtype) == (start.shape, start.dtype)
+        np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)
