@@ -23,11 +23,19 @@ is defined later in the list than the equation itself: the one exception to defi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import functools
+import math
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
+from jax.extend import core as jex
+from jax.tree_util import GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,12 @@ class Value:
     shape: tuple[int, ...]
     dtype: Any  # numpy or JAX extended dtype (PRNG keys)
     bytes: int  # of the whole array
-    name: str  # the user's path for arguments and results ("state.params['w']"), else ""
-    source: Source | None  # the line that made it; None for arguments
+    name: str = ""  # the user's path for arguments ("state/params/w"), else ""
+    source: Source | None = None  # the line that made it; None for arguments
+    trips: int = 1  # how often per step it is made: the product of the loops around it
+
+    def __str__(self) -> str:
+        return f"{self.name or 'value'} {self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +79,375 @@ class Equation:
     source: Source | None
     path: tuple  # where in the nested jaxprs it stands; what lower() looks it up by
     trips: int = 1  # how often it runs per step: the product of the loops around it
+    loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
 
     def __str__(self) -> str:
         operands = ", ".join(str(list(x.shape)) for x in self.inputs)
         results = ", ".join(str(list(x.shape)) for x in self.outputs)
         return f"{self.primitive} {operands} -> {results} ({self.source})"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced step: what it computes, on which arguments, and how both look to the user."""
+
+    name: str
+    equations: tuple[Equation, ...]
+    values: tuple[Value, ...]
+    arguments: tuple[Value, ...]  # one per flat argument, in order
+    constants: tuple[Value, ...]  # arrays that the function closes over
+    results: tuple[Value | np.ndarray, ...]  # one per flat result; an array is a literal
+    result_names: tuple[str, ...]
+    donated: frozenset[int]  # indices of donated arguments
+    carried: Mapping[int, int]  # argument index -> index of the result that takes its place in the next step
+    in_tree: Any  # of (args, kwargs), static arguments left out
+    out_tree: Any
+    jaxpr: jex.ClosedJaxpr = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
+
+
+def trace(fn: Callable, args: tuple, kwargs: Mapping[str, Any], **jit_keywords) -> Program:
+    """The Program of `fn` on arrays or ShapeDtypeStructs.
+
+    Args:
+        fn: any function that `jax.jit` takes.
+        args: its positional arguments; arrays are only looked at for shape and dtype.
+        kwargs: its keyword arguments.
+        **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
+    """
+    traced = jax.jit(fn, **jit_keywords).trace(*args, **kwargs)
+    return _Reader(traced).program()
+
+
+class _Reader:
+    """One walk over a traced function's jaxpr."""
+
+    def __init__(self, traced):
+        self.traced = traced
+        self.values: list[Value] = []
+        self.equations: list[Equation] = []
+
+    def program(self) -> Program:
+        closed = self.traced.jaxpr
+        infos, in_tree = tree_flatten_with_path(self.traced.args_info)
+        parameter_names = _parameter_names(closed.jaxpr.debug_info, infos)
+        arguments = tuple(
+            self.value(var.aval, name=name) for var, name in zip(closed.jaxpr.invars, parameter_names, strict=True)
+        )
+        constants = tuple(self.value(var.aval, name="closed-over array") for var in closed.jaxpr.constvars)
+        env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+        env |= zip(closed.jaxpr.constvars, constants, strict=True)
+        results = tuple(self.body(closed.jaxpr, env, _Place((), 1, None)))
+        out_paths = [path for path, _ in tree_flatten_with_path(self.traced.out_info)[0]]
+        donated = frozenset(i for i, (_, info) in enumerate(infos) if info.donated)
+        return Program(
+            name=self.traced.fun_name,
+            equations=_without_dead(self.equations, results),
+            values=tuple(self.values),
+            arguments=arguments,
+            constants=constants,
+            results=results,
+            result_names=tuple(_slashed(path) for path in out_paths),
+            donated=donated,
+            carried=_carried([path for path, _ in infos], arguments, out_paths, results, donated),
+            in_tree=in_tree,
+            out_tree=jax.tree.structure(self.traced.out_info),
+            jaxpr=closed,
+        )
+
+    def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
+        made = Value(len(self.values), tuple(aval.shape), aval.dtype, _bytes_of(aval), name, source, trips)
+        self.values.append(made)
+        return made
+
+    def emit(self, primitive: str, params: Mapping, inputs: list, outputs: list, at: _Place) -> Equation:
+        index = len(self.equations)
+        made = Equation(index, primitive, params, tuple(inputs), tuple(outputs), at.source, at.path, at.trips)
+        self.equations.append(made)
+        return made
+
+    def body(self, jaxpr: jex.Jaxpr, env: dict, place: _Place) -> list[Value | np.ndarray]:
+        """Walks one jaxpr whose inputs are in `env`; the values of its results."""
+        for i, eqn in enumerate(jaxpr.eqns):
+            inputs = [_read(env, atom) for atom in eqn.invars]
+            at = _Place((*place.path, i), place.trips, _source(eqn) or place.source)
+            env.update(zip(eqn.outvars, self.equation(eqn, inputs, at), strict=True))
+        return [_read(env, atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: jex.JaxprEqn, inputs: list, at: _Place) -> list:
+        opened = called_jaxpr(eqn)
+        if opened is not None:
+            return self.call(opened, inputs, at)
+        open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
+        if open_loop is not None:
+            return open_loop(eqn, inputs, at)
+        outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
+        self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
+        return outputs
+
+    def call(self, closed: jex.ClosedJaxpr, inputs: list, place: _Place) -> list:
+        env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        env |= {var: _constant(const) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+        return self.body(closed.jaxpr, env, place)
+
+    def scan(self, eqn, inputs, at: _Place) -> list:
+        consts, carries = scan_counts(eqn)
+        loop = _Loop(self, at, steps=eqn.params["length"])
+        closed = eqn.params["jaxpr"]
+        avals = [var.aval for var in closed.jaxpr.invars]
+        entries = [loop.const(x, aval) for x, aval in zip(inputs[:consts], avals, strict=False)]
+        finals = [loop.carry(x, var.aval) for x, var in zip(inputs[consts:], eqn.outvars[:carries], strict=False)]
+        entries += [seen for seen, _ in finals]
+        entries += [
+            loop.slice(x, aval) for x, aval in zip(inputs[consts + carries :], avals[consts + carries :], strict=True)
+        ]
+        results = self.call(closed, entries, loop.inside)
+        loop.hand_on(results[:carries])
+        stacked = [
+            loop.stack(x, var.aval) for x, var in zip(results[carries:], eqn.outvars[carries:], strict=True)
+        ]
+        loop.close()
+        return [final for _, final in finals] + stacked
+
+    def while_loop(self, eqn, inputs, at: _Place) -> list:
+        """A `while` runs an unknown number of times: its body is weighed as if it ran once."""
+        params = eqn.params
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        loop = _Loop(self, at, steps=1)
+        avals = [var.aval for var in params["cond_jaxpr"].jaxpr.invars[:tests]]
+        avals += [var.aval for var in params["body_jaxpr"].jaxpr.invars[:consts]]
+        entries = [loop.const(x, aval) for x, aval in zip(inputs, avals, strict=False)]
+        finals = [loop.carry(x, var.aval) for x, var in zip(inputs[tests + consts :], eqn.outvars, strict=True)]
+        seen = [value for value, _ in finals]
+        self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
+        loop.hand_on(self.call(params["body_jaxpr"], entries[tests:] + seen, loop.inside.below("body")))
+        loop.close()
+        return [final for _, final in finals]
+
+    def cond(self, eqn, inputs, at: _Place) -> list:
+        per_branch = []
+        for b, closed in enumerate(eqn.params["branches"]):
+            entries = []
+            for i, (x, var) in enumerate(zip(inputs[1:], closed.jaxpr.invars, strict=True)):
+                inner = self.value(var.aval, source=at.source, trips=at.trips)
+                self.emit("branch_const", {}, [x], [inner], at.below(b, "const", i))
+                entries.append(inner)
+            per_branch.append(self.call(closed, entries, at.below(b)))
+        outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
+        for i, (output, *choices) in enumerate(zip(outputs, *per_branch, strict=True)):
+            self.emit("branch_join", {}, choices, [output], at.below("join", i))
+        return outputs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the reader stands: the path of a jaxpr or equation, its runs per step, the innermost user line so far."""
+
+    path: tuple
+    trips: int
+    source: Source | None
+
+    def below(self, *steps) -> _Place:
+        return _Place((*self.path, *steps), self.trips, self.source)
+
+
+class _Loop:
+    """The boundary equations of one loop, as they are emitted around its body."""
+
+    def __init__(self, reader: _Reader, at: _Place, steps: int):
+        self.reader, self.outside = reader, at
+        self.inside = _Place(at.path, at.trips * steps, at.source)
+        self.start = len(reader.equations)
+        self.indices: list[int] = []
+        self.carries: list[int] = []
+        self.counts: dict[str, int] = {}
+
+    def emit(self, kind: str, inputs, outputs, place: _Place) -> int:
+        position = self.counts[kind] = self.counts.get(kind, -1) + 1
+        at = place.below(kind.removeprefix("scan_"), position)
+        self.indices.append(self.reader.emit(kind, {}, inputs, outputs, at).index)
+        return self.indices[-1]
+
+    def value(self, aval, place: _Place) -> Value:
+        return self.reader.value(aval, source=place.source, trips=place.trips)
+
+    def const(self, outer, aval) -> Value:
+        inner = self.value(aval, self.inside)
+        self.emit("scan_const", [outer], [inner], self.outside)
+        return inner
+
+    def carry(self, initial, aval) -> tuple[Value, Value]:
+        seen, final = self.value(aval, self.inside), self.value(aval, self.outside)
+        self.carries.append(self.emit("scan_carry", [initial], [seen, final], self.outside))
+        return seen, final
+
+    def slice(self, stacked, aval) -> Value:
+        inner = self.value(aval, self.inside)
+        self.emit("scan_slice", [stacked], [inner], self.inside)
+        return inner
+
+    def stack(self, inner, aval) -> Value:
+        stacked = self.value(aval, self.outside)
+        self.emit("scan_stack", [inner], [stacked], self.inside)
+        return stacked
+
+    def hand_on(self, values: list) -> None:
+        """Closes the carries' circles: what the body returned becomes their second operand."""
+        for index, handed_on in zip(self.carries, values, strict=True):
+            carry = self.reader.equations[index]
+            self.reader.equations[index] = replace(carry, inputs=(carry.inputs[0], handed_on))
+
+    def close(self) -> None:
+        equations = self.reader.equations
+        for index in self.indices:
+            equations[index] = replace(equations[index], loop=(self.start, len(equations)))
+
+
+def called_jaxpr(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
+    """The jaxpr that a call equation runs exactly once; None for everything else."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "jit" | "pjit" | "closed_call":
+            return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+        case "custom_jvp_call" | "custom_vjp_call":
+            return params["call_jaxpr"]
+        case "checkpoint" | "remat" | "remat2":
+            return jex.ClosedJaxpr(params["jaxpr"], ())
+    return None
+
+
+def scan_counts(eqn: jex.JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carries.
+
+    Read off the ranks, since the parameter that holds them differs between JAX releases: stacked operands and results
+    have one dim more outside than inside.
+    """
+    inside = eqn.params["jaxpr"].jaxpr
+    carries = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(eqn.outvars, inside.outvars, strict=True))
+    whole = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(eqn.invars, inside.invars, strict=True))
+    return whole - carries, carries
+
+
+def _without_dead(equations: list[Equation], results: tuple) -> tuple[Equation, ...]:
+    """The equations that some result or effect needs, indices made anew."""
+    producer = {output.id: equation for equation in equations for output in equation.outputs}
+    needed: set[int] = set()
+    queue = [producer[x.id] for x in results if isinstance(x, Value) and x.id in producer]
+    queue += [equation for equation in equations if not equation.outputs]
+    while queue:
+        equation = queue.pop()
+        if equation.index in needed:
+            continue
+        needed.add(equation.index)
+        queue += [producer[x.id] for x in equation.inputs if isinstance(x, Value) and x.id in producer]
+    kept = [equation for equation in equations if equation.index in needed]
+    before = np.concatenate([[0], np.cumsum([equation.index in needed for equation in equations])]).astype(int).tolist()
+    return tuple(
+        replace(
+            equation,
+            index=before[equation.index],
+            loop=equation.loop and (before[equation.loop[0]], before[equation.loop[1]]),
+        )
+        for equation in kept
+    )
+
+
+def _read(env: Mapping, atom) -> Value | np.ndarray:
+    return _constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+
+
+def _constant(value) -> np.ndarray:
+    return value if isinstance(value, np.ndarray | jax.Array) else np.asarray(value)
+
+
+def _bytes_of(aval) -> int:
+    dtype = aval.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, dtype))
+        return math.prod(key.shape) * key.dtype.itemsize
+    return math.prod(aval.shape) * dtype.itemsize
+
+
+# Names.
+
+
+def _parameter_names(debug_info, infos) -> list[str]:
+    """One slashed path per flat argument: the parameter's name, then the keys below it."""
+    names = []
+    for (path, _), described in zip(infos, debug_info.arg_names, strict=True):
+        # `path` starts with (0, position) for positional and (1, keyword) for keyword arguments; only the debug info
+        # knows what a positional parameter is called.
+        parameter = re.match(r"\w*", described or "").group() or _slashed(path[1:2])
+        names.append("/".join(filter(None, [parameter, _slashed(path[2:])])))
+    return names
+
+
+def _slashed(path: tuple) -> str:
+    return keystr(_without_value(path), simple=True, separator="/")
+
+
+def _without_value(path: tuple) -> tuple:
+    """nnx holds every array in the `value` of a Variable; nobody wants to read that."""
+    return path[:-1] if path and path[-1] in (GetAttrKey("value"), GetAttrKey("raw_value")) else path
+
+
+def _carried(in_paths, arguments, out_paths, results, donated) -> dict[int, int]:
+    """Which result takes which argument's place: shape, dtype and path below the top agree, else donated, in order."""
+
+    def kind(value) -> tuple:
+        return value.shape, value.dtype
+
+    def below_top(path: tuple) -> tuple[str, ...]:
+        return tuple(str(key) for key in path)
+
+    free = [i for i, x in enumerate(results) if isinstance(x, Value)]
+    pairs: dict[int, int] = {}
+    by_path: dict[tuple, list[int]] = {}
+    for i in free:
+        path = out_paths[i]
+        tails = [below_top(path)]
+        if path and isinstance(path[0], SequenceKey):
+            tails.append(below_top(path[1:]))
+        for tail in tails:
+            by_path.setdefault((tail, kind(results[i])), []).append(i)
+    taken: set[int] = set()
+
+    def take(argument: int, candidates: list[int]) -> None:
+        result = next((i for i in candidates if i not in taken), None)
+        if result is not None:
+            pairs[argument] = result
+            taken.add(result)
+
+    for a, (path, value) in enumerate(zip(in_paths, arguments, strict=True)):
+        if len(path) > 2 or a in donated:  # a bare array argument is state only if the user says so by donating it
+            take(a, by_path.get((below_top(path[2:]), kind(value)), []))
+    for a in sorted(donated - pairs.keys()):
+        take(a, [i for i in free if kind(results[i]) == kind(arguments[a])])
+    return pairs
+
+
+# Source lines.
+
+_LIBRARIES = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|equinox|chex|jaxtyping|haiku)[/\\]")
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
+def _source(eqn: jex.JaxprEqn) -> Source | None:
+    """The innermost line that the user wrote: not JAX, not the model library, not the standard library."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return None
+    for frame in traceback.frames:
+        if _is_users(frame.file_name):
+            return Source(frame.file_name, frame.line_num, frame.function_name)
+    return None
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    if _LIBRARIES.search(file) or file.startswith(_OWN):
+        return False
+    return "site-packages" in file or not file.startswith(_STANDARD)
