@@ -1,0 +1,126 @@
+"""Equations in, their sharding rules out; and where rules are registered.
+
+A rule function takes an equation and returns its `Rule`; writing it under `@rule("primitive", ...)` registers it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from autoshard.errors import RuleError
+from autoshard.program import Equation
+from autoshard.propagation.rule import Rule, Shape, names_of, whole
+
+_RULES: dict[str, Callable[[Equation], Rule]] = {}
+
+
+class UnknownPrimitiveWarning(UserWarning):
+    """A primitive has no sharding rule, so its operands and results are kept whole on every device."""
+
+
+def rule(*primitives: str) -> Callable[[Callable[[Equation], Rule]], Callable[[Equation], Rule]]:
+    """Registers the decorated function as the rule of these primitives.
+
+    Raises:
+        RuleError: one of them has a rule already.
+    """
+
+    def register(rule_of_equation: Callable[[Equation], Rule]) -> Callable[[Equation], Rule]:
+        for primitive in primitives:
+            if primitive in _RULES:
+                raise RuleError(f"primitive {primitive!r} already has a sharding rule; a second one is a mistake")
+            _RULES[primitive] = rule_of_equation
+        return rule_of_equation
+
+    return register
+
+
+def has_rule(primitive: str) -> bool:
+    """Whether `primitive` has a sharding rule."""
+    return primitive in _RULES
+
+
+def register_rule(
+    primitive: Any,
+    notation: str,
+    *,
+    reduction: str | Iterable[str] = "",
+    need_replication: str | Iterable[str] = "",
+    permutation: str | Iterable[str] = "",
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Tells autoshard how a primitive of your own may be split.
+
+    Args:
+        primitive: a JAX primitive, or its name.
+        notation: which dims belong together, as in `jax.experimental.custom_partitioning`.
+        reduction: factors whose split leaves partial results, to be summed (or maximised, ...).
+        need_replication: factors that have to be whole on every device.
+        permutation: factors whose split would make the op itself communicate; they are never split.
+        sizes: sizes of factors that occur in compound dims only.
+
+    Raises:
+        RuleError: the notation is wrong, or the primitive has a rule already.
+
+    >>> register_rule("fused_mlp", "b i, i j, j k -> b k", reduction="j", need_replication="i")
+    """
+    kinds = (names_of(reduction), names_of(need_replication), names_of(permutation))
+    given = dict(sizes or {})
+
+    @lru_cache(maxsize=4096)
+    def parsed(shapes: tuple[Shape, ...]) -> Rule:
+        return Rule.parse(
+            notation, *shapes, reduction=kinds[0], need_replication=kinds[1], permutation=kinds[2], sizes=given
+        )
+
+    def rule_of_equation(equation: Equation) -> Rule:
+        try:
+            return parsed(tuple(tuple(value.shape) for value in (*equation.inputs, *equation.outputs)))
+        except RuleError as error:
+            raise RuleError(f"the rule registered for {equation}: {error}") from error
+
+    Rule.check_notation(notation)
+    rule(getattr(primitive, "name", primitive))(rule_of_equation)
+
+
+def rule_of(equation: Equation) -> Rule:
+    """The sharding rule of one equation; one whose primitive has none is kept whole, with a warning."""
+    known = _RULES.get(equation.primitive)
+    if known is None:
+        _warn_of_unknown(equation)
+        return _kept_whole(equation)
+    return known(equation)
+
+
+def rules_for(program: Any) -> tuple[Rule, ...]:
+    """One rule per equation of `program`; each primitive without a rule is warned of once."""
+    warned: set[str] = set()
+    rules = []
+    for equation in program.equations:
+        known = _RULES.get(equation.primitive)
+        if known is None and equation.primitive not in warned:
+            _warn_of_unknown(equation)
+            warned.add(equation.primitive)
+        rules.append(_kept_whole(equation) if known is None else known(equation))
+    return tuple(rules)
+
+
+def _kept_whole(equation: Equation) -> Rule:
+    return whole([value.shape for value in equation.inputs], [value.shape for value in equation.outputs])
+
+
+def _warn_of_unknown(equation: Equation) -> None:
+    example = _kept_whole(equation)
+    code = f'autoshard.register_rule("{equation.primitive}", "{example}"'
+    if example.factors:
+        code += f', need_replication="{" ".join(example.factors)}"'
+    warnings.warn(
+        f"no sharding rule for primitive {equation.primitive!r} ({equation.source or 'unknown line'}): its operands "
+        "and results are kept whole on every device.\nTo let it be split, give the dims that belong together one "
+        f"name, and drop them from need_replication, in\n    {code})",
+        UnknownPrimitiveWarning,
+        stacklevel=3,
+    )

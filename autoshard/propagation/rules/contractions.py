@@ -1,0 +1,93 @@
+"""Products of arrays: batch dims pass to the result, contracted dims are reduced, free dims come from one side."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from functools import lru_cache
+from typing import Any
+
+from autoshard.program import Equation
+from autoshard.propagation.registry import rule
+from autoshard.propagation.rule import Rule, RuleBuilder, Shape
+from autoshard.propagation.rules.elementwise import shapes_of
+
+
+@rule("dot_general")
+def dot_general(equation: Equation) -> Rule:
+    """`b i k, b k j -> b i j`, reduction k."""
+    operands, (result,) = shapes_of(equation)
+    (contract_left, contract_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
+    contracting = (tuple(contract_left), tuple(contract_right))
+    return _dot_general(operands, result, contracting, (tuple(batch_left), tuple(batch_right)))
+
+
+_Pairs = tuple[tuple[int, ...], tuple[int, ...]]  # dims of the left operand, and those of the right that they meet
+
+
+@lru_cache(maxsize=4096)
+def _dot_general(operands: tuple[Shape, ...], result: Shape, contracting: _Pairs, batch: _Pairs) -> Rule:
+    builder = RuleBuilder(operands, [result])
+    _product_factors(builder, operands, contracting, batch)
+    return builder.build()
+
+
+def _product_factors(
+    builder: RuleBuilder,
+    operands: tuple[Shape, ...],
+    contracting: _Pairs,
+    batch: _Pairs,
+    *,
+    offset: int = 0,
+    ragged_left: Container[int] = (),
+    group_right: Container[int] = (),
+) -> None:
+    """The factors of a product whose result has `offset` dims before its batch dims.
+
+    A ragged dim of the left operand is cut where `group_sizes` say at run time, so it stays whole, as do the group
+    dims of the right operand, which are no dims of the result.
+    """
+    left, right = operands[0], operands[1]
+    to = offset
+    for dim_left, dim_right in zip(*batch, strict=True):
+        kind = "need_replication" if dim_left in ragged_left else ""
+        builder.factor(left[dim_left], [(0, dim_left), (1, dim_right)], [(0, to)], kind)
+        to += 1
+    for dim, size in enumerate(left):
+        if dim not in contracting[0] and dim not in batch[0]:
+            builder.factor(size, [(0, dim)], [(0, to)], "need_replication" if dim in ragged_left else "")
+            to += 1
+    for dim, size in enumerate(right):
+        if dim in group_right:
+            builder.factor(size, [(1, dim)], [], "need_replication")
+        elif dim not in contracting[1] and dim not in batch[1]:
+            builder.factor(size, [(1, dim)], [(0, to)])
+            to += 1
+    for dim_left, dim_right in zip(*contracting, strict=True):
+        kind = "need_replication" if dim_left in ragged_left else "reduction"
+        builder.factor(left[dim_left], [(0, dim_left), (1, dim_right)], [], kind)
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(equation: Equation) -> Rule:
+    """`i k, g k j, g -> i j`, reduction k: rows of the left operand meet the matrix of their group."""
+    operands, results = shapes_of(equation)
+    numbers: Any = equation.params["ragged_dot_dimension_numbers"]
+    (contract_left, contract_right), (batch_left, batch_right) = numbers.dot_dimension_numbers
+    contracting = (tuple(contract_left), tuple(contract_right))
+    ragged_left = tuple(numbers.lhs_ragged_dimensions)
+    groups_in_result = set(ragged_left) & set(contracting[0])  # each group is contracted by itself
+    builder = RuleBuilder(operands, results)
+    _product_factors(
+        builder,
+        operands,
+        contracting,
+        (tuple(batch_left), tuple(batch_right)),
+        offset=1 if groups_in_result else 0,
+        ragged_left=ragged_left,
+        group_right=tuple(numbers.rhs_group_dimensions),
+    )
+    if groups_in_result:
+        builder.factor(results[0][0], [], [(0, 0)], "need_replication")
+    for dim, size in enumerate(operands[2]):
+        builder.factor(size, [(2, dim)], [], "need_replication")
+    return builder.build()
