@@ -1,0 +1,281 @@
+"""What XLA really did: the text of a compiled (partitioned) HLO module in, its collectives out.
+
+Reads what XLA prints for CPU and GPU: one instruction a line, collectives plain or as ``-start`` / ``-done`` pairs,
+alone or combined into tuples, replica groups as lists, as iota (``[4,2]<=[2,4]T(1,0)``) or on a mesh
+(``mesh['x'=4,'y'=2] {'y'}``). A loop body counts as often as the loop runs; when XLA does not know how often, once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard.errors import MeshError
+from autoshard.layout import MeshShape
+from autoshard.mesh.collectives import Collective
+
+_KINDS = {
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "collective_permute",
+    "reduce-scatter": "reduce_scatter",
+}
+# "  ROOT %name = f32[8,4]{1,0} all-gather(..."; a shape holds no lower-case word before a parenthesis
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
+_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
+_IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str  # operands and attributes, from the opening parenthesis on
+
+
+def read_collectives(
+    hlo_text: str, mesh_shape: MeshShape, device_order: Sequence[int] | None = None
+) -> tuple[Collective, ...]:
+    """Every collective of a compiled module, in program order.
+
+    Args:
+        hlo_text: `compiled.as_text()`.
+        mesh_shape: devices per axis of the mesh that the program was compiled for.
+        device_order: `device_order[i]` is the position in the flattened mesh of the module's i-th partition; jit
+            numbers partitions in mesh order, so by default it is i.
+
+    Raises:
+        MeshError: the module's partitions are not those of the mesh.
+
+    >>> hlo = '''
+    ... ENTRY %main (x: f32[2,4]) -> f32[8,4] {
+    ...   %x = f32[2,4]{1,0} parameter(0)
+    ...   ROOT %g = f32[8,4]{1,0} all-gather(%x), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+    ... }'''
+    >>> print(*read_collectives(hlo, {"x": 4, "y": 2}))
+    1 x all_gather over x: 128 bytes (unknown line)
+    """
+    computations, entry = _computations(hlo_text)
+    lines = _source_lines(hlo_text)
+    devices = math.prod(mesh_shape.values())
+    order = np.arange(devices) if device_order is None else np.asarray(device_order)
+
+    def collectives(computation: str, runs: int) -> Iterator[Collective]:
+        for instruction in computations[computation]:
+            opcode = instruction.opcode.removesuffix("-start")
+            if opcode in _KINDS:
+                groups = _groups(instruction, opcode, devices)
+                axes = _axes(groups, order, mesh_shape)
+                if axes:
+                    size = _bytes(_result_shape(instruction))
+                    source = _source_line(instruction.rest, lines)
+                    yield Collective(_KINDS[opcode], axes, size * runs, runs, source)
+            else:
+                for callee, times in _callees(instruction, computations):
+                    yield from collectives(callee, runs * times)
+
+    return tuple(collectives(entry, 1))
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Bytes one device holds while a `jax.stages.Compiled` runs, by XLA's own memory analysis.
+
+    Arguments, results and temporaries, a donated argument and its result once. (CPU's `peak_memory_in_bytes` is the
+    arguments alone.)
+    """
+    memory = compiled.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def _computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """Instructions by computation, and the entry's name."""
+    computations: dict[str, list[_Instruction]] = {}
+    entry = current = None
+    for line in hlo_text.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = computations.setdefault(match["name"], [])
+            if match["entry"]:
+                entry = match["name"]
+        elif line == "}":
+            current = None
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            current.append(_Instruction(**match.groupdict()))
+    if entry is None:
+        raise MeshError("this text has no ENTRY computation; it is not that of a compiled HLO module")
+    return computations, entry
+
+
+def _callees(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> Iterator[tuple[str, int]]:
+    """The computations an instruction runs, and how often each; reducers and the like hold no collectives."""
+    if instruction.opcode == "while":
+        condition, body = _attribute(instruction.rest, "condition"), _attribute(instruction.rest, "body")
+        trips = _trips(instruction, computations[condition], computations)
+        yield from ((condition, trips), (body, trips))
+    elif instruction.opcode == "conditional":
+        branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
+        both = (_attribute(instruction.rest, "true_computation"), _attribute(instruction.rest, "false_computation"))
+        names = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else both
+        yield from ((name, 1) for name in names)
+    elif instruction.opcode in ("call", "fusion", "async-start"):
+        callee = _attribute(instruction.rest, "to_apply") or _attribute(instruction.rest, "calls")
+        yield callee, 1
+
+
+def _attribute(rest: str, key: str) -> str | None:
+    match = re.search(rf"\b{key}=%?([^\s,)}}]+)", rest)
+    return match[1] if match else None
+
+
+def _trips(loop: _Instruction, condition: list[_Instruction], computations: dict[str, list[_Instruction]]) -> int:
+    """How often a loop runs: XLA's note, or the constant its counter is held against; 1 where neither is there."""
+    if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
+        return int(known[1])
+    compare = condition
+    if fusion := next((i for i in condition if i.opcode == "fusion"), None):
+        compare = condition + computations[_attribute(fusion.rest, "calls")]
+    limits = [int(i.rest.split(")")[0]) for i in compare
+              if i.opcode == "constant" and re.match(r"[su](8|16|32|64)\[\]", i.shape)]
+    directions = [_attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
+    if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
+        return 1
+    return limits[0] + (directions[0] == "LE")
+
+
+def _groups(instruction: _Instruction, opcode: str, devices: int) -> np.ndarray:
+    """Partitions that talk to each other, [group, member]."""
+    rest = instruction.rest
+    if opcode == "collective-permute":
+        pairs = _attribute_list(rest, "source_target_pairs")
+        return np.array([pair for pair in pairs if pair[0] != pair[1]], dtype=int).reshape(-1, 2)
+    text = rest.partition("replica_groups=")[2]
+    if mesh := _MESH.match(text):
+        return _mesh_groups(mesh)
+    if iota := _IOTA.match(text):
+        return _iota(iota)
+    return np.array(_attribute_list(rest, "replica_groups") or [range(devices)], dtype=int)
+
+
+def _attribute_list(rest: str, key: str) -> list[list[int]]:
+    """``key={{0,1},{2,3}}`` as lists; empty for ``key={}``."""
+    match = re.search(rf"\b{key}=\{{((?:\{{[\d,]*\}},?\s*)*)\}}", rest)
+    if match is None:
+        raise MeshError(f"cannot read {key} of: {rest[:200]}")
+    return [[int(member) for member in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", match[1])]
+
+
+def _iota(match: re.Match) -> np.ndarray:
+    """``[4,2]<=[2,4]T(1,0)``: count through the right shape, transpose, reshape to the left one, or else flatten."""
+    shape, dims, permutation = ([int(n) for n in part.split(",")] if part else None for part in match.groups())
+    return np.arange(math.prod(dims)).reshape(dims).transpose(permutation).reshape(shape or [-1])
+
+
+def _mesh_groups(match: re.Match) -> np.ndarray:
+    """``mesh['x'=4,'y'=2] {'y','x':(2)2}``: a group per place along the axes not named.
+
+    ``'x':(2)2`` is the part of `x` that has 2 places, with 2 major to it.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match["axes"])}
+    ids = np.arange(math.prod(sizes.values()))
+    if listed := match["devices"]:
+        iota = _IOTA.match(listed)
+        ids = _iota(iota).ravel() if iota else np.array([int(n) for n in listed.split(",")])
+    used = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match["used"])
+    # split every axis that is used in part, so that every dim is used whole or not at all
+    dims, members = [], []
+    for name, size in sizes.items():
+        parts = sorted((int(before), int(part)) for axis, before, part in used if axis == name and part)
+        if any(axis == name and not part for axis, _, part in used):
+            parts = [(1, size)]
+        major = 1
+        for before, part in parts:
+            dims += [before // major, part]
+            members.append(len(dims) - 1)
+            major = before * part
+        dims.append(size // major)
+    places = ids.reshape(dims)
+    rest = [dim for dim in range(len(dims)) if dim not in members]
+    return places.transpose(rest + members).reshape(-1, math.prod(dims[dim] for dim in members))
+
+
+def _axes(groups: np.ndarray, order: np.ndarray, mesh_shape: MeshShape) -> tuple[str, ...]:
+    """The mesh axes along which members of one group differ."""
+    if groups.size and groups.max() >= len(order):
+        raise MeshError(f"the module talks to partition {groups.max()}, but the mesh has {len(order)} devices")
+    coordinates = np.unravel_index(order[groups], tuple(mesh_shape.values()))
+    return tuple(axis for axis, where in zip(mesh_shape, coordinates, strict=True) if (where != where[:, :1]).any())
+
+
+def _result_shape(instruction: _Instruction) -> str:
+    """The text of the result's shape; a ``-start`` has (operands, results, ...), but all-reduce's only the results."""
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return instruction.shape
+    return _elements(instruction.shape)[1]
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple shape."""
+    elements, depth = [""], 0
+    for letter in shape.strip()[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += letter
+    return elements
+
+
+def _bytes(shape: str) -> int:
+    """Bytes of all arrays of a shape, whatever its nesting."""
+    return sum(-(-_bits(dtype) * math.prod(int(n) for n in dims.replace("<=", "").split(",") if n) // 8)
+               for dtype, dims in _ARRAY.findall(shape))
+
+
+def _bits(dtype: str) -> int:
+    """Bits of one element: "bf16", "f8e4m3fn" and "c64" say it; pred takes a byte, a token nothing."""
+    if match := re.match(r"[a-z]+?(\d+)", dtype):
+        return int(match[1])
+    return 8 if dtype == "pred" else 0
+
+
+def _source_lines(hlo_text: str) -> dict[int, str]:
+    """The innermost line of each stack frame, from the tables newer XLA prints at the module's head."""
+    tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
+    table = None
+    for line in hlo_text.splitlines():
+        if line.endswith("{"):
+            break  # the first computation: the head is over
+        if not line or not line[0].isdigit():
+            table = tables.get(line)
+        elif table is not None:
+            number, _, entry = line.partition(" ")
+            table[int(number)] = entry
+    places = {}
+    for frame, entry in tables["StackFrames"].items():
+        location = tables["FileLocations"][int(_attribute(entry, "file_location_id"))]
+        file = tables["FileNames"][int(_attribute(location, "file_name_id"))].strip('"')
+        places[frame] = f"{file.rsplit('/', 1)[-1]}:{_attribute(location, 'line')}"
+    return places
+
+
+def _source_line(rest: str, lines: dict[int, str]) -> str:
+    if file := re.search(r'source_file="([^"]*)"', rest):
+        return f"{file[1].rsplit('/', 1)[-1]}:{_attribute(rest, 'source_line')}"
+    frame = _attribute(rest, "stack_frame_id")
+    return lines.get(int(frame), "unknown line") if frame else "unknown line"
