@@ -107,7 +107,7 @@ def _reshape(operand: Shape, result: Shape) -> Rule:
 
 
 def _catching_up(room: int, shared: int, product: int, other: int) -> int:
-    """The next factor of the side with the smaller product: what makes both meet, else what keeps `shared` for later."""
+    """The next factor of the side with the smaller product: what makes them meet, else what keeps `shared`."""
     if other % product == 0 and room % (other // product) == 0:
         return other // product
     return room // shared if room > shared else room
@@ -157,6 +157,32 @@ def tile(equation: Equation) -> Rule:
         if repeats > 1:
             builder.factor(repeats, [], [(0, dim)])
         builder.factor(size, [(0, dim)], [(0, dim)])
+    return builder.build()
+
+
+@rule("stack")
+def stack(equation: Equation) -> Rule:
+    """`i, i -> j i`, j whole: one operand each."""
+    operands, results = shapes_of(equation)
+    return _stacked(operands, results[0], equation.params["axis"], stacking=True)
+
+
+@rule("unstack")
+def unstack(equation: Equation) -> Rule:
+    """`j i -> i, i`, j whole: one result each."""
+    operands, results = shapes_of(equation)
+    return _stacked(results, operands[0], equation.params["axis"], stacking=False)
+
+
+@lru_cache(maxsize=4096)
+def _stacked(pieces: tuple[Shape, ...], stacked: Shape, axis: int, stacking: bool) -> Rule:
+    axis %= len(stacked)
+    sides = (pieces, [stacked]) if stacking else ([stacked], pieces)
+    builder = RuleBuilder(*sides)
+    for dim, size in enumerate(stacked):
+        everywhere = [(tensor, dim - (dim > axis)) for tensor in range(len(pieces))] if dim != axis else []
+        kind = "need_replication" if dim == axis else ""
+        builder.factor(size, *((everywhere, [(0, dim)]) if stacking else ([(0, dim)], everywhere)), kind)
     return builder.build()
 
 

@@ -1,0 +1,102 @@
+"""Operations on a sliding window: convolutions and poolings.
+
+Where a windowed dim is split, neighbouring devices exchange the rims of their shards (a halo), so its factors are
+permutation factors. Their sizes count windows, and need not multiply to the size of the dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from autoshard.program import Equation
+from autoshard.propagation.registry import rule
+from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
+from autoshard.propagation.rules.elementwise import shapes_of
+
+
+@rule("conv_general_dilated")
+def conv_general_dilated(equation: Equation) -> Rule:
+    """`b c (h m), o c m -> b o h`, reduction c; groups make the channels, or the batch, compound."""
+    operands, (result,) = shapes_of(equation)
+    numbers = equation.params["dimension_numbers"]
+    specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec))
+    groups = (equation.params["feature_group_count"], equation.params["batch_group_count"])
+    return _convolution(operands, result, specs, groups)
+
+
+@lru_cache(maxsize=4096)
+def _convolution(
+    operands: tuple[Shape, ...], result: Shape, specs: tuple[tuple[int, ...], ...], groups: tuple[int, int]
+) -> Rule:
+    (images, kernel) = operands
+    (batch, channels, *spatial), (kernel_out, kernel_in, *window), (out_batch, out_channels, *out_spatial) = specs
+    feature_groups, batch_groups = groups
+    builder = RuleBuilder(operands, [result])
+    if batch_groups > 1:
+        builder.factor(batch_groups, [(0, batch), (1, kernel_out)], [(0, out_channels)])
+    builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
+    for dim, kernel_dim, out_dim in zip(spatial, window, out_spatial, strict=True):
+        room = images[dim]
+
+        # The larger of the two is the major factor: a split of the images goes to the result, or, in the gradient of
+        # a kernel, where the "kernel" is an image itself, to that.
+        def positions(dim: int = dim, out_dim: int = out_dim) -> None:
+            nonlocal room
+            if (size := min(room, result[out_dim])) > 1:
+                builder.factor(size, [(0, dim)], [(0, out_dim)], "permutation")
+                room //= size
+
+        def taps(dim: int = dim, kernel_dim: int = kernel_dim) -> None:
+            nonlocal room
+            if (size := min(room, kernel[kernel_dim])) > 1:
+                builder.factor(size, [(0, dim), (1, kernel_dim)], [], "permutation")
+                room //= size
+
+        for add in (positions, taps) if result[out_dim] >= kernel[kernel_dim] else (taps, positions):
+            add()
+    if feature_groups > 1:
+        builder.factor(feature_groups, [(0, channels), (1, kernel_out)], [(0, out_channels)])
+    builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
+    per_group = result[out_channels] // (feature_groups * batch_groups)
+    builder.factor(per_group, [(1, kernel_out)], [(0, out_channels)])
+    return builder.build()
+
+
+def _windowed(params: Any) -> dict[int, str]:
+    """The dims along which a window spans, skips or pads."""
+    dims = len(params["window_dimensions"])
+    ones = (1,) * dims
+    alone = zip(
+        params["window_dimensions"],
+        params["window_strides"],
+        params["padding"],
+        params.get("base_dilation", ones),
+        strict=True,
+    )
+    return {
+        dim: "permutation"
+        for dim, (window, stride, padding, dilation) in enumerate(alone)
+        if (window, stride, tuple(padding), dilation) != (1, 1, (0, 0), 1)
+    }
+
+
+@rule("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add")
+def pooling(equation: Equation) -> Rule:
+    """`b h c -> b h c`, h expensive."""
+    operands, results = shapes_of(equation)
+    return dimwise(operands, results, _windowed(equation.params))
+
+
+@rule("select_and_scatter")
+def select_and_scatter(equation: Equation) -> Rule:
+    """`b h c, b h c,  -> b h c`, h expensive; the second operand has one element per window."""
+    operands, results = shapes_of(equation)
+    return dimwise(operands, results, _windowed(equation.params), sizes=operands[1])
+
+
+@rule("select_and_scatter_add")
+def select_and_scatter_add(equation: Equation) -> Rule:
+    """`b h c, b h c -> b h c`, h expensive; the first operand has one element per window."""
+    operands, results = shapes_of(equation)
+    return dimwise(operands, results, _windowed(equation.params), sizes=operands[0])
