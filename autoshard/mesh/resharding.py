@@ -1,0 +1,440 @@
+"""From one layout to another: the collectives that XLA's SPMD partitioner really runs, and their seconds.
+
+A model of `PartitionedHlo::ReshardNoCache` (openxla/xla, xla/service/spmd/spmd_partitioner.cc), which knows no mesh
+axes: a sharding is a *tiling*, an array of devices with one dim per array dim, plus a last one for copies of a tile.
+In its order of preference:
+
+1. same tile counts, other devices: collective_permute;
+2. the same tile counts on other dims: all_to_all, one for all the pairs of dims that are swapped;
+3. fewer copies, finer tiles: a local slice, free, and a collective_permute if the devices come out in another order;
+4. more copies, coarser tiles: a collective_permute that puts devices in order, an all_gather per dim, last dim first;
+5. a mix: split one dim in two, copy one dim, or unfold the copies into a dim, then any of the above; dims that are
+   tiled alike in source and target are set aside and the rest done inside each group of devices;
+6. "involuntary full rematerialization": all_gather every dim, slice.
+
+A step's bytes are its result on one device. Copies within a device's memory are not priced. A dim that does not divide
+evenly is taken as padded to the larger of what source and target pad it to; the halo exchanges that XLA then adds are
+not modelled.
+
+`benchmarks/resharding.py` compares this with compiled programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autoshard.layout import Layout, MeshShape, shards
+from autoshard.mesh.collectives import seconds
+from autoshard.mesh.topology import Topology
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective of a resharding."""
+
+    kind: str  # one of collectives.KINDS
+    axes: tuple[str, ...]  # mesh axes it runs over, in mesh order
+    bytes: int  # its result on one device
+
+
+def reshard(
+    shape: Sequence[int], itemsize: float, source: Layout, target: Layout, mesh_shape: MeshShape
+) -> tuple[Step, ...]:
+    """The collectives that take an array from `source` to `target`, in order; none where a local slice will do.
+
+    >>> mesh = {"x": 4, "y": 2}
+    >>> reshard((16, 24), 4, (("x",), ()), ((), ("x",)), mesh)
+    (Step(kind='all_to_all', axes=('x',), bytes=384),)
+    >>> reshard((16, 24), 4, ((), ()), ((), ("x",)), mesh)
+    ()
+    """
+    if source == target:
+        return ()
+    padded = math.prod(
+        max(-(-size // count) * count for count in (shards(before, mesh_shape), shards(after, mesh_shape)))
+        for size, before, after in zip(shape, source, target, strict=True)
+    )
+    path = _path(source, target, tuple(mesh_shape.items()))
+    return tuple(Step(kind, axes, math.ceil(padded * itemsize / tiles)) for kind, axes, tiles in path)
+
+
+def reshard_seconds(
+    shape: Sequence[int],
+    itemsize: float,
+    source: Layout,
+    target: Layout,
+    mesh_shape: MeshShape,
+    topology: Topology,
+) -> float:
+    """Time of all steps of `reshard`, one after the other."""
+    steps = reshard(shape, itemsize, source, target, mesh_shape)
+    return sum(seconds(step.kind, step.axes, step.bytes, mesh_shape, topology) for step in steps)
+
+
+@lru_cache(maxsize=None)
+def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+    """The steps as (kind, axes, into how many tiles the result is cut): they depend on no shape."""
+    sizes = tuple(size for _, size in mesh)
+    everyone = np.arange(math.prod(sizes))
+    group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes)
+    result = group.reshard(_tiling(source, mesh), _tiling(target, mesh))
+    assert result is not None  # only a caller that forbids full replication gets None
+    return tuple(result)
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """Which device holds which tile: devices by tile coordinates, and last by copy."""
+
+    devices: np.ndarray
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        return self.devices.shape[:-1]
+
+    @property
+    def copies(self) -> int:
+        return self.devices.shape[-1]
+
+    @property
+    def partial(self) -> bool:
+        return self.copies > 1
+
+    @property
+    def replicated(self) -> bool:
+        return self.copies == self.devices.size
+
+    def coordinates(self) -> np.ndarray:
+        """The tile coordinates of each device, [device, dim]."""
+        where = np.empty((self.devices.size, len(self.tiles)), dtype=int)
+        where[self.devices.ravel()] = np.indices(self.devices.shape)[:-1].reshape(len(self.tiles), -1).T
+        return where
+
+    def same(self, other: _Tiling) -> bool:
+        if self.replicated or other.replicated:
+            return self.replicated and other.replicated
+        return self.devices.shape == other.devices.shape and bool((self.devices == other.devices).all())
+
+    def split(self, dim: int, size: int) -> _Tiling:
+        """Dim `dim` as two, the first of `size` tiles."""
+        shape = self.devices.shape
+        return _Tiling(self.devices.reshape(*shape[:dim], size, shape[dim] // size, *shape[dim + 1 :]))
+
+
+def _tiling(layout: Layout, mesh: tuple[tuple[str, int], ...]) -> _Tiling:
+    names = [axis for axis, _ in mesh]
+    sizes = dict(mesh)
+    used = [axis for axes in layout for axis in axes]
+    order = used + [axis for axis in names if axis not in used]
+    devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    tiles = [math.prod(sizes[axis] for axis in axes) for axes in layout]
+    return _Tiling(devices.transpose([names.index(axis) for axis in order]).reshape(*tiles, -1))
+
+
+_Steps = list[tuple[str, tuple[str, ...], int]]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Devices that reshard among themselves, as do the other groups beside them; tilings number them 0, 1, ..."""
+
+    members: np.ndarray  # the group's devices, [group, number]
+    tiles: int  # into how many tiles the dims outside the groups are cut
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    def reshard(self, source: _Tiling, target: _Tiling, rematerialize: bool = True) -> _Steps | None:
+        """ReshardNoCache; None only without `rematerialize`, where nothing but full replication would do."""
+        if source.same(target) or source.replicated:
+            return []
+        if not target.replicated:
+            if source.devices.shape == target.devices.shape:
+                return self.permute(source, target)
+            if (pairs := _swaps(source, target)) is not None:
+                return self.all_to_all(source, target, pairs)
+        if source.partial and not target.replicated:
+            steps = self.slice_copies(source, target)
+            if steps is None:
+                steps = self.shifted_all_to_all(source, target)
+            if steps is not None:
+                return steps
+        if target.partial and not target.replicated:
+            steps = self.gather_copies(source, target)
+            if steps is None:
+                steps = self.shifted_all_to_all(source, target)
+            if steps is not None:
+                return steps
+        if not target.replicated:
+            steps = self.in_two(source, target)
+            if steps is None:
+                steps = self.in_groups(source, target)
+            if steps is None and not source.partial and not target.partial:
+                steps = self.by_common_tiles(source, target)
+            if steps is not None or not rematerialize:
+                return steps
+        return self.gather(source, [1] * len(source.tiles))
+
+    def step(self, kind: str, talk: np.ndarray, tiles: int) -> tuple[str, tuple[str, ...], int]:
+        """A collective among `talk`, [set, number in this group]."""
+        coordinates = np.unravel_index(self.members[:, talk].reshape(-1, talk.shape[-1]), self.axis_sizes)
+        axes = tuple(
+            axis for axis, where in zip(self.axis_names, coordinates, strict=True) if (where != where[:, :1]).any()
+        )
+        return kind, axes, tiles * self.tiles
+
+    def permute(self, source: _Tiling, target: _Tiling) -> _Steps:
+        if source.same(target):
+            return []
+        pairs = np.stack([source.devices.ravel(), target.devices.ravel()], axis=1)
+        return [self.step("collective_permute", pairs, math.prod(source.tiles))]
+
+    def gather(self, source: _Tiling, tiles: Sequence[int]) -> _Steps:
+        """All-gathers, last dim first, until only `tiles` are left of each dim."""
+        steps, left = [], list(source.tiles)
+        for dim in reversed(range(len(tiles))):
+            factor = left[dim] // tiles[dim]
+            if factor > 1:
+                # devices of one tile of the result differ in the minor part of this dim
+                devices = source.split(dim, tiles[dim]).devices
+                left[dim] = tiles[dim]
+                steps.append(self.step("all_gather", np.moveaxis(devices, dim + 1, -1).reshape(-1, factor), math.prod(left)))
+        return steps
+
+    def all_to_all(self, source: _Tiling, target: _Tiling, pairs: Sequence[tuple[int, int]]) -> _Steps:
+        """ReshardWithAllToAll: pairs of dims that share no dim go together, any others one by one."""
+        together, later, seen = [], [], set()
+        for pair in sorted(pairs, key=lambda pair: pair[1]):
+            (later if seen & set(pair) else together).append(pair)
+            seen |= set(pair) if pair in together else set()
+        if len(together) < 2:
+            batches = [[pair] for pair in pairs]
+        else:
+            batches = [together, *([pair] for pair in later)]
+        steps = []
+        for batch in batches:
+            if source.same(target):
+                break
+            factors = {after: source.tiles[before] // source.tiles[after] for before, after in batch}
+            for before, after in batch:
+                source = _swapped(source, before, after)
+            devices = source.devices
+            minor = []
+            for dim in sorted(factors, reverse=True):
+                devices = _Tiling(devices).split(dim, devices.shape[dim] // factors[dim]).devices
+                minor = [dim + 1, *(place + 1 for place in minor)]
+            talk = np.moveaxis(devices, minor, range(-len(minor), 0)).reshape(-1, math.prod(factors.values()))
+            steps.append(self.step("all_to_all", talk, math.prod(source.tiles)))
+        return steps + self.permute(source, target)
+
+    def slice_copies(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+        """ReshardFromPartialReplicateWithDynamicSlice."""
+        reached = _compatible(source, target)
+        return None if reached is None else self.permute(reached, target)
+
+    def gather_copies(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+        """ReshardToPartialReplicateWithAllGather."""
+        start = _compatible(target, source)
+        return None if start is None else self.permute(source, start) + self.gather(start, target.tiles)
+
+    def shifted_all_to_all(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+        """ReshardPartialReplicateWithAllToAll: [1,2,3 copies] to [2,3] and back, tile counts shifted by one dim."""
+        if source.partial == target.partial:
+            return None
+        copied, tiled = (source, target) if source.partial else (target, source)
+        if copied.tiles[0] != 1 or (*copied.tiles[1:], copied.copies) != tiled.tiles:
+            return None
+        if (copied.devices.ravel() != tiled.devices.ravel()).any():
+            return None
+        last = max(dim for dim, count in enumerate(tiled.tiles) if count > 1)
+        between = _copy_dim(tiled, last)
+        if source.partial:
+            pairs = _swaps(source, between)
+            return None if pairs is None else self.all_to_all(source, between, pairs) + self.reshard(between, target)
+        pairs = _swaps(between, target)
+        return None if pairs is None else self.reshard(source, between) + self.all_to_all(between, target, pairs)
+
+    def in_two(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+        """TryComplexReshardHandling: by way of a tiling from where a direct reshard leads on."""
+        if (halves := _split_or_merge(source, target)) is not None:
+            return self.reshard(*halves, rematerialize=False)
+        between = None
+        if target.partial:
+            for dim, count in enumerate(source.tiles):
+                if count > 1 and count * source.copies == target.copies:
+                    between = _copy_dim(source, dim)
+                    break
+        elif source.partial:
+            for dim, (before, after) in enumerate(zip(source.tiles, target.tiles, strict=True)):
+                if before == 1 and after != 1 and after % source.copies == 0:
+                    between = _Tiling(np.swapaxes(source.devices, dim, -1))
+                    break
+        if between is None:
+            return None
+        onward = self.reshard(between, target, rematerialize=False)
+        return None if onward is None else self.reshard(source, between) + onward
+
+    def by_common_tiles(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+        """Of each dim as many tiles as source and target have in common are kept, the rest is gathered and sliced."""
+        common = [math.gcd(*counts) for counts in zip(source.tiles, target.tiles, strict=True)]
+        gathered = sum(before != kept for before, kept in zip(source.tiles, common, strict=True))
+        if max(common) == 1 or gathered > 1:
+            return None
+        between = _compatible_copies(source, common)
+        return self.gather(source, common) + self.reshard(between, target)
+
+    def in_groups(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+        """Dims tiled alike aside, the rest inside the groups of devices that share them."""
+        pairs = list(enumerate(zip(source.tiles, target.tiles, strict=True)))
+        equal = [dim for dim, (before, after) in pairs if before == after > 1]
+        if not equal:
+            return None
+        before, after = _grouped(source, equal), _grouped(target, equal)
+        inner_source = _Tiling(np.arange(before.shape[1]).reshape(_without(source, equal)))
+        numbers = np.arange(before.shape[1])
+        if (np.sort(before) == np.sort(after)).all():  # the same groups: number the target's members as the source's
+            numbers = np.argsort(before[0])[np.searchsorted(np.sort(before[0]), after[0])]
+        inner_target = _Tiling(numbers.reshape(_without(target, equal)))
+        outside = math.prod(source.tiles[dim] for dim in equal)
+        inner = _Group(
+            self.members[:, before].reshape(-1, before.shape[1]), self.tiles * outside, self.axis_names, self.axis_sizes
+        )
+        reached = before[:, inner_target.devices]  # [group, inner tiles..., copies]
+        counts = [source.tiles[dim] for dim in equal]
+        reached = np.moveaxis(reached.reshape(*counts, *target_rest(target, equal)), range(len(equal)), equal)
+        steps = inner.reshard(inner_source, inner_target)
+        return steps + self.reshard(_Tiling(reached), target)
+
+
+def target_rest(tiling: _Tiling, equal: Sequence[int]) -> list[int]:
+    return [count for dim, count in enumerate(tiling.devices.shape) if dim not in equal]
+
+
+def _without(tiling: _Tiling, equal: Sequence[int]) -> list[int]:
+    """The tiling's shape with dims `equal` whole."""
+    return [1 if dim in equal else count for dim, count in enumerate(tiling.devices.shape)]
+
+
+def _grouped(tiling: _Tiling, equal: Sequence[int]) -> np.ndarray:
+    """Devices by their place along dims `equal`, [group, member]."""
+    first = np.moveaxis(tiling.devices, equal, range(len(equal)))
+    return first.reshape(math.prod(first.shape[: len(equal)]), -1)
+
+
+def _swaps(source: _Tiling, target: _Tiling) -> list[tuple[int, int]] | None:
+    """GetReshardAllToAllSourceTargetDims: pairs (from dim, to dim) whose tile counts trade places."""
+    differ = [dim for dim, counts in enumerate(zip(source.tiles, target.tiles, strict=True)) if counts[0] != counts[1]]
+    if not differ or sorted(source.tiles) != sorted(target.tiles):
+        return None
+    places: dict[int, list[int]] = {}
+    for dim in differ:
+        places.setdefault(source.tiles[dim], []).append(dim)
+    pairs = []
+    while places:
+        count = min(places)
+        dim = places[count][-1]
+        wanted = target.tiles[dim]
+        if wanted == count:
+            _remove(places, count, dim)
+            continue
+        candidates = places[wanted]
+        if count == 1:
+            useful = [other for other in candidates if target.tiles[other] != 1]
+        elif wanted % count == 0:
+            useful = [other for other in candidates if target.tiles[other] == count]
+        else:
+            return None
+        other = useful[0] if useful else candidates[-1]
+        pairs.append((other, dim))
+        places[count][-1] = other
+        _remove(places, wanted, other)
+    return pairs
+
+
+def _remove(places: dict[int, list[int]], count: int, dim: int) -> None:
+    places[count].remove(dim)
+    if not places[count]:
+        del places[count]
+
+
+def _swapped(tiling: _Tiling, before: int, after: int) -> _Tiling:
+    """GetAllToAllSharding: the minor tiles of dim `before` become the minor tiles of dim `after`."""
+    keep, shape = tiling.tiles[after], list(tiling.devices.shape)
+    split, places = [], {}
+    for dim, count in enumerate(shape):
+        if dim == before:
+            split += [keep, count // keep]
+        elif dim == after:
+            split += [count, 1]
+        else:
+            split.append(count)
+        places[dim] = len(split) - 1
+    shape[before], shape[after] = shape[after], shape[before]
+    return _Tiling(np.swapaxes(tiling.devices.reshape(split), places[before], places[after]).reshape(shape))
+
+
+def _compatible(coarse: _Tiling, fine: _Tiling) -> _Tiling | None:
+    """PartialReplicateReshardCompatibleSharding: `fine`'s tile counts, each tile on devices that hold it in `coarse`."""
+    if not coarse.partial or any(n % m for n, m in zip(fine.tiles, coarse.tiles, strict=True)):
+        return None
+    factors = [n // m for n, m in zip(fine.tiles, coarse.tiles, strict=True)]
+    if (fine.coordinates() // factors == coarse.coordinates()).all():
+        return fine
+    rank = len(factors)
+    order = [place for dim in range(rank) for place in (dim, rank + dim)]
+    devices = coarse.devices.reshape(*coarse.tiles, *factors, fine.copies)
+    return _Tiling(devices.transpose(*order, 2 * rank).reshape(fine.devices.shape))
+
+
+def _copy_dim(tiling: _Tiling, dim: int) -> _Tiling:
+    """PartiallyReplicateTiledShardingOnDims: the tiles along `dim` become copies."""
+    shape = list(tiling.devices.shape)
+    shape[-1] *= shape[dim]
+    shape[dim] = 1
+    return _Tiling(np.sort(np.moveaxis(tiling.devices, dim, -2).reshape(shape)))
+
+
+def _compatible_copies(tiling: _Tiling, tiles: Sequence[int]) -> _Tiling:
+    """The tiling with only `tiles` of each dim, the others copies."""
+    devices = tiling.devices
+    for dim in reversed(range(len(tiles))):
+        devices = _Tiling(devices).split(dim, tiles[dim]).devices
+    minor = range(1, 2 * len(tiles), 2)
+    devices = np.moveaxis(devices, list(minor), range(len(tiles), 2 * len(tiles)))
+    return _Tiling(np.sort(devices.reshape(*tiles, -1)))
+
+
+def _split_or_merge(source: _Tiling, target: _Tiling) -> tuple[_Tiling, _Tiling] | None:
+    """PatternMatchMergeOrSplitSharding: both with one dim split in two, so that part of it can move to another."""
+    if source.copies != target.copies:
+        return None
+    differ = [dim for dim, counts in enumerate(zip(source.tiles, target.tiles, strict=True)) if counts[0] != counts[1]]
+    for place, first in enumerate(differ):
+        for second in differ[place + 1 :]:
+            i, j = first, second
+            before, after = source.tiles, target.tiles
+            ones = [before[i], before[j], after[i], after[j]].count(1)
+            if ones == 1:
+                if before[i] * before[j] != after[i] * after[j]:
+                    continue
+                if 1 in (before[i], after[i]):
+                    i, j = j, i
+                size = before[i] if after[j] == 1 else after[i]
+            elif ones == 0:
+                if before[i] < after[i]:
+                    i, j = j, i
+                if before[i] != after[i] * after[j]:
+                    continue
+                size = after[i]
+            else:
+                continue
+            start = source.split(i, size)
+            shape = list(start.devices.shape)
+            k = j + (j > i)
+            shape[i + 1], shape[k] = shape[k], shape[i + 1]
+            return start, _Tiling(target.devices.reshape(shape))
+    return None
