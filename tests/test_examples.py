@@ -1,0 +1,47 @@
+"""Every example runs, with few steps, and prints what it promises."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+RUNS = [  # command line, a pattern for each promised piece of output
+    (
+        "train_gpt.py --steps 3 --layers 1 --width 64 --context 32 --mesh 2x4 --memory 20MiB",
+        [r"all_reduce|all-reduce", r"│ 3 +│ \d\.\d+", r"Largest relative difference .* \de-0[4-9]", r"model writes"],
+    ),
+    ("cnn_digits.py --steps 3", [r"step   3  loss \d\.\d+", r"Accuracy on 360 images it has not seen: \d+\.\d%"]),
+    ("moe.py --steps 3", [r"\d+ x [\d,]+ bytes, from moe.py:\d+", r"step   3  loss (\d\.\d{4}).*on one device \1"]),
+]
+
+
+def run(command: str, patterns: list[str]) -> None:
+    """Run an example and find every pattern in its output."""
+    name, *options = command.split()
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8", "COLUMNS": "120"}
+    script = [sys.executable, EXAMPLES / name, *options]
+    result = subprocess.run(script, env=environment, capture_output=True, encoding="utf-8", timeout=200)
+    assert result.returncode == 0, result.stderr
+    missing = [pattern for pattern in patterns if not re.search(pattern, result.stdout)]
+    assert not missing, f"{missing} not in the output of {name}:\n{result.stdout}"
+
+
+@pytest.mark.parametrize("command, patterns", RUNS, ids=[command.split()[0] for command, _ in RUNS])
+def test_runs_and_prints(command, patterns):
+    run(command, patterns)
+
+
+def test_every_example_is_run():
+    assert {command.split()[0] for command, _ in RUNS} == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+def test_the_check_can_fail():
+    with pytest.raises(AssertionError, match="not in the output"):
+        run("train_gpt.py --help", ["all_reduce"])
+    with pytest.raises(AssertionError, match="unrecognized arguments"):
+        run("train_gpt.py --no-such-option", [])

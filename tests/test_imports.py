@@ -1,0 +1,206 @@
+"""Importing autoshard starts nothing; its imports run one way; its public names are documented."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autoshard
+
+PACKAGE = Path(autoshard.__file__).parent
+
+# Rooms in the order of the way of the data. A room imports only rooms written before it, and itself.
+ROOMS = {
+    "base": ["autoshard.errors", "autoshard.layout"],
+    "program": ["autoshard.jaxprs", "autoshard.program"],
+    "propagation": ["autoshard.propagation"],
+    "mesh": ["autoshard.mesh"],
+    "solver": ["autoshard.solver"],
+    "plans": ["autoshard.plans"],
+    "report": ["autoshard.report"],
+    "lower": ["autoshard.lower"],
+    "api": ["autoshard.api", "autoshard.__init__"],
+}
+
+# Imports of a later room, made inside a method when it is called, and why.
+DEFERRED = {
+    ("autoshard.plans", "autoshard.report"): "printing a Plan asks for a report of it",
+}
+
+# The combinatorial core: plain arrays. From autoshard it imports only itself and the errors, and never JAX.
+CORE = {
+    f"autoshard.solver.{name}"
+    for name in ("problem", "verify", "exhaustive", "simplify", "tables", "ilp", "bounds", "moves", "solve")
+}
+
+# Unstable parts of JAX, and in how many files each may be imported.
+UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1}
+
+
+def within(module: str, package: str) -> bool:
+    """Whether `module` is `package` or stands below it."""
+    return module == package or module.startswith(package + ".")
+
+
+def room_of(module: str) -> int | None:
+    """The index of a module's room; None when the table has none for it."""
+    rooms = (i for i, names in enumerate(ROOMS.values()) if any(within(module, name) for name in names))
+    return next(rooms, None)
+
+
+def imports_of(source: str, package: str) -> set[str]:
+    """Every module that code standing in `package` imports when it runs, as absolute dotted names.
+
+    `from a import b` counts as `a.b`, since b may be a module. Imports under `if TYPE_CHECKING` never run.
+    """
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.orelse:
+                visit(child)
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            found.update(f"{origin}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(source))
+    return found
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """What is wrong with the imports of `sources`, from dotted module name (packages end in `.__init__`) to text."""
+    problems = []
+    users = {name: [] for name in UNSTABLE}
+
+    def resolve(target: str) -> str:
+        """The module that importing `target` runs: the name may be one inside a module."""
+        for module in (target, target.rpartition(".")[0]):
+            for name in (module, f"{module}.__init__"):
+                if name in sources:
+                    return name
+        return target
+
+    for module, source in sorted(sources.items()):
+        if room_of(module) is None:
+            problems.append(f"{module} has no room; add it to ROOMS")
+            continue
+        imported = imports_of(source, package=module.rpartition(".")[0])
+        inside = {resolve(target) for target in imported if within(target, "autoshard")}
+        for target in sorted(inside):
+            deferred = any(module == user and within(target, room) for user, room in DEFERRED)
+            if not deferred and room_of(target) is not None and room_of(target) > room_of(module):
+                problems.append(f"{module} imports {target}, a later room")
+        if module in CORE:
+            jax = {target for target in imported if within(target, "jax") or within(target, "jaxlib")}
+            problems += [f"{module} imports {target}" for target in sorted(jax | inside - CORE - {"autoshard.errors"})]
+        for unstable, files in users.items():
+            if any(within(target, unstable) for target in imported):
+                files.append(module)
+    for unstable, files in users.items():
+        if len(files) > UNSTABLE[unstable]:
+            problems.append(f"{unstable} is imported by {', '.join(files)}; {UNSTABLE[unstable]} file(s) may")
+    return problems
+
+
+def package_sources() -> dict[str, str]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file.read_text() for file in files}
+
+
+def test_imports_run_one_way():
+    assert violations(package_sources()) == []
+
+
+PLANTED = [  # module, its text, the one thing that the checker must say about it
+    ("autoshard.layout", "from autoshard.solver import Problem", "imports autoshard.solver.__init__, a later room"),
+    ("autoshard.layout", "from .program import Value", "autoshard.layout imports autoshard.program, a later room"),
+    ("autoshard.mesh.topology", "def f():\n    import autoshard.plans", "imports autoshard.plans, a later room"),
+    ("autoshard.mesh.topology", "from autoshard import plan", "imports autoshard.__init__, a later room"),
+    ("autoshard.mesh.topology", "from ..report import text", "autoshard.mesh.topology imports autoshard.report.text"),
+    ("autoshard.solver.__init__", "from .. import api", "autoshard.solver.__init__ imports autoshard.api, a later"),
+    ("autoshard.plans", "if TYPE_CHECKING:\n    pass\nelse:\n    import autoshard.api", "imports autoshard.api, a"),
+    ("autoshard.plans", "from autoshard import lower", "autoshard.plans imports autoshard.lower, a later room"),
+    ("autoshard.solver.ilp", "import jax.numpy as jnp", "autoshard.solver.ilp imports jax.numpy"),
+    ("autoshard.solver.moves", "from autoshard.mesh import Link", "moves imports autoshard.mesh.__init__"),
+    ("autoshard.plans", "from jax._src import core", "jax._src is imported by autoshard.plans; 0 file(s) may"),
+    ("autoshard.helpers", "", "autoshard.helpers has no room"),
+]
+ALLOWED = [
+    ("autoshard.plans", "if TYPE_CHECKING:\n    from autoshard.api import plan"),
+    ("autoshard.plans", "def text(plan):\n    from autoshard.report.text import plan_text"),
+    ("autoshard.solver.formulate", "import jax\nfrom autoshard.mesh.topology import Link"),
+    ("autoshard.solver.ilp", "from autoshard.errors import SolverError\nfrom autoshard.solver.problem import Problem"),
+    ("autoshard.__init__", "from autoshard.api import plan"),
+]
+
+
+def planted(module: str, text: str) -> dict[str, str]:
+    """A small package with `text` in `module`, and nothing in its other files."""
+    files = "__init__ api errors lower plans program mesh.__init__ mesh.topology report.__init__ report.text"
+    files += " solver.__init__ solver.problem"
+    return {f"autoshard.{name}": "" for name in files.split()} | {module: text}
+
+
+@pytest.mark.parametrize("module, text, expected", PLANTED)
+def test_the_checker_sees_planted_imports(module, text, expected):
+    (problem,) = violations(planted(module, text))
+    assert expected in problem
+
+
+@pytest.mark.parametrize("module, text", ALLOWED)
+def test_the_checker_lets_allowed_imports_pass(module, text):
+    assert violations(planted(module, text)) == []
+
+
+def test_the_checker_counts_the_users_of_unstable_parts():
+    assert violations({"autoshard.program": "import jax.extend.core"}) == []
+    problems = violations({"autoshard.program": "import jax.extend.core", "autoshard.lower": "from jax import extend"})
+    assert problems == ["jax.extend is imported by autoshard.lower, autoshard.program; 1 file(s) may"]
+
+
+def test_no_environment_variable_is_read():
+    readers = [name for name, text in package_sources().items() if re.search(r"\bos\.environ|\bgetenv\b", text)]
+    assert readers == []
+
+
+IMPORT_ALONE = """
+import sys
+import cvxpy, jax, numpy, rich  # what these read on import is their own affair
+opened = []
+def hook(event, args):
+    name = str(args[0]) if args else ""
+    if event == "open" and not name.endswith((".py", ".pyc")) and "__pycache__" not in name:
+        opened.append(name)
+sys.addaudithook(hook)
+import autoshard
+assert not jax._src.xla_bridge._backends, "importing autoshard started a JAX backend"
+assert not opened, f"importing autoshard read {opened}"
+"""
+
+
+def test_importing_starts_no_device_and_reads_nothing():
+    subprocess.run([sys.executable, "-c", IMPORT_ALONE], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("planted, fault", [("jax.devices()", "backend"), ("open('/dev/null')", "/dev/null")])
+def test_the_import_check_sees_planted_faults(planted, fault):
+    script = IMPORT_ALONE.replace("import autoshard\n", f"{planted}\n")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode and fault in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", getattr(autoshard, "__all__", ()))
+def test_public_names_have_docstrings(name):
+    value = getattr(autoshard, name)
+    doc = value.__doc__
+    # dataclasses write a signature as docstring where there is none
+    assert doc and not doc.startswith(f"{name}("), f"autoshard.{name} has no docstring"
