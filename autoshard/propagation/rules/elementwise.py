@@ -14,10 +14,7 @@ def shapes_of(equation: Equation) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]
     return tuple(value.shape for value in equation.inputs), tuple(value.shape for value in equation.outputs)
 
 
-_elementwise = lru_cache(maxsize=4096)(dimwise)
-
-
-@rule(
+PRIMITIVES = (
     "abs",
     "acos",
     "acosh",
@@ -108,6 +105,11 @@ _elementwise = lru_cache(maxsize=4096)(dimwise)
     "zeros_like",
     "zeta",
 )
+
+_elementwise = lru_cache(maxsize=4096)(dimwise)
+
+
+@rule(*PRIMITIVES)
 def elementwise(equation: Equation) -> Rule:
     """`i j, i j -> i j`; a scalar operand (a literal, a predicate, a bound) goes with any split."""
     return _elementwise(*shapes_of(equation))

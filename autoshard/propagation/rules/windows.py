@@ -17,7 +17,10 @@ from autoshard.propagation.rules.elementwise import shapes_of
 
 @rule("conv_general_dilated")
 def conv_general_dilated(equation: Equation) -> Rule:
-    """`b c (h m), o c m -> b o h`, reduction c; groups make the channels, or the batch, compound."""
+    """`b c (h m), o c m -> b o h`, reduction c; groups make the channels, or the batch, compound.
+
+    As in Shardy, m is no factor where the windows alone fill the images' dim.
+    """
     operands, (result,) = shapes_of(equation)
     numbers = equation.params["dimension_numbers"]
     specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec))
@@ -29,7 +32,7 @@ def conv_general_dilated(equation: Equation) -> Rule:
 def _convolution(
     operands: tuple[Shape, ...], result: Shape, specs: tuple[tuple[int, ...], ...], groups: tuple[int, int]
 ) -> Rule:
-    (images, kernel) = operands
+    images, kernel = operands
     (batch, channels, *spatial), (kernel_out, kernel_in, *window), (out_batch, out_channels, *out_spatial) = specs
     feature_groups, batch_groups = groups
     builder = RuleBuilder(operands, [result])
@@ -37,24 +40,18 @@ def _convolution(
         builder.factor(batch_groups, [(0, batch), (1, kernel_out)], [(0, out_channels)])
     builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
     for dim, kernel_dim, out_dim in zip(spatial, window, out_spatial, strict=True):
-        room = images[dim]
-
         # The larger of the two is the major factor: a split of the images goes to the result, or, in the gradient of
         # a kernel, where the "kernel" is an image itself, to that.
-        def positions(dim: int = dim, out_dim: int = out_dim) -> None:
-            nonlocal room
-            if (size := min(room, result[out_dim])) > 1:
-                builder.factor(size, [(0, dim)], [(0, out_dim)], "permutation")
-                room //= size
-
-        def taps(dim: int = dim, kernel_dim: int = kernel_dim) -> None:
-            nonlocal room
-            if (size := min(room, kernel[kernel_dim])) > 1:
-                builder.factor(size, [(0, dim), (1, kernel_dim)], [], "permutation")
-                room //= size
-
-        for add in (positions, taps) if result[out_dim] >= kernel[kernel_dim] else (taps, positions):
-            add()
+        positions = (result[out_dim], [], [(0, out_dim)])
+        taps = (kernel[kernel_dim], [(1, kernel_dim)], [])
+        room = images[dim]
+        for size, sources, targets in (positions, taps) if positions[0] >= taps[0] else (taps, positions):
+            shared = min(room, size)
+            if shared > 1:
+                builder.factor(shared, [(0, dim), *sources], targets, "permutation")
+                room //= shared
+            elif size > 1:
+                builder.factor(size, sources, targets, "need_replication")
     if feature_groups > 1:
         builder.factor(feature_groups, [(0, channels), (1, kernel_out)], [(0, out_channels)])
     builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
