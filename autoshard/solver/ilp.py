@@ -30,6 +30,7 @@ import numpy as np
 from scipy import sparse
 
 from autoshard.solver.problem import Problem
+from autoshard.solver.tables import classes, split
 from autoshard.solver.verify import ROUNDING, verify
 
 MAGNITUDE = 1e3  # what the cost still to be decided is scaled to; HiGHS works to absolute tolerances of 1e-7
@@ -76,6 +77,11 @@ def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float
         # HiGHS lets a row exceed its limit by its tolerance. What holds as much on every node does not fit either.
         for point in over:
             highs.exclude(program.at_least(choice, usage[[point]].toarray().ravel()), len(problem.costs))
+
+
+def trivial_bound(problem: Problem) -> float:
+    """No choice costs less than the cheapest option of every node and the cheapest pair of every edge."""
+    return _encode(problem, np.inf).constant
 
 
 def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
@@ -150,7 +156,7 @@ def _encode(problem: Problem, known: float) -> _Program:
     offsets = np.concatenate([[0], np.cumsum([len(costs) for costs in problem.costs])]).astype(np.int64)
     costs, rests = np.concatenate(problem.costs), []
     for edge in problem.edges:
-        rows, columns, rest = _split(edge.costs)
+        rows, columns, rest = split(edge.costs)
         costs[offsets[edge.i] : offsets[edge.i + 1]] += rows
         costs[offsets[edge.j] : offsets[edge.j + 1]] += columns
         rests.append(rest)
@@ -164,7 +170,7 @@ def _encode(problem: Problem, known: float) -> _Program:
     flow_costs = [0.0]  # a flow of no edge, since x may not be empty
     for edge, rest in zip(problem.edges, rests, strict=True):
         rest[rest > ceiling] = np.inf
-        row, column = _classes(rest), _classes(rest.T)
+        row, column = classes(rest), classes(rest.T)
         table = np.empty((row.max() + 1, column.max() + 1))
         table[row[:, None], column[None, :]] = rest
         finite = np.isfinite(table)
@@ -200,22 +206,6 @@ def _encode(problem: Problem, known: float) -> _Program:
         blocks=blocks.matrix(len(costs)),
         cells=tuple(cells),
     )
-
-
-def _split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``rows[:, None] + columns + rest`` with the least of rest 0 in every row and column; rounding noise is gone."""
-    rows = table.min(axis=1)
-    rest = table - np.where(np.isfinite(rows), rows, 0.0)[:, None]
-    columns = rest.min(axis=0)
-    rest = rest - np.where(np.isfinite(columns), columns, 0.0)
-    grid = max(np.abs(table[np.isfinite(table)]).max(initial=0.0) * ROUNDING, np.finfo(float).tiny)
-    return rows, columns, np.round(rest / grid) * grid
-
-
-def _classes(table: np.ndarray) -> np.ndarray:
-    """Row -> number of its class: rows that are equal."""
-    seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(table)])
 
 
 def _usage(problem: Problem, program: _Program) -> tuple[sparse.csr_array, np.ndarray]:

@@ -1,0 +1,162 @@
+"""A `Problem` in, ever better choices out, quickly and without a bound: where the integer program starts from.
+
+One move changes many nodes at once. Of the nodes in random order, those that close no cycle with the ones before are
+free: a forest, which dynamic programming optimises exactly against the rest. Memory enters as a price per byte at each
+pressure point, raised while the choice is over the limit there and lowered once all fits. Whatever fits is improved
+further, one node at a time, as far as memory allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autoshard.solver.problem import Problem
+from autoshard.solver.verify import ROUNDING, verify
+
+VISITS = 100_000  # of nodes, in all moves together, about: a second or two
+PATIENCE = 15  # moves in a row that bring nothing better, after which it gives up
+ATTEMPTS = 60  # moves in a row that do not fit, after which it gives up; the prices grow with each
+
+
+def good_choices(problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None]:
+    """The best choice so far that is allowed and fits, after each move; None while there is none."""
+    search = _Search(problem, np.random.default_rng(seed))
+    best, least, idle = None, np.inf, 0
+    for _ in range(max(ATTEMPTS, VISITS // len(problem.costs))):
+        search.move()
+        idle += 1
+        if search.adjust_prices():
+            search.descend()
+            choice = tuple(int(option) for option in search.choice)
+            cost, _ = verify(problem, choice)
+            if cost < least * (1 - ROUNDING):
+                best, least, idle = choice, cost, 0
+        yield best
+        if idle >= (ATTEMPTS if best is None else PATIENCE):
+            return
+
+
+class _Search:
+    """A choice under improvement. What is forbidden is finite here, but dearer than anything allowed."""
+
+    def __init__(self, problem: Problem, rng: np.random.Generator):
+        self.rng = rng
+        tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
+        most = sum(float(np.abs(table, where=np.isfinite(table), out=np.zeros_like(table)).max()) for table in tables)
+        self.never = 2 * most + 1.0
+        self.costs = [np.minimum(costs, self.never) for costs in problem.costs]
+        self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.costs]  # node -> neighbour -> [its, own] cost
+        for edge in problem.edges:
+            for i, j, table in ((edge.j, edge.i, edge.costs), (edge.i, edge.j, edge.costs.T)):
+                table = np.minimum(table, self.never)
+                self.tables[i][j] = self.tables[i][j] + table if j in self.tables[i] else np.ascontiguousarray(table)
+        points = problem.pressure_points() if problem.limit is not None else np.zeros(0, dtype=np.int64)
+        self.lives: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in problem.costs]
+        for live in problem.lives if len(points) else ():
+            start, end = np.searchsorted(points, (live.start, live.end))
+            self.lives[live.node].append((int(start), int(end), live.usage))
+        self.limit = problem.limit
+        self.prices = np.zeros(len(points))  # cost per byte
+        spread = [np.ptp(usage) for lives in self.lives for _, _, usage in lives]
+        self.typical_price = most / len(tables) / max(1.0, float(np.mean(spread))) if spread else 0.0
+        self.choice = np.array([costs.argmin() for costs in self.costs])
+
+    def move(self) -> None:
+        """Optimises a random forest of nodes against all others, at the present prices."""
+        paid = np.append(0.0, np.cumsum(self.prices))
+        order, parents = self.forest()
+        costs: dict[int, np.ndarray] = {}
+        for node in order:
+            cost = self.costs[node].copy()
+            for start, end, usage in self.lives[node]:
+                cost += (paid[end] - paid[start]) * usage
+            costs[node] = cost
+        for node in order:
+            for j, table in self.tables[node].items():
+                if j not in costs:
+                    costs[node] += table[self.choice[j]]
+        for node in reversed(order):
+            parent = parents[node]
+            if parent is not None:
+                costs[parent] += (self.tables[parent][node] + costs[node][:, None]).min(axis=0)
+        for node in order:
+            parent = parents[node]
+            if parent is not None:
+                costs[node] = costs[node] + self.tables[node][parent][self.choice[parent]]
+            self.choice[node] = costs[node].argmin()
+
+    def forest(self) -> tuple[list[int], dict[int, int | None]]:
+        """Random nodes without a cycle among them, parents first, and the parent of each."""
+        root = list(range(len(self.costs)))
+
+        def find(node: int) -> int:
+            while root[node] != node:
+                root[node] = node = root[root[node]]
+            return node
+
+        free: dict[int, None] = {}
+        for node in self.rng.permutation(len(self.costs)).tolist():
+            roots = [find(j) for j in self.tables[node] if j in free]
+            if len(set(roots)) == len(roots):
+                free[node] = None
+                for other in roots:
+                    root[other] = node
+        parents: dict[int, int | None] = {}
+        order: list[int] = []
+        for top in free:
+            if top in parents:
+                continue
+            parents[top], tree = None, [top]
+            for node in tree:
+                for j in self.tables[node]:
+                    if j in free and j not in parents:
+                        parents[j] = node
+                        tree.append(j)
+            order += tree
+        return order, parents
+
+    def adjust_prices(self) -> bool:
+        """Raises the prices where the choice is over the limit; where nothing is, lowers all and says so."""
+        if self.limit is None:
+            return True
+        over = self.held() > self.limit * (1 + ROUNDING)
+        if over.any():
+            self.prices[over] = 1.5 * self.prices[over] + 0.1 * self.typical_price
+        else:
+            self.prices *= 0.8
+        return not over.any()
+
+    def held(self) -> np.ndarray:
+        """Bytes at each pressure point."""
+        held = np.zeros(len(self.prices))
+        for node, lives in enumerate(self.lives):
+            for start, end, usage in lives:
+                held[start:end] += usage[self.choice[node]]
+        return held
+
+    def descend(self) -> None:
+        """Gives one node after the other its cheapest option that fits, until none changes."""
+        held, changed = self.held(), True
+        while changed:
+            changed = False
+            for node, costs in enumerate(self.costs):
+                total = costs.copy()
+                for j, table in self.tables[node].items():
+                    total += table[self.choice[j]]
+                now = self.choice[node]
+                better = np.flatnonzero(total < total[now] - ROUNDING * abs(total[now]))
+                for option in better[np.argsort(total[better], kind="stable")]:
+                    if self.fits(node, option, held):
+                        for start, end, usage in self.lives[node]:
+                            held[start:end] += float(usage[option]) - float(usage[now])
+                        self.choice[node], changed = option, True
+                        break
+
+    def fits(self, node: int, option: int, held: np.ndarray) -> bool:
+        """Whether a node may change to an option, given what all hold now."""
+        change = np.zeros_like(held)
+        for start, end, usage in self.lives[node]:
+            change[start:end] += float(usage[option]) - float(usage[self.choice[node]])
+        return self.limit is None or not (held + change > self.limit * (1 + ROUNDING)).any()

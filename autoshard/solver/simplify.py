@@ -1,0 +1,359 @@
+"""A `Problem` in, smaller independent ones out, with the same optimum and the way back; nothing here is heuristic.
+
+A node's options shrink while some have no finite partner over an edge, or cost and hold no less than another whatever
+the neighbours choose (Goldstein's dominance). A node goes away when
+
+- one option is left: its row goes to the neighbours' costs;
+- its option follows from a neighbour's, each option of which goes with one option of it: the two become one;
+- it holds no memory that matters, and it has at most two neighbours: minimise over it into them.
+
+Memory stops mattering at points where even the largest options fit, or where no more is alive than at a neighbour
+point. As each reduction makes others possible, they take turns until none applies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.errors import SolverError
+from autoshard.solver.problem import Edge, Live, Problem
+from autoshard.solver.tables import min_plus, split
+from autoshard.solver.verify import fits
+
+LARGEST_FILL = 1024  # entries of a table that elimination may make where there was none, if it saves none
+LARGEST_COMPARISON = 1 << 22  # entries; dominance is not tried beyond
+
+
+@dataclass(frozen=True, eq=False)
+class _Removed:
+    """A node that takes its cheapest option, given those of its neighbours at the time."""
+
+    node: int
+    labels: np.ndarray  # of its options: their numbers in the original problem
+    costs: np.ndarray
+    neighbours: tuple[tuple[int, np.ndarray, np.ndarray], ...]  # node, its labels, [own option, its option] -> cost
+
+
+@dataclass(frozen=True, eq=False)
+class Simplified:
+    """Independent problems that together are one problem, and the way back from their choices to its own."""
+
+    parts: tuple[Problem, ...]  # none is empty
+    constant: float  # what a choice costs on top of its parts
+    rest: float  # bytes, the peak of what is held whatever is chosen
+    _labels: tuple[tuple[tuple[int, np.ndarray], ...], ...]  # part -> node -> node and options of the original
+    _removed: tuple[_Removed, ...]  # in the order in which they went
+
+    def invert(self, choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The choice of the whole problem from one choice per part."""
+        chosen: dict[int, int] = {}
+        for choice, nodes in zip(choices, self._labels, strict=True):
+            for option, (node, labels) in zip(choice, nodes, strict=True):
+                chosen[node] = int(labels[option])
+        for removed in reversed(self._removed):
+            costs = removed.costs
+            for node, labels, table in removed.neighbours:
+                costs = costs + table[:, np.searchsorted(labels, chosen[node])]
+            chosen[removed.node] = int(removed.labels[costs.argmin()])
+        return tuple(chosen[node] for node in range(len(chosen)))
+
+
+def simplify(problem: Problem) -> Simplified:
+    """The problem in its smallest equal parts that these reductions reach.
+
+    >>> chain = Edge(0, 1, np.array([[0.0, 4.0], [4.0, 0.0]]))
+    >>> small = simplify(Problem((np.array([1.0, 0.0]), np.array([0.0, 2.0])), (chain,), (), None))
+    >>> small.parts, small.constant, small.invert([])
+    ((), 1.0, (0, 0))
+
+    Raises:
+        SolverError: every choice is forbidden.
+    """
+    graph = _Graph(problem)
+    graph.reduce()
+    return graph.result()
+
+
+class _Graph:
+    """A problem on its way to being smaller. Node numbers stay; a removed node has no options."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.costs = list(problem.costs)
+        self.labels = [np.arange(len(costs)) for costs in problem.costs]
+        self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.costs]  # node -> neighbour -> [own, its] cost
+        self.lives: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in problem.costs]  # over self.fixed's points
+        self.fixed = np.zeros(0)  # bytes per point that are held whatever is chosen
+        self.removed: list[_Removed] = []
+        self.constant: list[float] = []
+        self.changed = _Queue(range(len(problem.costs)))  # nodes to look at again
+        self.uncompared = _Queue(range(len(problem.costs)))  # nodes whose options to compare again
+        for edge in problem.edges:
+            self.join(edge.i, edge.j, edge.costs)
+        if problem.limit is not None:
+            points = problem.pressure_points()
+            self.fixed = np.zeros(len(points))
+            for live in problem.lives:
+                start, end = np.searchsorted(points, (live.start, live.end))
+                self.hold(live.node, int(start), int(end), live.usage.astype(np.float64))
+
+    def touch(self, *nodes: int) -> None:
+        for node in nodes:
+            self.changed.push(node)
+            self.uncompared.push(node)
+
+    def join(self, i: int, j: int, table: np.ndarray) -> None:
+        """Adds costs to the edge of i and j."""
+        if j in self.tables[i]:
+            table = self.tables[i][j] + table
+        self.tables[i][j], self.tables[j][i] = table, table.T
+        self.touch(i, j)
+
+    def part(self, i: int, j: int) -> None:
+        """Takes the edge of i and j away."""
+        del self.tables[i][j], self.tables[j][i]
+        self.touch(i, j)
+
+    def hold(self, node: int, start: int, end: int, usage: np.ndarray) -> None:
+        """Gives a node bytes to hold; what all its options hold is fixed."""
+        least = usage.min()
+        self.fixed[start:end] += least
+        if start < end and (usage > least).any():
+            usage = usage - least
+            for k, live in enumerate(self.lives[node]):
+                if live[:2] == (start, end):
+                    self.lives[node].pop(k)
+                    return self.hold(node, start, end, live[2] + usage)
+            self.lives[node].append((start, end, usage))
+
+    def keep(self, node: int, options: np.ndarray) -> None:
+        """Forbids all other options of a node."""
+        self.costs[node], self.labels[node] = self.costs[node][options], self.labels[node][options]
+        if not len(self.costs[node]):
+            raise SolverError(f"every choice is forbidden: {self.problem.name(node)} has no option left")
+        for j, table in self.tables[node].items():
+            self.tables[node][j] = table[options]
+            self.tables[j][node] = self.tables[node][j].T
+            self.touch(j)
+        lives, self.lives[node] = self.lives[node], []
+        for start, end, usage in lives:
+            self.hold(node, start, end, usage[options])
+        self.touch(node)
+
+    def remove(self, node: int) -> None:
+        """Takes a node away whose costs its neighbours have taken over."""
+        neighbours = tuple((j, self.labels[j], table) for j, table in self.tables[node].items())
+        self.removed.append(_Removed(node, self.labels[node], self.costs[node], neighbours))
+        for j in list(self.tables[node]):
+            self.part(node, j)
+        self.costs[node], self.lives[node] = self.costs[node][:0], []
+
+    def reduce(self) -> None:
+        while True:
+            if self.changed:
+                self.visit(self.changed.pop())
+            elif self.uncompared:
+                self.compare(self.uncompared.pop())
+            elif not self.relax():
+                return
+
+    def visit(self, node: int) -> None:
+        """Tries every reduction of one node but dominance; stops after one that removes it."""
+        if not len(self.costs[node]):
+            return
+        tables = self.tables[node]
+        possible = np.isfinite(self.costs[node])
+        for table in tables.values():
+            possible &= np.isfinite(table).any(axis=1)
+        if not possible.all():
+            self.keep(node, possible)
+        if len(self.costs[node]) == 1:
+            self.constant.append(float(self.costs[node][0]))
+            for j, table in tables.items():
+                self.costs[j] = self.costs[j] + table[0]
+            return self.remove(node)
+        for j, table in list(tables.items()):
+            rows, columns, rest = split(table)
+            if not rest.any():
+                self.costs[node], self.costs[j] = self.costs[node] + rows, self.costs[j] + columns
+                self.part(node, j)
+        for j, table in list(tables.items()):
+            finite = np.isfinite(table)
+            follows = (finite.sum(axis=0) == 1).all()  # each option of j allows one of this node
+            leads = (finite.sum(axis=1) == 1).all()
+            if follows and not (leads and len(tables) > len(self.tables[j])):
+                return self.merge(node, j, finite.argmax(axis=0))
+            if leads:
+                self.merge(j, node, finite.argmax(axis=1))
+                return self.touch(node)
+        if not self.lives[node]:
+            self.eliminate(node)
+
+    def merge(self, node: int, into: int, option: np.ndarray) -> None:
+        """Merges a node into one that decides it: option of `into` -> option of the node."""
+        table = self.tables[into][node]
+        self.costs[into] = self.costs[into] + table[np.arange(len(option)), option] + self.costs[node][option]
+        for start, end, usage in self.lives[node]:
+            self.hold(into, start, end, usage[option])
+        for j, other in list(self.tables[node].items()):
+            if j != into:
+                self.join(into, j, other[option])
+        self.remove(node)
+
+    def eliminate(self, node: int) -> None:
+        """Minimises over a node without memory into its neighbours, unless that makes a larger table."""
+        costs, neighbours = self.costs[node], list(self.tables[node].items())
+        if not neighbours:
+            self.constant.append(float(costs.min()))
+        elif len(neighbours) == 1:
+            ((j, table),) = neighbours
+            self.costs[j] = self.costs[j] + (table + costs[:, None]).min(axis=0)
+        elif len(neighbours) == 2:
+            (j, left), (k, right) = neighbours
+            size = left.shape[1] * right.shape[1]
+            if k not in self.tables[j] and size > max(LARGEST_FILL, left.size + right.size):
+                return
+            self.join(j, k, min_plus((left + costs[:, None]).T, right))
+        else:
+            return
+        self.remove(node)
+
+    def compare(self, node: int) -> None:
+        """Forbids each option that another one beats whatever the neighbours choose."""
+        costs, tables = self.costs[node], self.tables[node]
+        count = len(costs)
+        if count < 2 or count**2 * max((table.shape[1] for table in tables.values()), default=1) > LARGEST_COMPARISON:
+            return
+        worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a
+        for usage in self.moments(node):
+            worse[usage[None, :] > usage[:, None]] = np.inf
+        for table in tables.values():
+            if not np.isfinite(worse[~np.eye(count, dtype=bool)]).any():
+                return
+            a, b = table[:, None, :], table[None, :, :]
+            more = np.subtract(b, a, where=np.isfinite(a), out=np.full((count, count, table.shape[1]), -np.inf))
+            worse += more.max(axis=2)
+        beaten = worse <= 0
+        np.fill_diagonal(beaten, False)
+        kept = np.ones(count, dtype=bool)
+        for option in np.flatnonzero(beaten.any(axis=1))[::-1]:  # of options that beat each other, the first stays
+            kept[option] = not (beaten[option] & kept).any()
+        if not kept.all():
+            self.keep(node, kept)
+
+    def moments(self, node: int) -> list[np.ndarray]:
+        """The bytes that each option of the node holds, per stretch of points over which they do not change."""
+        lives = self.lives[node]
+        times = sorted({time for start, end, _ in lives for time in (start, end)})
+        none = np.zeros(len(self.costs[node]))
+        return [sum((usage for start, end, usage in lives if start <= time < end), none) for time in times[:-1]]
+
+    def relax(self) -> bool:
+        """Drops the points that stay within the limit whenever the others do; whether there were any."""
+        most = self.fixed.copy()
+        started, ended = np.zeros(len(most) + 1), np.zeros(len(most) + 1)  # how many lives had, up to this point
+        for start, end, usage in (live for lives in self.lives for live in lives):
+            most[start:end] += usage.max()
+            started[start] += 1
+            ended[end] += 1
+        started, ended = started.cumsum(), ended.cumsum()
+        kept = np.flatnonzero([not fits(total, self.problem.limit) for total in most])
+        # All that lives here still lives at the next point (lived at the last one), which has no more room.
+        here, there = kept[:-1], kept[1:]
+        kept = np.delete(kept, np.flatnonzero((ended[here] == ended[there]) & (self.fixed[here] <= self.fixed[there])))
+        there, here = kept[:-1], kept[1:]
+        same = (started[here] == started[there]) & (self.fixed[here] <= self.fixed[there])
+        kept = np.delete(kept, 1 + np.flatnonzero(same))
+        if len(kept) == len(most):
+            return False
+        self.fixed = self.fixed[kept]
+        for node, lives in enumerate(self.lives):
+            self.lives[node] = []
+            for start, end, usage in lives:
+                self.hold(node, *map(int, np.searchsorted(kept, (start, end))), usage)
+            if len(self.lives[node]) < len(lives):
+                self.touch(node)
+        return True
+
+    def result(self) -> Simplified:
+        parts = self.components()
+        return Simplified(
+            parts=tuple(self.part_problem(nodes) for nodes in parts),
+            constant=math.fsum(self.constant),
+            rest=self.fixed.max(initial=0.0),
+            _labels=tuple(tuple((node, self.labels[node]) for node in nodes) for nodes in parts),
+            _removed=tuple(self.removed),
+        )
+
+    def components(self) -> list[list[int]]:
+        """The nodes left, apart where neither edges nor a program point tie them together."""
+        tied: list[list[int]] = [list(tables) for tables in self.tables]
+        last, until = -1, 0  # the node that holds memory longest so far, and until when
+        for start, end, node in sorted((live[0], live[1], k) for k, lives in enumerate(self.lives) for live in lives):
+            if start < until and node != last:
+                tied[node].append(last)
+                tied[last].append(node)
+            if end > until:
+                last, until = node, end
+        seen, parts = set(), []
+        for root in range(len(tied)):
+            if root in seen or not len(self.costs[root]):
+                continue
+            part, stack = [], [root]
+            seen.add(root)
+            while stack:
+                node = stack.pop()
+                part.append(node)
+                new = [other for other in tied[node] if other not in seen]
+                seen.update(new)
+                stack.extend(dict.fromkeys(new))
+            parts.append(sorted(part))
+        return parts
+
+    def part_problem(self, nodes: list[int]) -> Problem:
+        """These nodes as a Problem. What is fixed where they hold memory is put on the first of them."""
+        number = {node: k for k, node in enumerate(nodes)}
+        lives = [Live(number[node], *live) for node in nodes for live in self.lives[node]]
+        covered = np.zeros(len(self.fixed), dtype=bool)
+        for live in lives:
+            covered[live.start : live.end] = True
+        fixed = np.where(covered, self.fixed, 0.0)
+        ends = np.append(np.flatnonzero(np.diff(fixed)) + 1, len(fixed))
+        for start, end in zip(np.append(0, ends[:-1]), ends, strict=True):
+            if len(fixed) and fixed[start] > 0:
+                lives.append(Live(0, int(start), int(end), np.full(len(self.costs[nodes[0]]), fixed[start])))
+        return Problem(
+            costs=tuple(self.costs[node] for node in nodes),
+            edges=tuple(
+                Edge(number[i], number[j], table) for i in nodes for j, table in self.tables[i].items() if i < j
+            ),
+            lives=tuple(lives),
+            limit=self.problem.limit,
+            names=tuple(self.problem.names[node] for node in nodes) if self.problem.names else (),
+        )
+
+
+class _Queue:
+    """First in, first out, each at most once at a time."""
+
+    def __init__(self, items: Iterable[int]):
+        self._items = deque(items)
+        self._waiting = set(self._items)
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def push(self, item: int) -> None:
+        if item not in self._waiting:
+            self._waiting.add(item)
+            self._items.append(item)
+
+    def pop(self) -> int:
+        item = self._items.popleft()
+        self._waiting.discard(item)
+        return item
