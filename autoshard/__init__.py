@@ -1,1 +1,39 @@
-"""autoshard: automatic sharding of JAX train steps."""
+"""autoshard: automatic sharding of JAX train steps.
+
+>>> from autoshard import autoshard  # doctest: +SKIP
+>>> @autoshard(mesh=mesh, donate_argnums=0)  # doctest: +SKIP
+... def train_step(state, batch): ...
+"""
+
+from autoshard.api import autoshard, plan
+from autoshard.errors import (
+    AutoshardError,
+    ConflictError,
+    MemoryLimitError,
+    MeshError,
+    PlanError,
+    RuleError,
+    SolverError,
+)
+from autoshard.mesh import Collective, Link, Topology, topology
+from autoshard.plans import Plan, Prediction
+from autoshard.propagation import register_rule
+
+__all__ = [
+    "AutoshardError",
+    "Collective",
+    "ConflictError",
+    "Link",
+    "MemoryLimitError",
+    "MeshError",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "RuleError",
+    "SolverError",
+    "Topology",
+    "autoshard",
+    "plan",
+    "register_rule",
+    "topology",
+]

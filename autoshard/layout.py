@@ -7,11 +7,12 @@ A *mesh shape* is a plain ordered dict from axis name to the number of devices a
 >>> layout_of(PartitionSpec("data", None, ("x", "y")), ndim=4)
 (('data',), (), ('x', 'y'), ())
 >>> spec_of((("data",), (), ("x", "y"), ()))
-PartitionSpec('data', None, ('x', 'y'))
+P('data', None, ('x', 'y'))
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -73,3 +74,25 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> tuple[
 def divides(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> bool:
     """Whether every dim splits evenly, which `jax.jit` demands of arguments and results."""
     return all(size % shards(axes, mesh) == 0 for size, axes in zip(shape, layout, strict=True))
+
+
+def in_mesh_order(layout: Layout, mesh: MeshShape) -> bool:
+    """Whether the axes of every dim stand in the order of the mesh: the one order that plans use."""
+    order = {axis: i for i, axis in enumerate(mesh)}
+    return all(order[a] < order[b] for dim in layout for a, b in itertools.pairwise(dim))
+
+
+def layouts_of(shape: Sequence[int], mesh: MeshShape) -> list[Layout]:
+    """Every layout in mesh order that splits `shape` evenly; the first keeps it whole.
+
+    >>> layouts_of((4, 3), {"x": 2, "y": 2})
+    [((), ()), (('y',), ()), (('x',), ()), (('x', 'y'), ())]
+    """
+    found = []
+    for dims in itertools.product([None, *range(len(shape))], repeat=len(mesh)):
+        layout = tuple(
+            tuple(axis for axis, dim in zip(mesh, dims, strict=True) if dim == position) for position in range(len(shape))
+        )
+        if divides(shape, layout, mesh):
+            found.append(layout)
+    return found

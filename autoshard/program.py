@@ -24,18 +24,21 @@ is defined later in the list than the equation itself: the one exception to defi
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 from jax.tree_util import GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
+
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, called_jaxpr, key_bytes, scan_counts
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,19 @@ class Program:
     carried: Mapping[int, int]  # argument index -> index of the result that takes its place in the next step
     in_tree: Any  # of (args, kwargs), static arguments left out
     out_tree: Any
-    jaxpr: jex.ClosedJaxpr = field(repr=False)
+    jaxpr: ClosedJaxpr = field(repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal programs, in any process: what a plan file is checked against."""
+        digest = hashlib.sha256()
+        for value in (*self.arguments, *self.constants):
+            digest.update(f"{value.name} {value.shape} {value.dtype};".encode())
+        for equation in self.equations:
+            operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
+            results = [(x.id, x.shape, str(x.dtype)) for x in equation.outputs]
+            digest.update(f"{equation.primitive} {operands} {results} {equation.trips};".encode())
+        return digest.hexdigest()[:16]
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
@@ -168,7 +183,7 @@ class _Reader:
         self.equations.append(made)
         return made
 
-    def body(self, jaxpr: jex.Jaxpr, env: dict, place: _Place) -> list[Value | np.ndarray]:
+    def body(self, jaxpr: Jaxpr, env: dict, place: _Place) -> list[Value | np.ndarray]:
         """Walks one jaxpr whose inputs are in `env`; the values of its results."""
         for i, eqn in enumerate(jaxpr.eqns):
             inputs = [_read(env, atom) for atom in eqn.invars]
@@ -176,7 +191,7 @@ class _Reader:
             env.update(zip(eqn.outvars, self.equation(eqn, inputs, at), strict=True))
         return [_read(env, atom) for atom in jaxpr.outvars]
 
-    def equation(self, eqn: jex.JaxprEqn, inputs: list, at: _Place) -> list:
+    def equation(self, eqn: JaxprEqn, inputs: list, at: _Place) -> list:
         opened = called_jaxpr(eqn)
         if opened is not None:
             return self.call(opened, inputs, at)
@@ -187,7 +202,7 @@ class _Reader:
         self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
         return outputs
 
-    def call(self, closed: jex.ClosedJaxpr, inputs: list, place: _Place) -> list:
+    def call(self, closed: ClosedJaxpr, inputs: list, place: _Place) -> list:
         env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         env |= {var: _constant(const) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
         return self.body(closed.jaxpr, env, place)
@@ -305,31 +320,6 @@ class _Loop:
             equations[index] = replace(equations[index], loop=(self.start, len(equations)))
 
 
-def called_jaxpr(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
-    """The jaxpr that a call equation runs exactly once; None for everything else."""
-    params = eqn.params
-    match eqn.primitive.name:
-        case "jit" | "pjit" | "closed_call":
-            return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        case "custom_jvp_call" | "custom_vjp_call":
-            return params["call_jaxpr"]
-        case "checkpoint" | "remat" | "remat2":
-            return jex.ClosedJaxpr(params["jaxpr"], ())
-    return None
-
-
-def scan_counts(eqn: jex.JaxprEqn) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carries.
-
-    Read off the ranks, since the parameter that holds them differs between JAX releases: stacked operands and results
-    have one dim more outside than inside.
-    """
-    inside = eqn.params["jaxpr"].jaxpr
-    carries = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(eqn.outvars, inside.outvars, strict=True))
-    whole = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(eqn.invars, inside.invars, strict=True))
-    return whole - carries, carries
-
-
 def _without_dead(equations: list[Equation], results: tuple) -> tuple[Equation, ...]:
     """The equations that some result or effect needs, indices made anew."""
     producer = {output.id: equation for equation in equations for output in equation.outputs}
@@ -355,7 +345,7 @@ def _without_dead(equations: list[Equation], results: tuple) -> tuple[Equation, 
 
 
 def _read(env: Mapping, atom) -> Value | np.ndarray:
-    return _constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+    return _constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
 
 def _constant(value) -> np.ndarray:
@@ -363,11 +353,8 @@ def _constant(value) -> np.ndarray:
 
 
 def _bytes_of(aval) -> int:
-    dtype = aval.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, dtype))
-        return math.prod(key.shape) * key.dtype.itemsize
-    return math.prod(aval.shape) * dtype.itemsize
+    held = key_bytes(aval)
+    return math.prod(aval.shape) * aval.dtype.itemsize if held is None else held
 
 
 # Names.
@@ -435,7 +422,7 @@ _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
-def _source(eqn: jex.JaxprEqn) -> Source | None:
+def _source(eqn: JaxprEqn) -> Source | None:
     """The innermost line that the user wrote: not JAX, not the model library, not the standard library."""
     traceback = eqn.source_info.traceback
     if traceback is None:

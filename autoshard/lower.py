@@ -1,0 +1,247 @@
+"""A traced step and the shardings of its inner values in, the annotated function out.
+
+The step's jaxpr is run again, equation by equation, with a `with_sharding_constraint` on every value whose sharding the
+plan decided. `scan`, `while`, `cond`, `jax.checkpoint` and custom derivatives stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autoshard.jaxprs import CUSTOM, REMAT, ClosedJaxpr, JaxprEqn, Literal, called_jaxpr, run, scan_counts
+from autoshard.layout import Layout, spec_of
+from autoshard.plans import Annotations
+from autoshard.program import Equation, Program
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An array of the running program, with the resharded copy that its readers share."""
+
+    array: Any
+    layout: Layout | None = None  # None: the plan says nothing of it
+    copy: Any = None
+    copy_layout: Layout | None = None
+
+
+def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
+    """`program` as a function from flat arguments to flat results, its inner values sharded as `annotations` say."""
+    return _Emitter(program, annotations, mesh).run
+
+
+class _Emitter:
+    def __init__(self, program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh):
+        self.program, self.annotations, self.mesh = program, annotations, mesh
+        self.equations: Mapping[tuple, Equation] = {equation.path: equation for equation in program.equations}
+        self.pinned = _pinned(program, annotations)
+
+    def run(self, *arguments: Any) -> list:
+        closed = self.program.jaxpr
+        env = {
+            var: self.held(value.id, array)
+            for var, value, array in zip(closed.jaxpr.invars, self.program.arguments, arguments, strict=True)
+        }
+        env |= {
+            var: self.held(value.id, array)
+            for var, value, array in zip(closed.jaxpr.constvars, self.program.constants, closed.consts, strict=True)
+        }
+        return [held.array for held in self.body(closed, env, ())]
+
+    # Arrays and their shardings.
+
+    def constrained(self, array: Any, layout: Layout) -> Any:
+        if not layout:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec_of(layout)))
+
+    def held(self, value: int, array: Any) -> _Held:
+        """The array of a value, pinned to the layout it is made in, and its shared copy."""
+        home = self.annotations.homes.get(value)
+        if home is not None and value in self.pinned:
+            array = self.constrained(array, home)
+        copy_layout = self.annotations.copies.get(value)
+        copy = None if copy_layout is None else self.constrained(array, copy_layout)
+        return _Held(array, home, copy, copy_layout)
+
+    def read(self, held: _Held, equation: Equation | None, operand: int) -> Any:
+        """The array as this operand wants it."""
+        want = equation and self.annotations.wants.get((equation.index, operand))
+        if want is None or want == held.layout:
+            return held.array
+        if held.copy_layout is None:
+            return self.constrained(held.array, want)
+        return held.copy if want == held.copy_layout else self.constrained(held.copy, want)
+
+    def made(self, equation: Equation | None, arrays: Sequence[Any]) -> list[_Held]:
+        if equation is None:  # nobody reads these
+            return [_Held(array) for array in arrays]
+        return [self.held(value.id, array) for value, array in zip(equation.outputs, arrays, strict=True)]
+
+    # Equations.
+
+    def body(self, closed: ClosedJaxpr, env: dict, path: tuple) -> list[_Held]:
+        for i, eqn in enumerate(closed.jaxpr.eqns):
+            operands = [_operand(env, atom) for atom in eqn.invars]
+            env.update(zip(eqn.outvars, self.equation(eqn, operands, (*path, i)), strict=True))
+        return [_operand(env, atom) for atom in closed.jaxpr.outvars]
+
+    def call(self, closed: ClosedJaxpr, entries: Sequence[_Held], path: tuple) -> list[_Held]:
+        env = dict(zip(closed.jaxpr.invars, entries, strict=True))
+        env |= {var: _Held(const) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+        return self.body(closed, env, path)
+
+    def equation(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+        name = eqn.primitive.name
+        if name in CUSTOM:
+            return self.custom(eqn, operands, path)
+        if name in REMAT:
+            return self.remat(eqn, operands, path)
+        opened = called_jaxpr(eqn)
+        if opened is not None:
+            return self.call(opened, operands, path)
+        special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
+        if special is not None:
+            return special(eqn, operands, path)
+        equation = self.equations.get(path)
+        return self.made(equation, run(eqn, [self.read(held, equation, i) for i, held in enumerate(operands)]))
+
+    def custom(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+        """Runs the annotated body; differentiates by the rule the user gave."""
+        shells = [_Held(None, held.layout, None, held.copy_layout) for held in operands]
+        results: list[_Held] = []
+
+        @jax.custom_jvp
+        def call(arrays, copies):
+            entries = [
+                _Held(array, shell.layout, copy, shell.copy_layout)
+                for shell, array, copy in zip(shells, arrays, copies, strict=True)
+            ]
+            results[:] = self.call(called_jaxpr(eqn), entries, path)
+            return [held.array for held in results], [held.copy for held in results]
+
+        @call.defjvp
+        def derivative(primals, tangents):
+            (arrays, copies), (tangent_arrays, _) = primals, tangents
+            _, out_tangents = jax.jvp(lambda *args: run(eqn, args), tuple(arrays), tuple(tangent_arrays))
+            out_arrays, out_copies = call(arrays, copies)
+            return (out_arrays, out_copies), (out_tangents, [None if c is None else t for c, t in zip(out_copies, out_tangents, strict=True)])
+
+        arrays, copies = call([held.array for held in operands], [held.copy for held in operands])
+        return [
+            _Held(array, held.layout, copy, held.copy_layout)
+            for held, array, copy in zip(results, arrays, copies, strict=True)
+        ]
+
+    def remat(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+        """In a backward pass a barrier keeps XLA from undoing the recomputation, as JAX's own lowering does."""
+        opened, prevent_cse = called_jaxpr(eqn), eqn.params["prevent_cse"]
+        if eqn.params["differentiated"]:
+            guarded = prevent_cse if isinstance(prevent_cse, tuple) else [prevent_cse] * len(operands)
+            entries = [_behind_barrier(held) if guard else held for held, guard in zip(operands, guarded, strict=True)]
+            return self.call(opened, entries, path)
+        results: list[_Held] = []
+
+        def body():
+            results[:] = self.call(opened, operands, path)
+            return [(held.array, held.copy) for held in results]
+
+        pairs = jax.checkpoint(body, prevent_cse=prevent_cse, policy=eqn.params["policy"])()
+        return [
+            _Held(array, held.layout, copy, held.copy_layout)
+            for held, (array, copy) in zip(results, pairs, strict=True)
+        ]
+
+    def crossing(self, held: _Held, path: tuple, operand: int = 0) -> Any:
+        """A value as a boundary equation wants it."""
+        return self.read(held, self.equations.get(path), operand)
+
+    def entered(self, array: Any, path: tuple, output: int = 0) -> _Held:
+        """What a boundary equation makes of an array on the other side."""
+        equation = self.equations.get(path)
+        return _Held(array) if equation is None else self.held(equation.outputs[output].id, array)
+
+    def scan(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+        params, (consts, carries) = eqn.params, scan_counts(eqn)
+        outside = self.loop_operands(operands, path, consts, carries)
+        const_arrays, carry_arrays, stacks = (
+            outside[:consts], outside[consts : consts + carries], outside[consts + carries :]
+        )
+
+        def step(carry, slices):
+            entries = self.loop_entries(const_arrays, carry, path)
+            entries += [self.entered(array, (*path, "slice", i)) for i, array in enumerate(slices)]
+            results = self.call(params["jaxpr"], entries, path)
+            handed_on = self.handed_on(results[:carries], path)
+            return handed_on, [self.crossing(x, (*path, "stack", i)) for i, x in enumerate(results[carries:])]
+
+        finals, stacked = jax.lax.scan(
+            step, carry_arrays, stacks, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        )
+        return [self.entered(array, (*path, "carry", i), output=1) for i, array in enumerate(finals)] + [
+            self.entered(array, (*path, "stack", i)) for i, array in enumerate(stacked)
+        ]
+
+    def while_loop(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+        params = eqn.params
+        tests, consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        outside = self.loop_operands(operands, path, consts, len(operands) - consts)
+
+        def test(carry):
+            entries = self.loop_entries(outside[:consts], carry, path)
+            (result,) = self.call(params["cond_jaxpr"], entries[:tests] + entries[consts:], (*path, "test"))
+            return result.array
+
+        def body(carry):
+            entries = self.loop_entries(outside[:consts], carry, path)
+            return self.handed_on(self.call(params["body_jaxpr"], entries[tests:], (*path, "body")), path)
+
+        finals = jax.lax.while_loop(test, body, outside[consts:])
+        return [self.entered(array, (*path, "carry", i), output=1) for i, array in enumerate(finals)]
+
+    def loop_operands(self, operands: list[_Held], path: tuple, consts: int, carries: int) -> list:
+        kinds = [("const", i) for i in range(consts)] + [("carry", i) for i in range(carries)]
+        kinds += [("slice", i) for i in range(len(operands) - len(kinds))]
+        return [self.crossing(held, (*path, *kind)) for held, kind in zip(operands, kinds, strict=True)]
+
+    def loop_entries(self, consts: list, carry: list, path: tuple) -> list[_Held]:
+        entries = [self.entered(array, (*path, "const", i)) for i, array in enumerate(consts)]
+        return entries + [self.entered(array, (*path, "carry", i)) for i, array in enumerate(carry)]
+
+    def handed_on(self, results: list[_Held], path: tuple) -> list:
+        return [self.crossing(held, (*path, "carry", i), operand=1) for i, held in enumerate(results)]
+
+    def cond(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+        def branch(b: int, closed: ClosedJaxpr) -> Callable[[], list]:
+            def taken():
+                entries = []
+                for i, held in enumerate(operands[1:]):
+                    const = (*path, b, "const", i)
+                    entries.append(self.entered(self.crossing(held, const), const))
+                results = self.call(closed, entries, (*path, b))
+                return [self.crossing(held, (*path, "join", i), operand=b) for i, held in enumerate(results)]
+
+            return taken
+
+        branches = [branch(b, closed) for b, closed in enumerate(eqn.params["branches"])]
+        arrays = jax.lax.switch(operands[0].array, branches)
+        return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
+
+
+def _pinned(program: Program, annotations: Annotations) -> frozenset[int]:
+    """The values that get a constraint of their own: all that the plan decided on, except arguments."""
+    arguments = {value.id for value in program.arguments}
+    return frozenset(annotations.homes.keys() - arguments)
+
+
+def _operand(env: Mapping, atom: Any) -> _Held:
+    return _Held(atom.val) if isinstance(atom, Literal) else env[atom]
+
+
+def _behind_barrier(held: _Held) -> _Held:
+    array, copy = jax.lax.optimization_barrier((held.array, held.copy))
+    return _Held(array, held.layout, copy, held.copy_layout)

@@ -1,0 +1,374 @@
+"""A solved problem in, a `Plan` out: what is sharded how, what that costs, and how it is written to disk.
+
+Also the two ways to read a choice: `annotations_of` for lowering, `prediction_of` for people.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from autoshard.errors import PlanError
+from autoshard.layout import Layout, layout_of, local_shape, spec_of
+from autoshard.mesh.collectives import Collective
+from autoshard.program import Program, Value
+from autoshard.solver.formulate import Formulation, Reader
+from autoshard.solver.problem import Solution
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one step costs each device."""
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float  # of communication: what does not hide behind compute
+    peak_bytes: int
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One argument or result, and how it lies on the mesh."""
+
+    name: str  # "state/params/w"
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    local_bytes: int  # per device
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return spec_of(self.layout)
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The shardings of inner values: what `lower` writes into the program. Values and equations by index."""
+
+    homes: Mapping[int, Layout]  # value -> the layout it is made in
+    copies: Mapping[int, Layout]  # value -> the layout of the copy its readers share
+    wants: Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
+
+    name: str  # of the step
+    mesh: Mesh | AbstractMesh  # axis types Auto
+    fingerprint: str  # of the program it was made for
+    arguments: tuple[Placed, ...]  # per flat argument
+    results: tuple[Placed, ...]  # per flat result
+    predicted: Prediction
+    status: str  # "optimal" or "feasible"
+    bound: float  # proven: no plan of this program costs fewer seconds
+    cost: float  # seconds per step, as solved
+    memory: float | None  # the limit it was made for, bytes per device
+    warnings: tuple[str, ...]
+    annotations: Annotations = field(repr=False)
+    in_tree: Any = field(repr=False)  # of (args, kwargs)
+    out_tree: Any = field(repr=False)
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be from the best, as a share of the cost."""
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+
+    @cached_property
+    def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(self.mesh, placed.spec) for placed in self.arguments)
+
+    @cached_property
+    def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(self.mesh, placed.spec) for placed in self.results)
+
+    @property
+    def in_shardings(self) -> tuple:
+        """A pytree of NamedSharding per positional argument, static arguments left out.
+
+        Usable in `jax.jit(in_shardings=...)`, `jax.device_put` and orbax. Shardings of keyword arguments are in
+        `keyword_shardings`.
+        """
+        return self._in_shardings[0]
+
+    @property
+    def keyword_shardings(self) -> dict:
+        """A pytree of NamedSharding per keyword argument."""
+        return self._in_shardings[1]
+
+    @property
+    def _in_shardings(self) -> tuple[tuple, dict]:
+        return jax.tree.unflatten(self.in_tree, self.flat_in_shardings)
+
+    @property
+    def out_shardings(self) -> Any:
+        """A pytree of NamedSharding that mirrors the step's result."""
+        return jax.tree.unflatten(self.out_tree, self.flat_out_shardings)
+
+    def abstract(self, argnum: int) -> Any:
+        """An argument as ShapeDtypeStructs with shardings: what a checkpoint restores into.
+
+        Args:
+            argnum: position among the arguments that are not static.
+        """
+        structs = [
+            jax.ShapeDtypeStruct(placed.shape, _dtype(placed.dtype), sharding=sharding)
+            for placed, sharding in zip(self.arguments, self.flat_in_shardings, strict=True)
+        ]
+        return jax.tree.unflatten(self.in_tree, structs)[0][argnum]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, to be committed or loaded again."""
+        Path(path).write_text(json.dumps(_to_json(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, mesh: Mesh | AbstractMesh) -> Plan:
+        """Reads a plan for `mesh`.
+
+        Containers that JSON knows nothing of (nnx modules, TrainState) come back as dicts; `bound_to` a program, as
+        `autoshard(plan=...)` does it, the trees are the step's own again.
+
+        Raises:
+            PlanError: the file is no plan, or one for another mesh.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            return _from_json(content, mesh, where=str(path))
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise PlanError(f"{path} is not a plan that this version of autoshard can read: {error!r}") from error
+
+    def bound_to(self, program: Program) -> Plan:
+        """This plan with the containers of `program`.
+
+        Raises:
+            PlanError: the plan was made for another program.
+        """
+        if self.fingerprint != program.fingerprint:
+            ours = [(placed.name, placed.shape) for placed in self.arguments]
+            theirs = [(value.name, value.shape) for value in program.arguments]
+            difference = next((f": {a} in the plan, {b} in the step" for a, b in zip(ours, theirs, strict=False) if a != b), "")
+            raise PlanError(
+                f"this plan was made for another program than {program.name}{difference or ' (its equations differ)'}.\n"
+                "Plan the step anew, or use the code and argument shapes that the plan was made with."
+            )
+        return replace(self, in_tree=program.in_tree, out_tree=program.out_tree)
+
+    def __str__(self) -> str:
+        from autoshard.report.text import plan_text  # reports stand above plans; printing one is asking for a report
+
+        return plan_text(self)
+
+
+def make_plan(
+    formulation: Formulation, solution: Solution, mesh: Mesh | AbstractMesh, warnings: tuple[str, ...] = ()
+) -> Plan:
+    """The plan that `solution` describes."""
+    program = formulation.program
+    choice = _Choice(formulation, solution)
+    annotations = choice.annotations()
+    return Plan(
+        name=program.name,
+        mesh=mesh,
+        fingerprint=program.fingerprint,
+        arguments=tuple(choice.placed(value, value.name) for value in program.arguments),
+        results=tuple(choice.placed_result(i) for i in range(len(program.results))),
+        predicted=choice.prediction(),
+        status=solution.status,
+        bound=solution.bound,
+        cost=solution.cost,
+        memory=formulation.problem.limit,
+        warnings=warnings,
+        annotations=annotations,
+        in_tree=program.in_tree,
+        out_tree=program.out_tree,
+    )
+
+
+class _Choice:
+    """One option per node, read in the words of the program."""
+
+    def __init__(self, formulation: Formulation, solution: Solution):
+        self.formulation, self.solution = formulation, solution
+        self.program, self.prices = formulation.program, formulation.prices
+        arguments = zip(self.program.arguments, formulation.arguments, strict=True)
+        self.kept = {value.id: options[solution.choice[i]] for i, (value, options) in enumerate(arguments)}
+        self.homes: dict[int, Layout] = {value: kept.home for value, kept in self.kept.items()}
+        self.copies: dict[int, Layout] = {
+            value: kept.copy for value, kept in self.kept.items() if kept.copy != kept.home
+        }
+        self.homes |= {value.id: ((),) * len(value.shape) for value in self.program.constants}
+        self.strategies = []
+        for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+            strategy = priced.strategies[solution.choice[formulation.group_node(group)]]
+            self.strategies.append(strategy)
+            self.homes |= {made.value.id: left for made, left in zip(group.made, strategy.leaves, strict=True)}
+        for value, shared in formulation.shared.items():
+            layout = shared.layouts[solution.choice[shared.node]]
+            if layout != self.homes[value]:
+                self.copies[value] = layout
+
+    def want(self, reader: Reader) -> Layout:
+        return reader.wants[self.solution.choice[reader.node]]
+
+    def annotations(self) -> Annotations:
+        wants = {}
+        for readers in self.formulation.readers.values():
+            for reader in readers:
+                if reader.use is not None:
+                    for equation in reader.group.equations:
+                        for operand, value in enumerate(equation.inputs):
+                            dims = reader.group.operands[equation.index][operand]
+                            if value is reader.use.value and dims == reader.use.dims:
+                                wants[equation.index, operand] = self.want(reader)
+        return Annotations(self.homes, self.copies, wants)
+
+    def placed(self, value: Value, name: str, layout: Layout | None = None) -> Placed:
+        layout = self.homes[value.id] if layout is None else layout
+        return Placed(name, value.shape, str(value.dtype), layout, self.prices.local_bytes(value, layout))
+
+    def placed_result(self, index: int) -> Placed:
+        value, name = self.program.results[index], self.program.result_names[index]
+        if isinstance(value, np.ndarray):
+            return Placed(name, value.shape, str(value.dtype), ((),) * value.ndim, value.nbytes)
+        arguments = {result: argument for argument, result in self.program.carried.items()}
+        if index in arguments:
+            return self.placed(value, name, self.homes[self.program.arguments[arguments[index]].id])
+        return self.placed(value, name)
+
+    def prediction(self) -> Prediction:
+        compute = communication = 0.0
+        found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+
+        def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source) -> None:
+            tally = found[kind, axes, str(source or "unknown line")]
+            tally[0] += size * runs
+            tally[1] += runs
+
+        choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
+        for group, priced, strategy in choices:
+            seconds = priced.seconds[self.solution.choice[self.formulation.group_node(group)]]
+            compute += seconds.compute
+            communication += seconds.communication
+            for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
+                note(finish.kind, finish.axes, size, group.trips, group.equations[-1].source)
+        for value, source, target, line in self.reshardings():
+            communication += self.prices.resharding(value, source, target) * value.trips
+            for step in self.prices.steps(value, source, target):
+                note(step.kind, step.axes, step.bytes, value.trips, line)
+        collectives = tuple(
+            Collective(kind, axes, size, count, source) for (kind, axes, source), (size, count) in found.items()
+        )
+        peak = self.formulation.peak_bytes(self.solution.choice)
+        return Prediction(compute + communication, compute, communication, communication, peak, collectives)
+
+    def reshardings(self):
+        """Every resharding of the step: (value, from, to, the line that asks for it)."""
+        for id, readers in self.formulation.readers.items():
+            value = self.program.values[id]
+            home = self.homes[id]
+            seen = self.copies.get(id, home)
+            if seen != home:
+                lines = [r.use.equation.source for r in readers if r.use is not None and self.want(r) == seen]
+                yield value, home, seen, next(iter(lines), value.source)
+            for reader in readers:
+                want = self.want(reader)
+                if want not in (home, seen):
+                    yield value, seen, want, reader.use.equation.source if reader.use else value.source
+
+
+# JSON.
+
+
+def _to_json(plan: Plan) -> dict:
+    annotations = plan.annotations
+    return {
+        "format": _FORMAT,
+        "name": plan.name,
+        "fingerprint": plan.fingerprint,
+        "mesh": dict(plan.mesh.shape),
+        "status": plan.status,
+        "bound": plan.bound,
+        "cost": plan.cost,
+        "memory": plan.memory,
+        "warnings": list(plan.warnings),
+        "arguments": [_placed_to_json(placed) for placed in plan.arguments],
+        "results": [_placed_to_json(placed) for placed in plan.results],
+        "predicted": asdict(plan.predicted),
+        "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
+        "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
+        "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
+    }
+
+
+def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
+    if content["format"] != _FORMAT:
+        raise PlanError(f"{where} has format {content['format']}; this version of autoshard reads {_FORMAT}")
+    if content["mesh"] != dict(mesh.shape) or list(content["mesh"]) != list(mesh.axis_names):
+        raise PlanError(
+            f"{where} was made for the mesh {content['mesh']}, not for {dict(mesh.shape)}.\n"
+            "Plan the step anew on this mesh, or load the plan with a mesh of the same axes."
+        )
+    arguments = tuple(_placed_from_json(entry) for entry in content["arguments"])
+    results = tuple(_placed_from_json(entry) for entry in content["results"])
+    predicted = content["predicted"]
+    collectives = tuple(Collective(**entry | {"axes": tuple(entry["axes"])}) for entry in predicted.pop("collectives"))
+    wants = {
+        tuple(map(int, key.split("/"))): _layout(words) for key, words in content["wants"].items()
+    }
+    return Plan(
+        name=content["name"],
+        mesh=mesh,
+        fingerprint=content["fingerprint"],
+        arguments=arguments,
+        results=results,
+        predicted=Prediction(**predicted, collectives=collectives),
+        status=content["status"],
+        bound=content["bound"],
+        cost=content["cost"],
+        memory=content["memory"],
+        warnings=tuple(content["warnings"]),
+        annotations=Annotations(
+            homes={int(value): _layout(words) for value, words in content["homes"].items()},
+            copies={int(value): _layout(words) for value, words in content["copies"].items()},
+            wants=wants,
+        ),
+        in_tree=None,
+        out_tree=None,
+    )
+
+
+def _placed_to_json(placed: Placed) -> dict:
+    return {
+        "name": placed.name,
+        "shape": list(placed.shape),
+        "dtype": placed.dtype,
+        "spec": _words(placed.layout),
+        "local_bytes": placed.local_bytes,
+    }
+
+
+def _placed_from_json(entry: dict) -> Placed:
+    layout = _layout(entry["spec"])
+    return Placed(entry["name"], tuple(entry["shape"]), entry["dtype"], layout, entry["local_bytes"])
+
+
+def _words(layout: Layout) -> list[str]:
+    """One word per dim: "data", "data,model", or "" for a whole dim."""
+    return [",".join(axes) for axes in layout]
+
+
+def _layout(words: list[str]) -> Layout:
+    return tuple(tuple(word.split(",")) if word else () for word in words)

@@ -1,0 +1,277 @@
+"""Program, rules, mesh and topology in; the `Problem`, and the way back from its choices, out.
+
+Nodes of the problem, in this order:
+
+* one per argument. Option: its home layout, and the layout of one resharded copy that its users share (or none);
+* one per group of equations (`groups.py`). Option: a `Strategy`;
+* one per value that several groups read. Option: the layout in which they share it, so that a value resharded the
+  same way for two readers is resharded, and paid, once.
+
+Node costs are the seconds of the group per step; edge costs the seconds of resharding a value from how it is left to
+how it is wanted. A result that takes an argument's place in the next step ends in that argument's home layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.errors import ConflictError
+from autoshard.layout import Layout, MeshShape, layouts_of, spec_of
+from autoshard.mesh.topology import Topology
+from autoshard.program import Program, Value
+from autoshard.propagation.rule import Rule
+from autoshard.solver.groups import Group, Use, groups_of
+from autoshard.solver.memory import aliased, holding, use_span
+from autoshard.solver.prices import Priced, Prices
+from autoshard.solver.problem import Edge, Live, Problem
+
+# Values so small that together they fill less than this share of the limit are counted at their largest, whatever
+# their layout: the program then has far fewer choices that memory couples.
+_NEGLIGIBLE_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One option of an argument."""
+
+    home: Layout
+    copy: Layout  # what its users see; equal to home: no copy
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The node that decides in which layout several groups read one value."""
+
+    node: int
+    layouts: tuple[Layout, ...]  # its options
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Somebody who wants a value: a group, or an argument whose place it takes."""
+
+    node: int
+    wants: tuple[Layout, ...]  # per option of the node
+    group: Group | None = None
+    use: Use | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Formulation:
+    """The problem, and what each of its nodes and options means."""
+
+    program: Program
+    mesh: Mapping[str, int]  # without axes of one device
+    prices: Prices
+    groups: Sequence[Group]
+    arguments: Sequence[tuple[Kept, ...]]  # per argument, its options
+    priced: Sequence[Priced]  # per group
+    shared: Mapping[int, Shared]  # value id -> its node
+    readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
+    lives: Sequence[Live]  # what holds memory, exactly; the problem's own lives are rounded up
+    problem: Problem
+
+    def peak_bytes(self, choice: Sequence[int]) -> int:
+        """The most bytes that are in use on one device at any program point."""
+        change = np.zeros(len(self.program.equations) + 2)
+        for live in self.lives:
+            change[live.start] += live.usage[choice[live.node]]
+            change[live.end] -= live.usage[choice[live.node]]
+        return int(change.cumsum().max())
+
+    def group_node(self, group: Group) -> int:
+        return len(self.arguments) + group.index
+
+
+def formulate(
+    program: Program,
+    rules: Sequence[Rule],
+    mesh: MeshShape,
+    topology: Topology,
+    *,
+    memory: float | None = None,
+    fixed: Mapping[int, Layout] | None = None,
+) -> Formulation:
+    """The sharding problem of `program`.
+
+    Args:
+        program: the traced step.
+        rules: one per equation.
+        mesh: axis -> devices.
+        topology: what the machine costs.
+        memory: bytes per device that may be in use at any point; None for no limit.
+        fixed: argument index -> layout that it must have.
+    """
+    mesh = {axis: size for axis, size in mesh.items() if size > 1}
+    return _Formulator(program, groups_of(program, rules), Prices(mesh, topology), fixed or {}).formulation(memory)
+
+
+class _Formulator:
+    def __init__(self, program: Program, groups: list[Group], prices: Prices, fixed: Mapping[int, Layout]):
+        self.program, self.groups, self.prices, self.fixed = program, groups, prices, fixed
+        self.priced = [prices.group(group) for group in groups]
+        self.costs: list[np.ndarray] = []
+        self.names: list[str] = []
+        self.edges: list[Edge] = []
+        self.lives: list[Live] = []
+        self.shared: dict[int, Shared] = {}
+        self.readers: dict[int, list[Reader]] = defaultdict(list)
+
+    def formulation(self, memory: float | None) -> Formulation:
+        first_group = len(self.program.arguments)
+        for group, priced in zip(self.groups, self.priced, strict=True):
+            for i, use in enumerate(group.uses):
+                wants = tuple(strategy.wants[i] for strategy in priced.strategies)
+                self.readers[use.value.id].append(Reader(first_group + group.index, wants, group, use))
+        homes = self._homes()
+        for argument, result in self.program.carried.items():
+            value = self.program.results[result]
+            if value is not self.program.arguments[argument]:
+                self.readers[value.id].append(Reader(argument, tuple(kept.home for kept in homes[argument])))
+        self._add_arguments(homes)
+        self._add_groups()
+        problem = Problem(
+            tuple(self.costs), tuple(self.edges), tuple(self._lives(memory)), memory, names=tuple(self.names)
+        )
+        return Formulation(
+            self.program, self.prices.mesh, self.prices, self.groups, homes, self.priced, self.shared, self.readers, self.lives, problem
+        )
+
+    # Arguments.
+
+    def _homes(self) -> list[tuple[Kept, ...]]:
+        return [self._options_of_argument(i, value) for i, value in enumerate(self.program.arguments)]
+
+    def _options_of_argument(self, index: int, value: Value) -> tuple[Kept, ...]:
+        mesh = self.prices.mesh
+        homes = layouts_of(value.shape, mesh)
+        if index in self.fixed:
+            home = tuple(tuple(axis for axis in dim if axis in mesh) for dim in self.fixed[index])
+            if home not in homes:
+                raise ConflictError(
+                    f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
+                    f"with its axes in the order of the mesh {dict(mesh)}"
+                )
+            homes = [home]
+        wanted = dict.fromkeys(
+            layout for reader in self.readers[value.id] if not _elementwise(reader) for layout in reader.wants
+        )
+        options = []
+        for home in homes:
+            options.append(Kept(home, home))
+            options += [Kept(home, copy) for copy in wanted if self.prices.resharding(value, home, copy) > 0]
+        return tuple(options)
+
+    def _add_arguments(self, options: list[tuple[Kept, ...]]) -> None:
+        for index, value in enumerate(self.program.arguments):
+            self.names.append(value.name)
+            kepts = options[index]
+            self.costs.append(
+                np.array([self.prices.resharding(value, kept.home, kept.copy) * value.trips for kept in kepts])
+            )
+        for index, value in enumerate(self.program.arguments):
+            kepts = options[index]
+            for reader in self.readers[value.id]:
+                self._connect(index, reader.node, self._argument_table(value, kepts, reader))
+            points = len(self.program.equations)
+            homes = np.array([self.prices.local_bytes(value, kept.home) for kept in kepts])
+            self.lives.append(Live(index, 0, points, homes))
+            spans = [use_span(reader.use) for reader in self.readers[value.id] if reader.use]
+            if spans:
+                copies = np.array(
+                    [0 if kept.copy == kept.home else self.prices.local_bytes(value, kept.copy) for kept in kepts]
+                )
+                self.lives.append(Live(index, min(s for s, _ in spans), max(e for _, e in spans), copies))
+
+    def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
+        """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be accounted for."""
+        wants = list(dict.fromkeys(reader.wants))
+        homes, copies = [kept.home for kept in kepts], [kept.copy for kept in kepts]
+        from_home = self.prices.table(value, tuple(homes), tuple(wants))
+        from_copy = self.prices.table(value, tuple(copies), tuple(wants))
+        bare = np.array([kept.home == kept.copy for kept in kepts])[:, None]
+        table = np.where(bare & (from_home > 0), np.inf, np.minimum(from_home, from_copy))
+        column = {want: i for i, want in enumerate(wants)}
+        return table[:, [column[want] for want in reader.wants]]
+
+    # Groups.
+
+    def _add_groups(self) -> None:
+        first_group = len(self.program.arguments)
+        aliases = aliased(self.program)
+        outputs = {
+            value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
+        }
+        in_place = {self.program.results[i].id for i in aliases}
+        for group, priced in zip(self.groups, self.priced, strict=True):
+            self.names.append(str(group.equations[-1]))
+            self.costs.append(priced.costs.copy())
+        for group, priced in zip(self.groups, self.priced, strict=True):
+            for i, made in enumerate(group.made):
+                leaves = tuple(strategy.leaves[i] for strategy in priced.strategies)
+                self._add_value(first_group + group.index, group, made.value, leaves, outputs, in_place)
+
+    def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
+        readers = self.readers[value.id]
+        held = holding(value, group, [(reader.group, reader.use) for reader in readers if reader.use])
+        left_bytes = np.array([self.prices.local_bytes(value, layout) for layout in leaves])
+        if value.id in outputs:
+            self.lives.append(Live(node, 0, len(self.program.equations), left_bytes))
+        elif held.made and value.id not in in_place:
+            self.lives.append(Live(node, *held.made, left_bytes))
+        stored = held.used is not None and value.id not in outputs and value.id not in in_place
+        if len(readers) == 1:
+            (reader,) = readers
+            self._connect(node, reader.node, self._table(value, leaves, reader.wants))
+            if stored:
+                wanted = np.array([self.prices.local_bytes(value, want) for want in reader.wants])
+                self.lives.append(Live(reader.node, *held.used, wanted))
+        elif readers:
+            wanted = dict.fromkeys(layout for reader in readers for layout in reader.wants)
+            shared = self.shared[value.id] = Shared(len(self.costs), tuple(wanted))
+            self.costs.append(np.zeros(len(wanted)))
+            self.names.append(f"{value} shared by {len(readers)} readers")
+            self._connect(node, shared.node, self._table(value, leaves, shared.layouts))
+            for reader in readers:
+                self._connect(shared.node, reader.node, self._table(value, shared.layouts, reader.wants))
+            if stored:
+                sizes = np.array([self.prices.local_bytes(value, layout) for layout in wanted])
+                self.lives.append(Live(shared.node, *held.used, sizes))
+
+    def _table(self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
+        """Resharding seconds; each pair of distinct layouts is priced once."""
+        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        table = self.prices.table(value, tuple(rows), tuple(columns))
+        row, column = ({layout: i for i, layout in enumerate(layouts)} for layouts in (rows, columns))
+        return table[np.ix_([row[layout] for layout in sources], [column[layout] for layout in targets])]
+
+    def _connect(self, i: int, j: int, table: np.ndarray) -> None:
+        if i == j:  # a loop that hands a carry on untouched
+            self.costs[i] = self.costs[i] + np.diagonal(table)
+        elif table.any():
+            self.edges.append(Edge(i, j, table))
+
+    # Memory.
+
+    def _lives(self, memory: float | None) -> list[Live]:
+        if memory is None:
+            return [live for live in self.lives if live.usage.any()]
+        room = memory * _NEGLIGIBLE_SHARE
+        lives = []
+        for live in sorted(self.lives, key=lambda live: int(live.usage.max())):
+            spread = live.usage.max() - live.usage.min()
+            if 0 < spread <= room:
+                room -= spread
+                live = replace(live, usage=np.full_like(live.usage, live.usage.max()))
+            if live.usage.any():
+                lives.append(live)
+        return lives
+
+
+def _elementwise(reader: Reader) -> bool:
+    """Whether a copy for this reader could never pay: it can as well compute on the shards it is given."""
+    return reader.group is None or reader.group.fuses

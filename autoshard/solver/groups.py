@@ -1,0 +1,169 @@
+"""Equations and their rules in, groups out: the units that are planned.
+
+A *group* is one equation, or a chain of elementwise equations that XLA will fuse into one loop: they share their
+factors, so one assignment of mesh axes shards them all and nothing moves inside. An elementwise equation joins the
+group of its consumers when they all are in one group. So an AdamW update of one parameter is a single group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autoshard.program import Equation, Program, Value
+from autoshard.propagation.rule import Dims, Rule
+
+# Equations that only rename or repeat what they read: XLA folds them into their consumers.
+MOVES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "iota", "reshape", "squeeze", "transpose"})
+
+_BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
+_NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
+
+
+@dataclass(frozen=True)
+class Use:
+    """One operand of a group: a value from outside it, and which factors its dims are."""
+
+    value: Value
+    dims: Dims  # in the group's factors
+    equation: Equation
+    operand: int  # which operand of `equation`
+
+
+@dataclass(frozen=True)
+class Made:
+    """One value that a group makes and others read."""
+
+    value: Value
+    dims: Dims
+
+
+@dataclass(eq=False)
+class Group:
+    """Equations planned as one node. Factors are named ``0, 1, ...``; factors of size 1 are left out."""
+
+    index: int
+    equations: list[Equation]
+    sizes: dict[int, int]  # factor -> size
+    splittable: set[int]
+    reduction: frozenset[int]
+    operands: dict[int, list[Dims]]  # equation index -> dims of its operands
+    results: dict[int, list[Dims]]
+    fuses: bool  # whether elementwise producers may join
+    uses: list[Use] = field(default_factory=list)
+    made: list[Made] = field(default_factory=list)
+
+    @property
+    def only_moves(self) -> bool:
+        return all(equation.primitive in MOVES for equation in self.equations)
+
+    @property
+    def trips(self) -> int:
+        return max(equation.trips for equation in self.equations)
+
+    def factors_of(self, equation: Equation) -> set[int]:
+        """The factors that `equation` runs over."""
+        dims = self.operands[equation.index] + self.results[equation.index]
+        return {factor for tensor in dims for dim in tensor for factor in dim}
+
+
+def groups_of(program: Program, rules: Sequence[Rule]) -> list[Group]:
+    """The groups of `program`, in program order of their last equation."""
+    readers: dict[int, list[tuple[Equation, int]]] = defaultdict(list)
+    for equation in program.equations:
+        for operand, value in enumerate(equation.inputs):
+            if isinstance(value, Value):
+                readers[value.id].append((equation, operand))
+    home: dict[int, Group] = {}  # equation index -> its group
+    groups: list[Group] = []
+    for equation, rule in zip(reversed(program.equations), reversed(rules), strict=True):
+        host = _host(equation, rule, readers, home)
+        if host is None:
+            host = _new_group(len(groups), equation, rule)
+            groups.append(host)
+        home[equation.index] = host
+    groups.reverse()
+    needed_outside = {value.id for value in program.results if isinstance(value, Value)}
+    for index, group in enumerate(groups):
+        group.index = index
+        group.equations.reverse()
+        _connect(group, readers, home, needed_outside)
+    return groups
+
+
+def _new_group(index: int, equation: Equation, rule: Rule) -> Group:
+    number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+    return Group(
+        index=index,
+        equations=[equation],
+        sizes={n: rule.sizes[factor] for factor, n in number.items()},
+        splittable={number[factor] for factor in rule.splittable},
+        reduction=frozenset(number[factor] for factor in rule.reduction if factor in number),
+        operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
+        results={equation.index: [_renamed(dims, number) for dims in rule.results]},
+        fuses=_is_elementwise(equation, rule),
+    )
+
+
+def _renamed(dims: Dims, number: dict[str, int]) -> Dims:
+    return tuple(tuple(number[factor] for factor in dim if factor in number) for dim in dims)
+
+
+def _is_elementwise(equation: Equation, rule: Rule) -> bool:
+    """Whether every factor of more than one element runs through to the results, whole or split alike."""
+    if equation.primitive in _BOUNDARIES or equation.primitive in _NEVER_FUSED or rule.reduction:
+        return False
+    return len(rule.splittable) == sum(size > 1 for size in rule.sizes.values())
+
+
+def _host(equation: Equation, rule: Rule, readers, home) -> Group | None:
+    """The group that `equation` can join, once it has joined it."""
+    if len(equation.outputs) != 1 or not _is_elementwise(equation, rule):
+        return None
+    consumers = readers[equation.outputs[0].id]
+    # A carry reads what the body hands on, but stands before it and so has no group yet; nothing joins a carry.
+    hosts = {id(host): host for host in (home.get(reader.index) for reader, _ in consumers)}
+    if len(hosts) != 1:
+        return None
+    (host,) = hosts.values()
+    if host is None or not host.fuses or host.equations[0].trips != equation.trips:
+        return None
+    mapping = _mapping(rule, [host.operands[reader.index][operand] for reader, operand in consumers])
+    if mapping is None:
+        return None
+    host.equations.append(equation)
+    host.operands[equation.index] = [_renamed(dims, mapping) for dims in rule.operands]
+    host.results[equation.index] = [_renamed(dims, mapping) for dims in rule.results]
+    return host
+
+
+def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
+    """The host's factor for each of the joining rule's, or None where the two don't correspond one to one."""
+    (result,) = rule.results
+    mapping: dict[str, int] = {}
+    for dims in read_as:
+        for dim, host_dim in zip(result, dims, strict=True):
+            wide = [factor for factor in dim if rule.sizes[factor] > 1]
+            if len(wide) != len(host_dim):
+                return None
+            for factor, host_factor in zip(wide, host_dim, strict=True):
+                if mapping.setdefault(factor, host_factor) != host_factor:
+                    return None
+    return mapping if len(set(mapping.values())) == len(mapping) else None
+
+
+def _connect(group: Group, readers, home, needed_outside: set[int]) -> None:
+    inside = {output.id for equation in group.equations for output in equation.outputs}
+    seen = set()
+    for equation in group.equations:
+        for operand, value in enumerate(equation.inputs):
+            if isinstance(value, Value) and (value.id not in inside or equation.primitive == "scan_carry"):
+                dims = group.operands[equation.index][operand]
+                if (value.id, dims) not in seen:
+                    seen.add((value.id, dims))
+                    group.uses.append(Use(value, dims, equation, operand))
+        for output, dims in zip(equation.outputs, group.results[equation.index], strict=True):
+            outside = any(home[reader.index] is not group for reader, _ in readers[output.id])
+            if outside or output.id in needed_outside or len(group.equations) == 1:
+                group.made.append(Made(output, dims))

@@ -1,0 +1,154 @@
+"""What a strategy costs and what a resharding costs, in seconds on one device; remembered, since layers repeat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.layout import Layout, MeshShape, local_shape, shards
+from autoshard.mesh.collectives import seconds as collective_seconds
+from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.resharding import Step, reshard
+from autoshard.mesh.topology import Topology
+from autoshard.program import Equation, Value
+from autoshard.solver.groups import Group
+from autoshard.solver.strategies import Strategy, strategies_of
+
+_CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
+_READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
+_WRITES_PART = frozenset({"dynamic_update_slice", "scan_stack", "scatter", "scatter-add"})  # as much as they insert
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one group costs per step under one strategy."""
+
+    compute: float
+    communication: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A group's strategies and their seconds; groups that look alike share one."""
+
+    strategies: tuple[Strategy, ...]
+    seconds: tuple[Seconds, ...]
+
+    @cached_property
+    def costs(self) -> np.ndarray:
+        return np.array([seconds.total for seconds in self.seconds])
+
+
+class Prices:
+    """The price list of one mesh and topology."""
+
+    def __init__(self, mesh: MeshShape, topology: Topology):
+        topology.check(mesh)
+        self.mesh, self.topology = dict(mesh), topology
+        self._groups: dict[tuple, Priced] = {}
+        self._tables: dict[tuple, np.ndarray] = {}
+        self._pairs: dict[tuple, tuple[tuple[Step, ...], float]] = {}
+
+    def group(self, group: Group) -> Priced:
+        """Every strategy of `group` with its seconds per step."""
+        key = _signature(group)
+        if key not in self._groups:
+            strategies = tuple(strategies_of(group, self.mesh))
+            self._groups[key] = Priced(strategies, tuple(self._seconds(group, strategy) for strategy in strategies))
+        return self._groups[key]
+
+    def steps(self, value: Value, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """The collectives that bring `value` from one layout to the other."""
+        return self._pair(value.shape, itemsize(value), source, target)[0]
+
+    def resharding(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds of one resharding of `value`."""
+        return self._pair(value.shape, itemsize(value), source, target)[1]
+
+    def table(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """Seconds per step of resharding `value` from each of `sources` (rows) to each of `targets` (columns)."""
+        key = value.shape, itemsize(value), tuple(sources), tuple(targets)
+        if key not in self._tables:
+            shape, size = key[:2]
+            self._tables[key] = np.array([[self._pair(shape, size, a, b)[1] for b in targets] for a in sources])
+        return self._tables[key] * value.trips
+
+    def local_bytes(self, value: Value, layout: Layout) -> int:
+        """Bytes of `value` on one device."""
+        return math.prod(local_shape(value.shape, layout, self.mesh)) * itemsize(value)
+
+    def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
+        """Bytes of the result of each of the strategy's own collectives, one run."""
+        return [finish.elements * itemsize(group.made[finish.made].value) for finish in strategy.finishes]
+
+    def _pair(self, shape, size: int, source: Layout, target: Layout) -> tuple[tuple[Step, ...], float]:
+        if source == target:
+            return (), 0.0
+        key = shape, size, source, target
+        if key not in self._pairs:
+            steps = reshard(shape, size, source, target, self.mesh)
+            total = sum(collective_seconds(s.kind, s.axes, s.bytes, self.mesh, self.topology) for s in steps)
+            self._pairs[key] = steps, total
+        return self._pairs[key]
+
+    def _seconds(self, group: Group, strategy: Strategy) -> Seconds:
+        compute = self._compute(group, strategy)
+        communication = sum(
+            collective_seconds(finish.kind, finish.axes, size, self.mesh, self.topology)
+            for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True)
+        )
+        return Seconds(compute * group.trips, communication * group.trips)
+
+    def _compute(self, group: Group, strategy: Strategy) -> float:
+        """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
+        if group.only_moves or group.equations[0].primitive in _CROSSINGS:
+            return 0.0
+        axes = strategy.axes
+        work = [
+            flops(equation) / math.prod(shards(axes.get(factor, ()), self.mesh) for factor in group.factors_of(equation))
+            for equation in group.equations
+        ]
+        return compute_seconds(sum(work), self._bytes_moved(group, strategy), _dtype(group.equations), self.topology)
+
+    def _bytes_moved(self, group: Group, strategy: Strategy) -> int:
+        read = [self.local_bytes(use.value, want) for use, want in zip(group.uses, strategy.wants, strict=True)]
+        written = [self.local_bytes(made.value, left) for made, left in zip(group.made, strategy.leaves, strict=True)]
+        primitive = group.equations[0].primitive
+        if primitive in _READS_PART:
+            return 2 * sum(written)
+        if primitive in _WRITES_PART:
+            return 2 * (read[-1] if read else sum(written))
+        return sum(read) + sum(written)
+
+
+def itemsize(value: Value) -> int:
+    """Bytes per element, PRNG keys included."""
+    return value.bytes // math.prod(value.shape) if value.bytes else value.dtype.itemsize
+
+
+def _dtype(equations: Sequence[Equation]) -> str:
+    """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
+    operand = equations[0].inputs[0] if equations[0].inputs else equations[0].outputs[0]
+    return str(operand.dtype)
+
+
+def _signature(group: Group) -> tuple:
+    """Equal for groups whose strategies and seconds are equal."""
+    return (
+        tuple((use.value.shape, itemsize(use.value), use.dims) for use in group.uses),
+        tuple((made.value.shape, itemsize(made.value), made.dims) for made in group.made),
+        tuple(group.sizes.items()),
+        tuple(sorted(group.splittable)),
+        group.reduction,
+        tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
+        _dtype(group.equations),
+        group.trips,
+    )
