@@ -18,12 +18,12 @@ from autoshard.mesh.topology import Topology
 from autoshard.program import Equation
 
 _MOVES = frozenset({
-    "bitcast_convert_type", "branch_const", "branch_join", "broadcast_in_dim", "concatenate", "copy", "copy_p",
-    "debug_callback", "debug_print", "device_put", "dynamic_slice", "dynamic_update_slice", "empty", "empty2", "expand_dims",
-    "gather", "io_callback", "iota", "optimization_barrier", "pad", "pure_callback", "pvary", "random_clone",
-    "random_unwrap", "random_wrap", "reshape", "reshard", "rev", "scan_carry", "scan_const", "scan_slice", "scan_stack",
-    "scatter", "sharding_constraint", "slice", "split", "squeeze", "stack", "stop_gradient", "tile", "transpose",
-    "unstack",
+    "bitcast_convert_type", "branch_const", "branch_join", "broadcast_in_dim", "concatenate", "copy",
+    "debug_callback", "debug_print", "device_put", "dynamic_slice", "dynamic_update_slice", "empty", "empty2",
+    "expand_dims", "gather", "io_callback", "iota", "optimization_barrier", "pad", "pure_callback", "pvary",
+    "random_clone", "random_unwrap", "random_wrap", "reshape", "reshard", "rev", "scan_carry", "scan_const",
+    "scan_slice", "scan_stack", "scatter", "sharding_constraint", "slice", "split", "squeeze", "stack",
+    "stop_gradient", "tile", "transpose", "unstack",
 })  # fmt: skip
 _REDUCTIONS = frozenset({
     "argmax", "argmin", "approx_top_k", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",

@@ -8,15 +8,17 @@ In its order of preference:
 2. the same tile counts on other dims: all_to_all, one for all the pairs of dims that are swapped;
 3. fewer copies, finer tiles: a local slice, free, and a collective_permute if the devices come out in another order;
 4. more copies, coarser tiles: a collective_permute that puts devices in order, an all_gather per dim, last dim first;
-5. a mix: split one dim in two, copy one dim, or unfold the copies into a dim, then any of the above; dims that are
-   tiled alike in source and target are set aside and the rest done inside each group of devices;
+5. a mix: split one dim in two, copy one dim, or unfold the copies into a dim, then any of the above; or set aside the
+   tiles that the target has and the source only cuts finer, and do the rest inside each group of devices;
 6. "involuntary full rematerialization": all_gather every dim, slice.
 
 A step's bytes are its result on one device. Copies within a device's memory are not priced. A dim that does not divide
 evenly is taken as padded to the larger of what source and target pad it to; the halo exchanges that XLA then adds are
 not modelled.
 
-`benchmarks/resharding.py` compares this with compiled programs.
+`benchmarks/resharding.py` compares this with compiled programs: all pairs of layouts of one to three dims on the meshes
+(8,), (4, 2) and (2, 2, 2), 5,134 of them, come out with the same kinds, axes and bytes, as do random pairs on up to 16
+devices, with axes in any order and counts of three.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -76,8 +78,12 @@ def reshard_seconds(
     return sum(seconds(step.kind, step.axes, step.bytes, mesh_shape, topology) for step in steps)
 
 
-@lru_cache(maxsize=None)
-def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+_Collective = tuple[str, tuple[str, ...], int]  # kind, axes, into how many tiles its result is cut
+_Steps = list[_Collective]
+
+
+@cache
+def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[_Collective, ...]:
     """The steps as (kind, axes, into how many tiles the result is cut): they depend on no shape."""
     sizes = tuple(size for _, size in mesh)
     everyone = np.arange(math.prod(sizes))
@@ -136,9 +142,6 @@ def _tiling(layout: Layout, mesh: tuple[tuple[str, int], ...]) -> _Tiling:
     return _Tiling(devices.transpose([names.index(axis) for axis in order]).reshape(*tiles, -1))
 
 
-_Steps = list[tuple[str, tuple[str, ...], int]]
-
-
 @dataclass(frozen=True)
 class _Group:
     """Devices that reshard among themselves, as do the other groups beside them; tilings number them 0, 1, ..."""
@@ -173,13 +176,11 @@ class _Group:
             steps = self.in_two(source, target)
             if steps is None:
                 steps = self.in_groups(source, target)
-            if steps is None and not source.partial and not target.partial:
-                steps = self.by_common_tiles(source, target)
             if steps is not None or not rematerialize:
                 return steps
         return self.gather(source, [1] * len(source.tiles))
 
-    def step(self, kind: str, talk: np.ndarray, tiles: int) -> tuple[str, tuple[str, ...], int]:
+    def step(self, kind: str, talk: np.ndarray, tiles: int) -> _Collective:
         """A collective among `talk`, [set, number in this group]."""
         coordinates = np.unravel_index(self.members[:, talk].reshape(-1, talk.shape[-1]), self.axis_sizes)
         axes = tuple(
@@ -202,7 +203,8 @@ class _Group:
                 # devices of one tile of the result differ in the minor part of this dim
                 devices = source.split(dim, tiles[dim]).devices
                 left[dim] = tiles[dim]
-                steps.append(self.step("all_gather", np.moveaxis(devices, dim + 1, -1).reshape(-1, factor), math.prod(left)))
+                talk = np.moveaxis(devices, dim + 1, -1).reshape(-1, factor)
+                steps.append(self.step("all_gather", talk, math.prod(left)))
         return steps
 
     def all_to_all(self, source: _Tiling, target: _Tiling, pairs: Sequence[tuple[int, int]]) -> _Steps:
@@ -211,10 +213,8 @@ class _Group:
         for pair in sorted(pairs, key=lambda pair: pair[1]):
             (later if seen & set(pair) else together).append(pair)
             seen |= set(pair) if pair in together else set()
-        if len(together) < 2:
-            batches = [[pair] for pair in pairs]
-        else:
-            batches = [together, *([pair] for pair in later)]
+        one_by_one = [[pair] for pair in pairs]
+        batches = [together, *([pair] for pair in later)] if len(together) > 1 else one_by_one
         steps = []
         for batch in batches:
             if source.same(target):
@@ -278,51 +278,46 @@ class _Group:
         onward = self.reshard(between, target, rematerialize=False)
         return None if onward is None else self.reshard(source, between) + onward
 
-    def by_common_tiles(self, source: _Tiling, target: _Tiling) -> _Steps | None:
-        """Of each dim as many tiles as source and target have in common are kept, the rest is gathered and sliced."""
-        common = [math.gcd(*counts) for counts in zip(source.tiles, target.tiles, strict=True)]
-        gathered = sum(before != kept for before, kept in zip(source.tiles, common, strict=True))
-        if max(common) == 1 or gathered > 1:
-            return None
-        between = _compatible_copies(source, common)
-        return self.gather(source, common) + self.reshard(between, target)
-
     def in_groups(self, source: _Tiling, target: _Tiling) -> _Steps | None:
-        """Dims tiled alike aside, the rest inside the groups of devices that share them."""
-        pairs = list(enumerate(zip(source.tiles, target.tiles, strict=True)))
-        equal = [dim for dim, (before, after) in pairs if before == after > 1]
-        if not equal:
+        """Tiles of the target that the source only cuts finer: aside, the rest inside the devices that share them."""
+        counts = [
+            after if before % after == 0 and (before == after or not (source.partial or target.partial)) else 1
+            for before, after in zip(source.tiles, target.tiles, strict=True)
+        ]
+        if max(counts) == 1:
             return None
-        before, after = _grouped(source, equal), _grouped(target, equal)
-        inner_source = _Tiling(np.arange(before.shape[1]).reshape(_without(source, equal)))
-        numbers = np.arange(before.shape[1])
+        before, after = _grouped(source, counts), _grouped(target, counts)
+        inner_source = _Tiling(np.arange(before.shape[-1]).reshape(_inside(source, counts)))
+        inner_target = _Tiling(np.arange(before.shape[-1]).reshape(_inside(target, counts)))
         if (np.sort(before) == np.sort(after)).all():  # the same groups: number the target's members as the source's
-            numbers = np.argsort(before[0])[np.searchsorted(np.sort(before[0]), after[0])]
-        inner_target = _Tiling(numbers.reshape(_without(target, equal)))
-        outside = math.prod(source.tiles[dim] for dim in equal)
+            order = np.argsort(before[0])
+            numbers = order[np.searchsorted(before[0][order], after[0])]
+            inner_target = _Tiling(numbers.reshape(inner_target.devices.shape))
         inner = _Group(
-            self.members[:, before].reshape(-1, before.shape[1]), self.tiles * outside, self.axis_names, self.axis_sizes
+            self.members[:, before].reshape(-1, before.shape[-1]),
+            self.tiles * math.prod(counts),
+            self.axis_names,
+            self.axis_sizes,
         )
-        reached = before[:, inner_target.devices]  # [group, inner tiles..., copies]
-        counts = [source.tiles[dim] for dim in equal]
-        reached = np.moveaxis(reached.reshape(*counts, *target_rest(target, equal)), range(len(equal)), equal)
-        steps = inner.reshard(inner_source, inner_target)
-        return steps + self.reshard(_Tiling(reached), target)
+        reached = before[:, inner_target.devices].reshape(*counts, *inner_target.devices.shape)
+        # [outer per dim..., inner per dim..., copies] -> [outer and inner of each dim..., copies]
+        rank = len(counts)
+        order = [place for dim in range(rank) for place in (dim, rank + dim)]
+        reached = _Tiling(reached.transpose(*order, 2 * rank).reshape(target.devices.shape))
+        return inner.reshard(inner_source, inner_target) + self.reshard(reached, target)
 
 
-def target_rest(tiling: _Tiling, equal: Sequence[int]) -> list[int]:
-    return [count for dim, count in enumerate(tiling.devices.shape) if dim not in equal]
+def _inside(tiling: _Tiling, counts: Sequence[int]) -> list[int]:
+    """The shape of a tiling's devices within one of `counts` parts of each dim."""
+    return [tiles // count for tiles, count in zip(tiling.tiles, counts, strict=True)] + [tiling.copies]
 
 
-def _without(tiling: _Tiling, equal: Sequence[int]) -> list[int]:
-    """The tiling's shape with dims `equal` whole."""
-    return [1 if dim in equal else count for dim, count in enumerate(tiling.devices.shape)]
-
-
-def _grouped(tiling: _Tiling, equal: Sequence[int]) -> np.ndarray:
-    """Devices by their place along dims `equal`, [group, member]."""
-    first = np.moveaxis(tiling.devices, equal, range(len(equal)))
-    return first.reshape(math.prod(first.shape[: len(equal)]), -1)
+def _grouped(tiling: _Tiling, counts: Sequence[int]) -> np.ndarray:
+    """Devices by their place among the `counts` major parts of each dim, [group, member]."""
+    rank = len(counts)
+    split = [size for pair in zip(counts, _inside(tiling, counts), strict=False) for size in pair]
+    order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank]
+    return tiling.devices.reshape(*split, tiling.copies).transpose(order).reshape(math.prod(counts), -1)
 
 
 def _swaps(source: _Tiling, target: _Tiling) -> list[tuple[int, int]] | None:
@@ -378,7 +373,7 @@ def _swapped(tiling: _Tiling, before: int, after: int) -> _Tiling:
 
 
 def _compatible(coarse: _Tiling, fine: _Tiling) -> _Tiling | None:
-    """PartialReplicateReshardCompatibleSharding: `fine`'s tile counts, each tile on devices that hold it in `coarse`."""
+    """PartialReplicateReshardCompatibleSharding: `fine`'s counts, each tile on devices that hold it in `coarse`."""
     if not coarse.partial or any(n % m for n, m in zip(fine.tiles, coarse.tiles, strict=True)):
         return None
     factors = [n // m for n, m in zip(fine.tiles, coarse.tiles, strict=True)]
@@ -398,43 +393,27 @@ def _copy_dim(tiling: _Tiling, dim: int) -> _Tiling:
     return _Tiling(np.sort(np.moveaxis(tiling.devices, dim, -2).reshape(shape)))
 
 
-def _compatible_copies(tiling: _Tiling, tiles: Sequence[int]) -> _Tiling:
-    """The tiling with only `tiles` of each dim, the others copies."""
-    devices = tiling.devices
-    for dim in reversed(range(len(tiles))):
-        devices = _Tiling(devices).split(dim, tiles[dim]).devices
-    minor = range(1, 2 * len(tiles), 2)
-    devices = np.moveaxis(devices, list(minor), range(len(tiles), 2 * len(tiles)))
-    return _Tiling(np.sort(devices.reshape(*tiles, -1)))
-
-
 def _split_or_merge(source: _Tiling, target: _Tiling) -> tuple[_Tiling, _Tiling] | None:
     """PatternMatchMergeOrSplitSharding: both with one dim split in two, so that part of it can move to another."""
     if source.copies != target.copies:
         return None
     differ = [dim for dim, counts in enumerate(zip(source.tiles, target.tiles, strict=True)) if counts[0] != counts[1]]
+    before, after = source.tiles, target.tiles
     for place, first in enumerate(differ):
         for second in differ[place + 1 :]:
+            ones = [before[first], before[second], after[first], after[second]].count(1)
+            same = before[first] * before[second] == after[first] * after[second]
             i, j = first, second
-            before, after = source.tiles, target.tiles
-            ones = [before[i], before[j], after[i], after[j]].count(1)
-            if ones == 1:
-                if before[i] * before[j] != after[i] * after[j]:
-                    continue
-                if 1 in (before[i], after[i]):
-                    i, j = j, i
-                size = before[i] if after[j] == 1 else after[i]
-            elif ones == 0:
+            if ones == 0:
                 if before[i] < after[i]:
                     i, j = j, i
-                if before[i] != after[i] * after[j]:
+                if before[i] % after[i] or not (same or before[i] == after[i] * after[j]):
                     continue
-                size = after[i]
+            elif ones == 1 and same:
+                if 1 in (before[i], after[i]):
+                    i = j
             else:
                 continue
-            start = source.split(i, size)
-            shape = list(start.devices.shape)
-            k = j + (j > i)
-            shape[i + 1], shape[k] = shape[k], shape[i + 1]
-            return start, _Tiling(target.devices.reshape(shape))
+            size = min(before[i], after[i])
+            return source.split(i, size), target.split(i, size)
     return None

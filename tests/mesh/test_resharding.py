@@ -1,0 +1,129 @@
+"""`reshard` held against the collectives of compiled programs. All pairs of layouts: `benchmarks/resharding.py`."""
+
+import itertools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from autoshard.layout import Layout, spec_of
+from autoshard.mesh.collectives import seconds
+from autoshard.mesh.resharding import Step, _Group, _path, reshard, reshard_seconds
+from autoshard.mesh.topology import Link, Topology
+from autoshard.report.hlo import read_collectives
+
+MESHES = [{"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}]
+SHAPES = {1: (16,), 2: (16, 24), 3: (16, 24, 40)}  # every count divides every size, no two sizes are alike
+
+
+def layouts(mesh_shape, ndim: int) -> list[Layout]:
+    """Every layout whose axes stand in mesh order."""
+    places = itertools.product(range(ndim + 1), repeat=len(mesh_shape))
+    return [
+        tuple(tuple(axis for axis, dim in zip(mesh_shape, where, strict=True) if dim == d) for d in range(ndim))
+        for where in places
+    ]
+
+
+def observed(mesh_shape, shape, source: Layout, target: Layout, between_operations: bool = False) -> tuple[Step, ...]:
+    """What XLA compiles the resharding to, alone or as a constraint on a value inside."""
+    devices = np.array(jax.devices()[: math.prod(mesh_shape.values())])
+    mesh = Mesh(devices.reshape(tuple(mesh_shape.values())), tuple(mesh_shape))
+    before, after = NamedSharding(mesh, spec_of(source)), NamedSharding(mesh, spec_of(target))
+
+    def step(x):
+        if not between_operations:
+            return jax.lax.with_sharding_constraint(x, after)
+        held = jax.lax.with_sharding_constraint(jnp.tanh(x), before)
+        return jnp.tanh(jax.lax.with_sharding_constraint(held, after))
+
+    jitted = jax.jit(step, in_shardings=before, out_shardings=after)
+    hlo = jitted.lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile().as_text()
+    return tuple(Step(c.kind, c.axes, c.bytes) for c in read_collectives(hlo, mesh_shape))
+
+
+def check(mesh_shape, shape, source, target, **how):
+    predicted = reshard(shape, 4, source, target, mesh_shape)
+    assert predicted == observed(mesh_shape, shape, source, target, **how), (mesh_shape, source, target, predicted)
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_every_pair_of_one_dim(mesh_shape):
+    for source, target in itertools.permutations(layouts(mesh_shape, 1), 2):
+        check(mesh_shape, SHAPES[1], source, target)
+
+
+def test_pairs_of_two_dims_and_two_axes():
+    for source, target in list(itertools.permutations(layouts(MESHES[1], 2), 2))[::2]:
+        check(MESHES[1], SHAPES[2], source, target)
+
+
+def _random_layout(rng, mesh_shape, ndim):
+    axes = rng.sample(list(mesh_shape), rng.randint(0, len(mesh_shape)))  # in any order inside a dim
+    dims = [rng.randrange(ndim) for _ in axes]
+    return tuple(tuple(axis for axis, dim in zip(axes, dims, strict=True) if dim == d) for d in range(ndim))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_pairs(seed):
+    rng = random.Random(seed)
+    mesh_shape = rng.choice([*MESHES, {"x": 3, "y": 2}])
+    ndim = rng.randint(2, 3)
+    source, target = (_random_layout(rng, mesh_shape, ndim) for _ in range(2))
+    shape = tuple(3 * size for size in SHAPES[ndim])
+    check(mesh_shape, shape, source, target, between_operations=seed % 2 == 0)
+
+
+def test_oracle_can_fail(monkeypatch):
+    pair = ((), ("x",)), (("x",), ("y",))
+    check(MESHES[1], SHAPES[2], *pair)
+    _path.cache_clear()
+    with monkeypatch.context() as without:  # a partitioner that lacks one of its ways
+        without.setattr(_Group, "shifted_all_to_all", lambda *_: None)
+        with pytest.raises(AssertionError):
+            check(MESHES[1], SHAPES[2], *pair)
+    _path.cache_clear()
+
+
+# by hand: 16x24 float32 on x=4, y=2 is 1536 bytes: (from, to, steps)
+STEPS = [
+    ("x _", "_ _", [("all_gather", "x", 1536)]),
+    ("xy _", "x _", [("all_gather", "y", 384)]),
+    ("_ _", "x y", []),
+    ("x _", "x y", []),
+    ("x _", "_ x", [("all_to_all", "x", 384)]),
+    ("xy _", "x y", [("all_to_all", "y", 192)]),
+    ("x y", "_ _", [("all_gather", "y", 384), ("all_gather", "x", 1536)]),
+    ("xy _", "yx _", [("collective_permute", "xy", 192)]),
+    ("x _", "y _", [("collective_permute", "xy", 384), ("all_gather", "x", 768)]),
+    ("xy _", "_ x", [("all_gather", "xy", 1536)]),  # full rematerialization, then a slice
+]
+
+
+@pytest.mark.parametrize("source, target, steps", STEPS)
+def test_steps_by_hand(source, target, steps):
+    def layout(text):
+        return tuple(() if dim == "_" else tuple(dim) for dim in text.split())
+
+    found = reshard((16, 24), 4, layout(source), layout(target), {"x": 4, "y": 2})
+    assert [(s.kind, "".join(s.axes), s.bytes) for s in found] == steps
+
+
+def test_seconds_are_those_of_the_steps():
+    topology = Topology({"x": Link(1e-6, 1e9), "y": Link(1e-6, 1e8)}, 1e9, 1e10, {"float32": 1e12})
+    mesh_shape = {"x": 4, "y": 2}
+    source, target = (("x",), ("y",)), ((), ())
+    expected = seconds("all_gather", ("y",), 384, mesh_shape, topology)
+    expected += seconds("all_gather", ("x",), 1536, mesh_shape, topology)
+    assert reshard_seconds((16, 24), 4, source, target, mesh_shape, topology) == pytest.approx(expected)
+    assert reshard_seconds((16, 24), 4, target, source, mesh_shape, topology) == 0
+
+
+def test_an_uneven_dim_is_padded():
+    (step,) = reshard((10,), 4, (("x",),), ((),), {"x": 4})
+    assert step == Step("all_gather", ("x",), 12 * 4)
+
