@@ -71,7 +71,7 @@ class Topology:
         name = str(dtype)
         if not self.flops:
             raise MeshError(f"the topology has no FLOP rates, so {name} has none; give flops={{'float32': ...}}")
-        half = ("bfloat16", "float16", "float8", "float6", "float4")
+        half = ("bfloat16", "float16", "float8_", "float6_", "float4_")
         for known in (name, *(["bfloat16"] if name.startswith(half) else []), "float32"):
             if known in self.flops:
                 return self.flops[known]
@@ -112,8 +112,8 @@ def _axes_between_hosts(mesh: Mesh, torus: bool) -> tuple[str, ...]:
 
     crossing = []
     for dim, axis in enumerate(mesh.axis_names):
-        first = mesh.devices.take(0, axis=dim)
-        others = (mesh.devices.take(i, axis=dim) for i in range(1, mesh.devices.shape[dim]))
+        first = mesh.devices.take([0], axis=dim)
+        others = (mesh.devices.take([i], axis=dim) for i in range(1, mesh.devices.shape[dim]))
         if any(host(a) != host(b) for other in others for a, b in zip(first.flat, other.flat, strict=True)):
             crossing.append(axis)
     return tuple(crossing)
