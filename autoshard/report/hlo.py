@@ -133,7 +133,7 @@ def _callees(instruction: _Instruction, computations: dict[str, list[_Instructio
         both = (_attribute(instruction.rest, "true_computation"), _attribute(instruction.rest, "false_computation"))
         names = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else both
         yield from ((name, 1) for name in names)
-    elif instruction.opcode in ("call", "fusion", "async-start"):
+    elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
         callee = _attribute(instruction.rest, "to_apply") or _attribute(instruction.rest, "calls")
         yield callee, 1
 

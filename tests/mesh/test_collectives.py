@@ -30,7 +30,7 @@ def ring_seconds(kind: str, devices: int, result: float, link: Link) -> float:
     return sum(link.latency + block / link.bandwidth for block in blocks)
 
 
-@pytest.mark.parametrize("kind, devices, result", itertools.product(KINDS, (2, 4, 7), (64, 1_000_000)))
+@pytest.mark.parametrize("kind, devices, result", [*itertools.product(KINDS, (2, 4, 7), (64, 1_000_000))])
 def test_one_axis(kind, devices, result):
     expected = ring_seconds(kind, devices, result, FAST)
     assert seconds(kind, ("x",), result, {"x": devices}, topology(x=FAST)) == pytest.approx(expected)

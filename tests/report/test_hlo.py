@@ -153,10 +153,12 @@ def test_async_computations_and_calls_are_followed():
 ENTRY %main (p: f32[2]) -> f32[8] {
   %s = ((f32[2]{0}), f32[8]{0}) async-start(%p), calls=%wrapped
   %d = f32[8]{0} async-done(%s)
+  %t = ((f32[2]{0}), f32[8]{0}) call-start(%p), to_apply=%wrapped
+  %u = f32[8]{0} call-done(%t)
   ROOT %c = f32[8]{0} call(%p), to_apply=%wrapped
 }
 """
-    check(hlo, {"x": 4, "y": 2}, [("all_gather", ("x",), 1, 32)] * 2)
+    check(hlo, {"x": 4, "y": 2}, [("all_gather", ("x",), 1, 32)] * 3)
     assert {c.source for c in read_collectives(hlo, {"x": 4, "y": 2})} == {"b.py:3"}
 
 
