@@ -12,8 +12,9 @@ only are one class):
                 sum_n usage[t, n, a] s[n, a] <= limit       at every pressure point t
                 s binary, x >= 0
 
-The relaxation is the local polytope, which is tight on trees. cvxpy takes no first solution, gives no bound back and
-does not hear Ctrl-C, so what it compiles goes to highspy from here.
+The relaxation is the local polytope, which is tight on trees. Where pressure points are many, few of them bind: their
+rows are added as solutions violate them, first those of the relaxation. cvxpy takes no first solution, gives no bound
+back and does not hear Ctrl-C, so what it compiles goes to highspy from here.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from autoshard.solver.verify import ROUNDING, verify
 
 MAGNITUDE = 1e3  # what the cost still to be decided is scaled to; HiGHS works to absolute tolerances of 1e-7
 TARGET_GAP = 1e-7  # of the whole cost; finer than what counts as optimal, to leave room for rounding
+FEW_ENTRIES = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
+ROWS_ADDED = 50  # at a time
+LAST_WORDS = 1.0  # s that HiGHS gets to finish after Ctrl-C, before what it last reported is taken
 
 
 @dataclass(frozen=True)
@@ -49,54 +53,79 @@ class Outcome:
 def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float, seed: int) -> Outcome:
     """The cheapest choice, or the best one found in time; `first` is a feasible one, if known."""
     known = np.inf if first is None else verify(problem, first)[0]
-    program = _encode(problem, known)
-    usage, least = _usage(problem, program)
-    room = np.inf if problem.limit is None else problem.limit * (1 + ROUNDING) - least
-    if np.any(room < 0):
+    program, memory = _encode(problem, known), _Memory(problem)
+    room = memory.room(problem.limit)
+    if (room < 0).any():
         return Outcome(None, np.inf, interrupted=False)
+    scale = 1 / np.where(room > 0, room, 1.0)
     s, x = program.variables()
-    constraints = program.constraints(s, x)
-    if problem.limit is not None and len(least):
-        scale = sparse.diags_array(1 / np.where(room > 0, room, 1.0))
-        constraints.append(scale @ usage @ s <= scale @ room)
     unit = program.span / MAGNITUDE
     objective = cp.Minimize((program.costs / unit) @ s + (program.flow_costs / unit) @ x)
+    constraints = program.constraints(s, x)
+    if len(points := memory.first_points()):
+        constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
     gap = TARGET_GAP * abs(program.constant if first is None else known) / unit
     highs = _Highs(cp.Problem(objective, constraints), [s, x], time_limit=time_limit, seed=seed, gap=gap)
-    if first is not None:
-        highs.start_from(program.point(first))
+    start = None if first is None else program.point(first)
+    bound, relaxed = program.constant, not memory.complete
     while True:
-        highs.run()
-        bound = program.constant + unit * highs.bound
+        highs.run(start, relaxed=relaxed)
+        bound = max(bound, program.constant + unit * highs.bound)
         if highs.values is None:
             return Outcome(None, bound, highs.interrupted)
         choice = program.choice(highs.values)
-        over = np.flatnonzero(usage @ program.chosen(choice) > room)
-        if not len(over) or highs.interrupted:
-            return Outcome(None if len(over) else choice, bound, highs.interrupted)
-        # HiGHS lets a row exceed its limit by its tolerance. What holds as much on every node does not fit either.
-        for point in over:
-            highs.exclude(program.at_least(choice, usage[[point]].toarray().ravel()), len(problem.costs))
+        held = memory.held(highs.values[: s.size] if relaxed else program.chosen(choice))
+        if highs.interrupted:
+            return Outcome(None if relaxed or (held > room).any() else choice, bound, interrupted=True)
+        if len(points := memory.next_points(held - room)):
+            highs.add(memory.usage(points, scale), (room * scale)[points])
+        elif relaxed:
+            relaxed = False
+        elif (held > room).any():
+            # HiGHS lets a row exceed its limit by its tolerance. What holds as much on every node does not fit either.
+            for usage in memory.usage(np.flatnonzero(held > room), scale).toarray():
+                cover = program.at_least(choice, usage)[None, :]
+                highs.add(sparse.csr_array(cover.astype(np.float64)), [len(problem.costs) - 1.0])
+        else:
+            return Outcome(choice, bound, interrupted=False)
+
+
+def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
+    """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
+    program, memory = _encode(problem, np.inf), _Memory(problem)
+    unit = (memory.most.max(initial=0.0) or 1.0) / MAGNITUDE
+    scale = np.full(len(memory.least), 1 / unit)
+    s, x = program.variables()
+    peak = cp.Variable(nonneg=True)
+    constraints = [*program.constraints(s, x), peak >= memory.least.max(initial=0.0) / unit]
+    if len(points := memory.first_points()):
+        constraints.append(memory.usage(points, scale) @ s + (memory.least * scale)[points] <= peak)
+    highs = _Highs(cp.Problem(cp.Minimize(peak), constraints), [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6)
+    best, lowest, bound, relaxed = None, np.inf, 0.0, not memory.complete
+    while True:
+        highs.run(None, relaxed=relaxed)
+        bound = max(bound, unit * highs.bound)
+        if highs.values is None:
+            return Outcome(best, bound, highs.interrupted)
+        choice = program.choice(highs.values)
+        held = memory.held(highs.values[: s.size] if relaxed else program.chosen(choice)) + memory.least
+        if not relaxed and held.max(initial=0.0) < lowest:
+            best, lowest = choice, held.max(initial=0.0)
+        if highs.interrupted:
+            return Outcome(best, bound, interrupted=True)
+        if len(points := memory.next_points(held - unit * highs.values[-1])):
+            flows, peaks = sparse.csr_array((len(points), x.size)), np.ones((len(points), 1))
+            rows = sparse.hstack([memory.usage(points, scale), flows, -peaks], format="csr")
+            highs.add(rows, -(memory.least * scale)[points])
+        elif relaxed:
+            relaxed = False
+        else:
+            return Outcome(best, bound, interrupted=False)
 
 
 def trivial_bound(problem: Problem) -> float:
     """No choice costs less than the cheapest option of every node and the cheapest pair of every edge."""
     return _encode(problem, np.inf).constant
-
-
-def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
-    """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
-    program = _encode(problem, np.inf)
-    usage, least = _usage(problem, program)
-    unit = (least + usage.max(axis=1).toarray().ravel()).max(initial=1.0) / MAGNITUDE
-    s, x = program.variables()
-    peak = cp.Variable(nonneg=True)
-    constraints = [*program.constraints(s, x), (usage / unit) @ s + least / unit <= peak]
-    highs = _Highs(cp.Problem(cp.Minimize(peak), constraints), [s, x], time_limit=time_limit, seed=seed, gap=1e-9)
-    highs.run()
-    return Outcome(
-        None if highs.values is None else program.choice(highs.values), unit * highs.bound, highs.interrupted
-    )
 
 
 @dataclass(frozen=True)
@@ -146,14 +175,19 @@ class _Program:
         return tuple(int(values[start:end].argmax()) for start, end in itertools.pairwise(self.offsets))
 
     def at_least(self, choice: Sequence[int], usage: np.ndarray) -> np.ndarray:
-        """The options of s that hold at least what the chosen one of their node holds."""
+        """Whether each option of s holds at least what the chosen one of its node holds."""
         chosen = usage[self.offsets[:-1] + np.asarray(choice, dtype=np.int64)]
-        return np.flatnonzero(usage >= np.repeat(chosen, np.diff(self.offsets)))
+        return usage >= np.repeat(chosen, np.diff(self.offsets))
+
+
+def _offsets(problem: Problem) -> np.ndarray:
+    """Node -> where its options start when all are stacked; one more at the end."""
+    return np.cumsum([0, *(len(costs) for costs in problem.costs)])
 
 
 def _encode(problem: Problem, known: float) -> _Program:
     """The program of a problem with a choice of cost `known`; options and pairs that alone cost more are left out."""
-    offsets = np.concatenate([[0], np.cumsum([len(costs) for costs in problem.costs])]).astype(np.int64)
+    offsets = _offsets(problem)
     costs, rests = np.concatenate(problem.costs), []
     for edge in problem.edges:
         rows, columns, rest = split(edge.costs)
@@ -208,21 +242,60 @@ def _encode(problem: Problem, known: float) -> _Program:
     )
 
 
-def _usage(problem: Problem, program: _Program) -> tuple[sparse.csr_array, np.ndarray]:
-    """Bytes per [pressure point, option of s] beyond the node's leanest option; bytes of all the leanest per point."""
-    points = problem.pressure_points()
-    least = np.zeros(len(points))
-    rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
-    for live in problem.lives:
-        covered = np.arange(*np.searchsorted(points, (live.start, live.end)))
-        extra = live.usage - live.usage.min()
-        options = np.flatnonzero(extra)
-        least[covered] += live.usage.min()
-        rows.append(np.repeat(covered, len(options)))
-        columns.append(np.tile(program.offsets[live.node] + options, len(covered)))
-        values.append(np.tile(extra[options].astype(np.float64), len(covered)))
-    entries = np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))
-    return sparse.csr_array(entries, shape=(len(points), len(program.costs))), least
+class _Memory:
+    """The bytes of a choice at the pressure points, of which only those that turn out to matter become rows."""
+
+    def __init__(self, problem: Problem):
+        points = problem.pressure_points()
+        offsets = _offsets(problem)
+        least, most = np.zeros(len(points) + 1), np.zeros(len(points) + 1)
+        rows, columns, values = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)]
+        for live in problem.lives:
+            start, end = np.searchsorted(points, (live.start, live.end))
+            extra = (live.usage - live.usage.min()).astype(np.float64)
+            for point, sign in ((start, 1.0), (end, -1.0)):
+                least[point] += sign * live.usage.min()
+                most[point] += sign * live.usage.max()
+                rows.append(np.full(len(extra), point))
+                columns.append(offsets[live.node] + np.arange(len(extra)))
+                values.append(sign * extra)
+        entries = np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))
+        # [point, option of s]: bytes more than at the point before, beyond those of the node's leanest option
+        self._changes = sparse.csr_array(entries, shape=(len(points) + 1, offsets[-1]))
+        self.least = least.cumsum()[:-1]  # bytes per point if every node took its leanest option
+        self.most = most.cumsum()[:-1]  # the same of its largest one
+        self._rows = np.zeros(len(points), dtype=bool)  # points that have a row
+
+    @property
+    def complete(self) -> bool:
+        """Whether every point has a row."""
+        return bool(self._rows.all())
+
+    def room(self, limit: float | None) -> np.ndarray:
+        """Bytes per point that the limit leaves beyond the leanest options."""
+        return (np.inf if limit is None else limit * (1 + ROUNDING)) - self.least
+
+    def held(self, s: np.ndarray) -> np.ndarray:
+        """Bytes per point beyond the leanest options."""
+        return (self._changes @ s).cumsum()[:-1]
+
+    def usage(self, points: np.ndarray, scale: np.ndarray) -> sparse.csr_array:
+        """The rows of these points over s, scaled."""
+        before = np.arange(self._changes.shape[0])[None, :] <= points[:, None]
+        return sparse.csr_array(before * scale[points, None]) @ self._changes
+
+    def first_points(self) -> np.ndarray:
+        """The points to start with: all of them, if that is a small matrix."""
+        self._rows[:] = len(self._rows) * self._changes.shape[1] <= FEW_ENTRIES
+        return np.flatnonzero(self._rows)
+
+    def next_points(self, over: np.ndarray) -> np.ndarray:
+        """The points most over what is allowed that have no row yet; from now on they have."""
+        over = np.where(self._rows, 0.0, over)
+        worst = np.argsort(-over, kind="stable")[:ROWS_ADDED]
+        worst = np.sort(worst[over[worst] > 0])
+        self._rows[worst] = True
+        return worst
 
 
 class _Rows:
@@ -263,7 +336,9 @@ class _Highs:
         lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
         self._highs = highspy.Highs()
-        self._highs.HandleUserInterrupt = True
+        self._highs.cbMipInterrupt += self._on_progress
+        self._highs.cbMipImprovingSolution += self._on_solution
+        self._highs.cbSimplexInterrupt += self._on_step
         options = {
             "output_flag": False, "parallel": "off", "random_seed": seed, "time_limit": float(time_limit),
             "mip_rel_gap": 0.0, "mip_abs_gap": gap, "mip_feasibility_tolerance": 1e-9,
@@ -272,32 +347,64 @@ class _Highs:
             self._highs.setOptionValue(name, value)
         self._highs.passModel(model)
         self.values: np.ndarray | None = None  # of the variables, stacked; None: no solution is known
-        self.bound = 0.0  # no solution has a lower objective
+        self.bound = -np.inf  # no solution has a lower objective
         self.interrupted = False
 
-    def start_from(self, values: np.ndarray) -> None:
-        start = highspy.HighsSolution()
-        start.col_value = list(values[np.argsort(self._columns)])
-        self._highs.setSolution(start)
+    def add(self, rows: sparse.csr_array, upper: np.ndarray) -> None:
+        """Adds ``rows @ values <= upper``."""
+        for start, end, top in zip(rows.indptr[:-1], rows.indptr[1:], upper, strict=True):
+            columns = self._columns[rows.indices[start:end]]
+            self._highs.addRow(-np.inf, top, len(columns), columns, rows.data[start:end])
 
-    def exclude(self, columns: np.ndarray, count: int) -> None:
-        """Of these binaries, fewer than `count` may be 1."""
-        self._highs.addRow(-np.inf, count - 1.0, len(columns), self._columns[columns], np.ones(len(columns)))
-
-    def run(self) -> None:
-        # In a thread, since Python hears Ctrl-C only between two of its own instructions.
-        thread = threading.Thread(target=self._highs.run, daemon=True)
-        thread.start()
-        while thread.is_alive():
-            try:
-                thread.join(0.1)
-            except KeyboardInterrupt:
-                self.interrupted = True
-                self._highs.cancelSolve()
+    def run(self, start: np.ndarray | None, *, relaxed: bool) -> None:
+        """Solves on from `start`, or only the relaxation. The time limit is on all runs together."""
+        self._highs.setOptionValue("solve_relaxation", relaxed)
+        if start is not None and not relaxed:
+            solution = highspy.HighsSolution()
+            solution.col_value = list(start[np.argsort(self._columns)])
+            self._highs.setSolution(solution)
+        self.values, self.bound = None, -np.inf
+        if not self._finish():
+            return
         status, info = self._highs.getModelStatus(), self._highs.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
             self.values, self.bound = None, np.inf
             return
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         self.values = np.array(self._highs.getSolution().col_value)[self._columns] if found else None
-        self.bound = info.mip_dual_bound
+        if not relaxed:
+            self.bound = info.mip_dual_bound
+        elif status == highspy.HighsModelStatus.kOptimal:
+            self.bound = info.objective_function_value
+
+    def _finish(self) -> bool:
+        """Runs HiGHS to its end; False where Ctrl-C came and it did not stop in time: then leave it alone."""
+        ended = threading.Event()
+
+        def run() -> None:
+            try:
+                self._highs.run()
+            finally:
+                ended.set()
+
+        # In a thread, since Python hears Ctrl-C only between two of its own instructions. Waiting is for the event,
+        # since an interrupted Thread.join takes the thread for ended.
+        threading.Thread(target=run).start()
+        try:
+            while not ended.wait(0.1):
+                pass
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return ended.wait(LAST_WORDS)
+        return True
+
+    def _on_progress(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        self.bound = max(self.bound, event.data_out.mip_dual_bound)
+        self._on_step(event)
+
+    def _on_solution(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        self.values = np.array(event.data_out.mip_solution)[self._columns]
+
+    def _on_step(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        if self.interrupted:
+            event.interrupt()
