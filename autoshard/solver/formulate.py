@@ -25,9 +25,10 @@ from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.groups import Group, Use, groups_of
-from autoshard.solver.memory import aliased, holding, use_span
+from autoshard.solver.memory import aliased, copied_when_donated, holding, use_span
 from autoshard.solver.prices import Priced, Prices
 from autoshard.solver.problem import Edge, Live, Problem
+from autoshard.solver.strategies import ALL_REDUCE, Strategy
 
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the program then has far fewer choices that memory couples.
@@ -163,16 +164,18 @@ class _Formulator:
         options = []
         for home in homes:
             options.append(Kept(home, home))
-            options += [Kept(home, copy) for copy in wanted if self.prices.resharding(value, home, copy) > 0]
+            options += [Kept(home, copy) for copy in wanted if copy != home and _gathers_to(home, copy)]
         return tuple(options)
 
     def _add_arguments(self, options: list[tuple[Kept, ...]]) -> None:
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
-            self.costs.append(
-                np.array([self.prices.resharding(value, kept.home, kept.copy) * value.trips for kept in kepts])
-            )
+            costs = np.array([self.prices.resharding(value, kept.home, kept.copy) for kept in kepts])
+            if index not in self.program.carried:  # it arrives anew every step
+                costs += [self.prices.writing(value, kept.home) for kept in kepts]
+            self.costs.append(costs)
+        copied = copied_when_donated(self.program, self.groups)
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
             for reader in self.readers[value.id]:
@@ -180,12 +183,12 @@ class _Formulator:
             points = len(self.program.equations)
             homes = np.array([self.prices.local_bytes(value, kept.home) for kept in kepts])
             self.lives.append(Live(index, 0, points, homes))
-            spans = [use_span(reader.use) for reader in self.readers[value.id] if reader.use]
+            spans = [use_span(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
             if spans:
-                copies = np.array(
-                    [0 if kept.copy == kept.home else self.prices.local_bytes(value, kept.copy) for kept in kepts]
-                )
-                self.lives.append(Live(index, min(s for s, _ in spans), max(e for _, e in spans), copies))
+                bare = homes if index in copied else np.zeros_like(homes)
+                copies = np.array([self.prices.local_bytes(value, kept.copy) for kept in kepts])
+                extra = np.where([kept.copy == kept.home for kept in kepts], bare, copies)
+                self.lives.append(Live(index, min(s for s, _ in spans), max(e for _, e in spans), extra))
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be accounted for."""
@@ -223,6 +226,9 @@ class _Formulator:
             self.lives.append(Live(node, 0, len(self.program.equations), left_bytes))
         elif held.made and value.id not in in_place:
             self.lives.append(Live(node, *held.made, left_bytes))
+        if group.late:  # reductions that XLA combines into one wait for the last of them
+            combined = np.array([any(f.kind == ALL_REDUCE for f in s.finishes) for s in self._strategies(group)])
+            self.lives.append(Live(node, group.point + 1, len(self.program.equations), left_bytes * combined))
         stored = held.used is not None and value.id not in outputs and value.id not in in_place
         if len(readers) == 1:
             (reader,) = readers
@@ -241,6 +247,9 @@ class _Formulator:
             if stored:
                 sizes = np.array([self.prices.local_bytes(value, layout) for layout in wanted])
                 self.lives.append(Live(shared.node, *held.used, sizes))
+
+    def _strategies(self, group: Group) -> tuple[Strategy, ...]:
+        return self.priced[group.index].strategies
 
     def _table(self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
         """Resharding seconds; each pair of distinct layouts is priced once."""
@@ -270,6 +279,11 @@ class _Formulator:
             if live.usage.any():
                 lives.append(live)
         return lives
+
+
+def _gathers_to(home: Layout, copy: Layout) -> bool:
+    """Whether all_gathers alone make the copy. Any other copy holds as much as its home, and had better be the home."""
+    return all(whole == split[: len(whole)] for split, whole in zip(home, copy, strict=True))
 
 
 def _elementwise(reader: Reader) -> bool:

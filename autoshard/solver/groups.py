@@ -53,6 +53,8 @@ class Group:
     fuses: bool  # whether elementwise producers may join
     uses: list[Use] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    late: bool = False  # whether what it makes goes into results only, through nothing but elementwise groups
+    point: int = 0  # the program point at which it runs
 
     @property
     def only_moves(self) -> bool:
@@ -89,6 +91,10 @@ def groups_of(program: Program, rules: Sequence[Rule]) -> list[Group]:
         group.index = index
         group.equations.reverse()
         _connect(group, readers, home, needed_outside)
+    for group in reversed(groups):
+        users = [home[reader.index] for made in group.made for reader, _ in readers[made.value.id]]
+        group.late = all(user is group or (user.fuses and user.late) for user in users)
+    _schedule(groups)
     return groups
 
 
@@ -112,7 +118,9 @@ def _renamed(dims: Dims, number: dict[str, int]) -> Dims:
 
 def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     """Whether every factor of more than one element runs through to the results, whole or split alike."""
-    if equation.primitive in _BOUNDARIES or equation.primitive in _NEVER_FUSED or rule.reduction:
+    if equation.primitive in _BOUNDARIES or equation.primitive in _NEVER_FUSED:
+        return False
+    if any(rule.sizes[factor] > 1 for factor in rule.reduction):
         return False
     return len(rule.splittable) == sum(size > 1 for size in rule.sizes.values())
 
@@ -151,6 +159,16 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
                 if mapping.setdefault(factor, host_factor) != host_factor:
                     return None
     return mapping if len(set(mapping.values())) == len(mapping) else None
+
+
+def _schedule(groups: list[Group]) -> None:
+    """Late elementwise groups (optimizer updates) run as soon as they can, as XLA schedules them; others in order."""
+    available: dict[int, int] = {}  # value -> the point from which it is there
+    for group in groups:
+        group.point = group.equations[-1].index
+        if group.late and group.fuses:
+            group.point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
+        available.update((made.value.id, group.point + 1) for made in group.made)
 
 
 def _connect(group: Group, readers, home, needed_outside: set[int]) -> None:

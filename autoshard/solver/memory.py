@@ -3,6 +3,8 @@
 Program point `t` is the moment equation `t` runs. What holds memory:
 
 * an argument, all the time, in its home layout; and a resharded copy of it from its first to its last use;
+* a donated argument a second time, from its first to its last use, if one of its uses need not come before the result
+  that is written over it: XLA then works on a copy;
 * a result that takes no argument's place, all the time, as XLA reserves result buffers for the whole program;
 * every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
   while it is used in the layout it is used in.
@@ -13,6 +15,9 @@ one that only repeats a smaller value for elementwise groups. Values inside a gr
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.program import Equation, Program, Value
@@ -31,7 +36,7 @@ class Holding:
     used: Span | None  # from its first to past its last use, in the layout of its shared copy; None: never used
 
 
-def use_span(use: Use) -> Span:
+def use_span(group: Group, use: Use) -> Span:
     """The program points over which one use holds its operand."""
     equation = use.equation
     if equation.loop is not None:
@@ -40,29 +45,29 @@ def use_span(use: Use) -> Span:
             return start, end
         if equation.primitive == "scan_carry" and use.operand == 1:
             return end - 1, end
-    return equation.index, equation.index + 1
+    return group.point, group.point + 1
 
 
-def made_at(equation: Equation, output: int) -> int:
+def made_at(group: Group, equation: Equation, output: int) -> int:
     """The program point from which a result's buffer is taken."""
     if equation.primitive == "scan_stack":
         return equation.loop[0]
     if equation.primitive == "scan_carry" and output == 1:
         return equation.loop[1]
-    return equation.index
+    return group.point
 
 
 def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holding:
     """When a value that `group` makes and `users` read holds memory; results are the caller's business."""
     producer = next(equation for equation in group.equations if value in equation.outputs)
-    spans = [use_span(use) for _, use in users]
+    spans = [use_span(user, use) for user, use in users]
     used = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
-    start = made_at(producer, producer.outputs.index(value))
+    start = made_at(group, producer, producer.outputs.index(value))
     if producer.primitive == "scan_carry" and value is producer.outputs[0]:
         return Holding(producer.loop, None)  # the loop's own buffer, whoever reads it
     if producer.primitive in _SEEN_THROUGH or _fused_away(group, users):
         return Holding(None, None)
-    return Holding((start, used[0] if used else start + 1), used)
+    return Holding((start, max(start, used[0]) if used else start + 1), used)
 
 
 def _fused_away(group: Group, users: list[tuple[Group, Use]]) -> bool:
@@ -80,3 +85,33 @@ def _reduces(group: Group) -> bool:
 def aliased(program: Program) -> set[int]:
     """The results that are written into the buffer of the donated argument they replace."""
     return {result for argument, result in program.carried.items() if argument in program.donated}
+
+
+def copied_when_donated(program: Program, groups: Sequence[Group]) -> set[int]:
+    """The donated arguments that XLA copies: some use of them is no ancestor of the result that takes their place."""
+    home = {equation.index: group for group in groups for equation in group.equations}
+    users: dict[int, int] = {}  # argument -> its using groups, one bit each
+    bits = itertools.count()
+    own: dict[int, int] = defaultdict(int)  # group -> its bits
+    watched = {program.arguments[a].id: a for a in program.carried if a in program.donated}
+    for group in groups:
+        for use in group.uses:
+            if use.value.id in watched:
+                bit = 1 << next(bits)
+                own[group.index] |= bit
+                argument = watched[use.value.id]
+                users[argument] = users.get(argument, 0) | bit
+    above: dict[int, int] = {}  # value -> bits of the groups it depends on
+    for equation in program.equations:
+        mask = own[home[equation.index].index]
+        for value in equation.inputs:
+            if isinstance(value, Value):
+                mask |= above.get(value.id, 0)
+        for output in equation.outputs:
+            above[output.id] = mask
+    results = program.results
+    return {
+        argument
+        for argument, mask in users.items()
+        if isinstance(result := results[program.carried[argument]], Value) and mask & ~above.get(result.id, 0)
+    }

@@ -16,7 +16,7 @@ from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value
 from autoshard.solver.groups import Group
-from autoshard.solver.strategies import Strategy, strategies_of
+from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
 _READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
@@ -81,6 +81,10 @@ class Prices:
             self._tables[key] = np.array([[self._pair(shape, size, a, b)[1] for b in targets] for a in sources])
         return self._tables[key] * value.trips
 
+    def writing(self, value: Value, layout: Layout) -> float:
+        """Seconds to write `value` to memory once."""
+        return self.local_bytes(value, layout) / self.topology.memory_bandwidth
+
     def local_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of `value` on one device."""
         return math.prod(local_shape(value.shape, layout, self.mesh)) * itemsize(value)
@@ -102,10 +106,17 @@ class Prices:
     def _seconds(self, group: Group, strategy: Strategy) -> Seconds:
         compute = self._compute(group, strategy)
         communication = sum(
-            collective_seconds(finish.kind, finish.axes, size, self.mesh, self.topology)
+            self._finish_seconds(finish, size, combined=group.late)
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True)
         )
         return Seconds(compute * group.trips, communication * group.trips)
+
+    def _finish_seconds(self, finish: Finish, size: int, combined: bool) -> float:
+        """XLA combines the all_reduces that nothing waits for, gradient reductions above all: latency is paid once."""
+        whole = collective_seconds(finish.kind, finish.axes, size, self.mesh, self.topology)
+        if combined and finish.kind == ALL_REDUCE:
+            return whole - collective_seconds(finish.kind, finish.axes, 0, self.mesh, self.topology)
+        return whole
 
     def _compute(self, group: Group, strategy: Strategy) -> float:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
@@ -151,4 +162,5 @@ def _signature(group: Group) -> tuple:
         tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
         _dtype(group.equations),
         group.trips,
+        group.late,
     )
