@@ -18,6 +18,15 @@ from autoshard.program import Equation, Value
 from autoshard.solver.groups import Group
 from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
 
+# What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
+# runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
+LAUNCH_SECONDS = 1e-6
+
+# One all_reduce moves the bytes of a reduce_scatter and an all_gather, but never takes as long as the two: on 8 CPU
+# devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We assume a tenth,
+# so that they are chosen where they save something, and one all_reduce where they don't.
+HALF_PENALTY = 1.1
+
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
 _READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
 _WRITES_PART = frozenset({"dynamic_update_slice", "scan_stack", "scatter", "scatter-add"})  # as much as they insert
@@ -99,7 +108,7 @@ class Prices:
         key = shape, size, source, target
         if key not in self._pairs:
             steps = reshard(shape, size, source, target, self.mesh)
-            total = sum(collective_seconds(s.kind, s.axes, s.bytes, self.mesh, self.topology) for s in steps)
+            total = sum(self._collective(step.kind, step.axes, step.bytes) for step in steps)
             self._pairs[key] = steps, total
         return self._pairs[key]
 
@@ -111,12 +120,19 @@ class Prices:
         )
         return Seconds(compute * group.trips, communication * group.trips)
 
+    def _collective(self, kind: str, axes: tuple[str, ...], size: int) -> float:
+        """Seconds of one collective that runs as an operation of its own."""
+        textbook = collective_seconds(kind, axes, size, self.mesh, self.topology)
+        return LAUNCH_SECONDS + textbook * (HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0)
+
     def _finish_seconds(self, finish: Finish, size: int, combined: bool) -> float:
         """XLA combines the all_reduces that nothing waits for, gradient reductions above all: latency is paid once."""
-        whole = collective_seconds(finish.kind, finish.axes, size, self.mesh, self.topology)
         if combined and finish.kind == ALL_REDUCE:
-            return whole - collective_seconds(finish.kind, finish.axes, 0, self.mesh, self.topology)
-        return whole
+            whole, latency = (
+                collective_seconds(finish.kind, finish.axes, moved, self.mesh, self.topology) for moved in (size, 0)
+            )
+            return whole - latency
+        return self._collective(finish.kind, finish.axes, size)
 
     def _compute(self, group: Group, strategy: Strategy) -> float:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""

@@ -58,8 +58,7 @@ def strategies_of(group: Group, mesh: MeshShape) -> list[Strategy]:
         if wants is None or leaves is None:
             continue
         frozen = tuple(sorted(assignment.items()))
-        partial = tuple(axis for axis in mesh for factor in group.reduction if axis in assignment.get(factor, ()))
-        for finished, finishes in _finishes(group, leaves, partial, mesh):
+        for finished, finishes in _finishes(group, leaves, assignment, mesh):
             strategy = Strategy(frozen, wants, finished, finishes)
             unique.setdefault((frozen, wants, finished, finishes), strategy)
     return list(unique.values())
@@ -87,40 +86,36 @@ def _layouts(tensors: list[Dims], assignment, group: Group, mesh: MeshShape) -> 
     return tuple(layouts)
 
 
-def _finishes(group: Group, leaves, partial: tuple[str, ...], mesh: MeshShape) -> Iterator[tuple]:
-    """The ways to finish results that are unreduced over the axes `partial`: (layouts, collectives) pairs."""
+def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tuple]:
+    """The ways to finish unreduced results: (layouts, collectives) pairs.
+
+    XLA reduces factor by factor, each time the whole local result, and slices at the end; so a reduce_scatter can take
+    the place of one all_reduce, if it scatters over all the axes of that factor.
+    """
+    partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     if not partial:
         yield leaves, ()
         return
     elements = [
         math.prod(local_shape(made.value.shape, layout, mesh)) for made, layout in zip(group.made, leaves, strict=True)
     ]
-    yield leaves, tuple(Finish(ALL_REDUCE, partial, i, count) for i, count in enumerate(elements))
+    yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
     if len(group.made) != 1:
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
-    for targets in itertools.product([None, *range(len(shape))], repeat=len(partial)):
-        scattered = _scattered(layout, partial, targets, shape, mesh)
-        if scattered is None:
-            continue
-        scatter_axes = tuple(axis for axis, dim in zip(partial, targets, strict=True) if dim is not None)
-        reduce_axes = tuple(axis for axis, dim in zip(partial, targets, strict=True) if dim is None)
-        finishes = []
-        remaining = local // shards(scatter_axes, mesh)
-        finishes.append(Finish(REDUCE_SCATTER, scatter_axes, 0, remaining))
-        if reduce_axes:
-            finishes.append(Finish(ALL_REDUCE, reduce_axes, 0, remaining))
-        yield (scattered,), tuple(finishes)
+    for scattered_factor, axes in partial:
+        others = tuple(Finish(ALL_REDUCE, other, 0, local) for factor, other in partial if factor != scattered_factor)
+        finishes = (*others, Finish(REDUCE_SCATTER, axes, 0, local // shards(axes, mesh)))
+        for targets in itertools.product(range(len(shape)), repeat=len(axes)):
+            scattered = _scattered(layout, axes, targets, shape, mesh)
+            if scattered is not None:
+                yield (scattered,), finishes
 
 
 def _scattered(layout: Layout, axes, targets, shape, mesh: MeshShape) -> Layout | None:
-    """`layout` with each axis appended to its target dim; None if nothing is scattered, or not evenly, or reordered."""
-    if all(dim is None for dim in targets):
-        return None
+    """`layout` with each axis appended to its target dim; None if a dim comes out uneven or out of mesh order."""
     dims = list(layout)
     for axis, dim in zip(axes, targets, strict=True):
-        if dim is None:
-            continue
         dims[dim] = (*dims[dim], axis)
         if shape[dim] % shards(dims[dim], mesh):
             return None
