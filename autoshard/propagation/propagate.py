@@ -4,29 +4,37 @@ Every equation, by its rule, lets the layouts of its operands and results agree 
 splits a factor over some axes, all others that have the factor may follow, as long as no axis then splits two dims of
 one tensor. That goes on, in both directions, until nothing changes.
 
-Three rounds, each to its own fixed point, make conflicts fall the way a person would have decided them (Shardy's
-op-priority propagation): first only operations that keep a tensor's dims, then factors that pass from operands to
-results of any operation, then all factors, also contracted ones. In each round the equations stand on a stack, first
-ones on top, and one whose tensors have changed is looked at again before the rest.
+Five rounds, each to its own fixed point, make conflicts fall the way a person would have decided them (Shardy's
+op-priority propagation):
 
-Within an equation, `_agreed_axes` follows Shardy's AggressiveFactorPropagation. Mesh axes are never cut into
-sub-axes, which a PartitionSpec could not say.
+1. operations that keep a tensor's dims, if nothing else reads their operands;
+2. all operations that keep a tensor's dims;
+3. factors that pass from operands to results of any operation, but of broadcasts from result to operand only;
+4. all factors, also contracted ones, but the same of broadcasts;
+5. everything.
+
+In each round the operations stand on a stack, first ones on top, and one whose tensors have changed is looked at again
+before the rest.
+
+Within an equation the tensors follow as in Shardy's AggressiveFactorPropagation: each takes what it can, and where two
+factors want one axis, the larger source wins. Mesh axes are never cut into sub-axes, which no PartitionSpec could say.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autoshard.layout import Layout, MeshShape, replicated, shards
-from autoshard.program import Equation, Program, Value
+from autoshard.program import Program, Value
 from autoshard.propagation.rule import Dims, Rule
 from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
 
 Axes = tuple[str, ...]
 
-# First round: operations that keep the dims of a tensor, and (towards their results only) those that cut pieces.
+# What keeps the dims of a tensor, and what cuts a piece out of one or puts it there: that, forward only, goes with it.
 _KEEPS_DIMS = frozenset(ELEMENTWISE) | {
     "branch_const",
     "branch_join",
@@ -38,6 +46,9 @@ _KEEPS_DIMS = frozenset(ELEMENTWISE) | {
     "transpose",
 }
 _CUTS = frozenset({"dynamic_slice", "dynamic_update_slice", "scan_slice", "scan_stack"})
+# XLA has no operation of its own for these, and reads their operand more than once.
+_READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "square"})
+_ROUNDS = 5
 
 
 def propagate_layouts(
@@ -52,9 +63,87 @@ def propagate_layouts(
         fixed: value id -> layout; these stay as they are.
     """
     spread = _Spread(program, rules, mesh, fixed)
-    for round_ in range(3):
+    for round_ in range(_ROUNDS):
         spread.to_fixed_point(round_)
-    return spread.layouts
+    return {value.id: spread.layouts[value.id] for value in program.values}
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """An equation, or the broadcast before one, as propagation sees it."""
+
+    sizes: Mapping[str, int]  # factor -> size
+    ids: tuple[int, ...]  # of the operands, then of the results; literals and scalars have no part
+    dims: tuple[Dims, ...]  # of each of them
+    operands: int  # how many of them are operands
+    passing: tuple[str, ...]  # factors of no special kind
+    kind: str  # "keeps_dims", "cuts", "broadcast" or ""
+    alone: bool  # no operand is read twice
+    elementwise: bool
+
+    def direction(self, round_: int) -> str | None:
+        """How it takes part in a round: "both" ways, "forward", "backward", by "passing" factors, or not (None)."""
+        if self.kind == "broadcast":
+            return None if round_ < 2 else "backward" if round_ < 4 else "both"
+        if round_ < 2 and not (self.alone or round_ == 1):
+            return None
+        if self.kind == "keeps_dims" or round_ > 2:
+            return "both"
+        if round_ < 2:
+            return "forward" if self.kind == "cuts" else None
+        return "passing"
+
+
+def _operations(program: Program, rules: Sequence[Rule]) -> tuple[list[_Operation], dict[int, int]]:
+    """What to propagate through, in program order, and the number of dims of ids that stand for no value.
+
+    XLA broadcasts an operand's dim of size 1 by an operation of its own, whose result is as large as the others and
+    counts as such in a conflict: that result gets a negative id here.
+    """
+    reads = Counter(value.id for value in program.results if isinstance(value, Value))
+    for equation in program.equations:
+        times = 2 if equation.primitive in _READS_TWICE else 1
+        for value in equation.inputs:
+            if isinstance(value, Value):
+                reads[value.id] += times
+    operations: list[_Operation] = []
+    broadcast: dict[int, int] = {}
+    for equation, rule in zip(program.equations, rules, strict=True):
+        special = rule.reduction | rule.need_replication | rule.permutation
+        passing = tuple(factor for factor in rule.sizes if factor not in special)
+        elementwise = equation.primitive in ELEMENTWISE
+        results = [(value.id, dims) for value, dims in zip(equation.outputs, rule.results, strict=True) if dims]
+        operands = []
+        for value, dims in zip(equation.inputs, rule.operands, strict=True):
+            if not dims or not isinstance(value, Value):
+                continue
+            if elementwise and value.shape != equation.outputs[0].shape:
+                made = -1 - len(broadcast)
+                broadcast[made] = len(rule.results[0])
+                ids, both = (value.id, made), (dims, rule.results[0])
+                operations.append(_Operation(rule.sizes, ids, both, 1, passing, "broadcast", False, False))
+                operands.append((made, rule.results[0]))
+            else:
+                operands.append((value.id, dims))
+        operations.append(
+            _Operation(
+                sizes=rule.sizes,
+                ids=tuple(id_ for id_, _ in operands + results),
+                dims=tuple(dims for _, dims in operands + results),
+                operands=len(operands),
+                passing=passing,
+                kind=_kind(equation.primitive),
+                alone=all(reads[id_] <= 1 for id_, _ in operands),
+                elementwise=elementwise,
+            )
+        )
+    return operations, broadcast
+
+
+def _kind(primitive: str) -> str:
+    if primitive in _KEEPS_DIMS:
+        return "keeps_dims"
+    return "broadcast" if primitive == "broadcast_in_dim" else "cuts" if primitive in _CUTS else ""
 
 
 class _Spread:
@@ -62,116 +151,69 @@ class _Spread:
 
     def __init__(self, program: Program, rules: Sequence[Rule], mesh: MeshShape, fixed: Mapping[int, Layout]):
         self.mesh, self.fixed = mesh, fixed
-        self.layouts = {value.id: replicated(len(value.shape)) for value in program.values} | dict(fixed)
-        self.split = {value for value, layout in fixed.items() if any(layout)}  # ids of values that some axis splits
-        self.equations = program.equations
-        self.tensors = [_Tensors.of(equation, rule) for equation, rule in zip(program.equations, rules, strict=True)]
-        self.touching: dict[int, list[int]] = {}  # value id -> equations to look at again when it changes
-        for index, equation in enumerate(program.equations):
-            for value in equation.inputs:
-                if isinstance(value, Value):
-                    self.touching.setdefault(value.id, []).append(index)
-        for users in self.touching.values():
-            users.reverse()  # so that the first user comes to lie on top of the stack
-        for index, equation in enumerate(program.equations):
-            for value in equation.outputs:
-                self.touching.setdefault(value.id, []).insert(0, index)
+        self.operations, broadcast = _operations(program, rules)
+        self.layouts = {value.id: replicated(len(value.shape)) for value in program.values}
+        self.layouts |= {id_: replicated(ndim) for id_, ndim in broadcast.items()}
+        self.layouts |= fixed
+        self.split = {id_ for id_, layout in fixed.items() if any(layout)}  # ids that some axis splits
+        self.touching: dict[int, list[int]] = {}  # id -> operations to look at again, last first
+        makers: dict[int, int] = {}
+        for index in reversed(range(len(self.operations))):
+            operation = self.operations[index]
+            for id_ in dict.fromkeys(operation.ids[: operation.operands]):
+                self.touching.setdefault(id_, []).append(index)
+            makers |= dict.fromkeys(operation.ids[operation.operands :], index)
+        for id_, index in makers.items():
+            self.touching.setdefault(id_, []).insert(0, index)
 
     def to_fixed_point(self, round_: int) -> None:
-        waiting = [direction_of(equation, round_) is not None for equation in self.equations]
-        takes_part = list(waiting)
-        stack = [index for index in reversed(range(len(self.equations))) if waiting[index]]
+        takes_part = [operation.direction(round_) is not None for operation in self.operations]
+        waiting = list(takes_part)
+        stack = [index for index in reversed(range(len(waiting))) if waiting[index]]
         while stack:
             index = stack.pop()
             waiting[index] = False
-            for value in self.equation(index, round_):
-                for touched in self.touching[value]:
+            for changed in self.operation(index, round_):
+                for touched in self.touching[changed]:
                     if takes_part[touched] and touched != index and not waiting[touched]:
                         waiting[touched] = True
                         stack.append(touched)
 
-    def equation(self, index: int, round_: int) -> list[int]:
-        """Lets the tensors of one equation agree; the ids of those that changed."""
-        tensors = self.tensors[index]
-        if self.split.isdisjoint(tensors.ids):
+    def operation(self, index: int, round_: int) -> list[int]:
+        """Lets the tensors of one operation agree; the ids of those that changed."""
+        operation = self.operations[index]
+        if self.split.isdisjoint(operation.ids):
             return []
-        equation = self.equations[index]
-        direction = direction_of(equation, round_)
-        if direction == "both" and equation.primitive in _KEEPS_DIMS and round_ == 0:
-            tensors = tensors.unbroadcast
-        rule = tensors.rule
-        passing = rule.factors if round_ == 2 or direction != "passing" else tensors.passing
+        sizes, direction = operation.sizes, operation.direction(round_)
+        factors = operation.passing if direction == "passing" else sizes
         projections = [
-            _Projection.of(dims, self.layouts[value], rule.sizes, self.mesh, value in self.fixed)
-            for value, dims in zip(tensors.ids, tensors.dims, strict=True)
+            _Projection.of(dims, self.layouts[id_], sizes, self.mesh, id_ in self.fixed)
+            for id_, dims in zip(operation.ids, operation.dims, strict=True)
         ]
-        forward_only = tensors.operands if direction == "forward" else None
-        wished = {factor: axes for factor in passing if (axes := _common_axes(factor, projections, forward_only))}
+        operands, results = projections[: operation.operands], projections[operation.operands :]
+        sources, others = (results, operands) if direction == "backward" else (operands, results)
+        one_way = direction in ("forward", "backward")
+        wished = {factor: axes for factor in factors if (axes := _common_axes(factor, sources, others, one_way))}
         if not wished:
             return []
-        elementwise = equation.primitive in ELEMENTWISE
-        in_order = _in_order(wished, projections, rule.sizes, self.mesh, elementwise)
+        in_order = _in_order(wished, projections, sizes, self.mesh, operation.elementwise)
         changed = []
         limits: list[Mapping[str, Axes]] = []
         # Results first: an operand of an elementwise operation is not split where the result cannot be.
-        for tensor in (*range(tensors.operands, len(projections)), *range(tensors.operands)):
+        for tensor in (*range(operation.operands, len(projections)), *range(operation.operands)):
             projection = projections[tensor]
-            axes_of = _grown(projection, wished, in_order, rule.sizes, self.mesh, limits)
-            if elementwise and tensor >= tensors.operands:
+            axes_of = _grown(projection, wished, in_order, sizes, self.mesh, limits)
+            if operation.elementwise and tensor >= operation.operands:
                 limits.append(axes_of)
             if axes_of is projection.axes:
                 continue
-            layout = _layout(tensors.dims[tensor], axes_of, projection.overflow, rule.sizes, self.mesh)
-            value = tensors.ids[tensor]
-            if layout != self.layouts[value]:
-                self.layouts[value] = layout
-                self.split.add(value)
-                changed.append(value)
+            layout = _layout(operation.dims[tensor], axes_of, projection.overflow, sizes, self.mesh)
+            id_ = operation.ids[tensor]
+            if layout != self.layouts[id_]:
+                self.layouts[id_] = layout
+                self.split.add(id_)
+                changed.append(id_)
         return changed
-
-
-def direction_of(equation: Equation, round_: int) -> str | None:
-    """How an equation takes part in a round: "both" ways, "forward", only by "passing" factors, or not (None)."""
-    if equation.primitive in _KEEPS_DIMS or round_ == 2:
-        return "both"
-    if round_ == 0:
-        return "forward" if equation.primitive in _CUTS else None
-    return "passing"
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """The operands and results of an equation that are values, with their dims in its rule."""
-
-    rule: Rule
-    ids: tuple[int, ...]
-    dims: tuple[Dims, ...]
-    operands: int  # how many of them are operands: they come first
-    passing: frozenset[str]  # factors of no special kind
-    unbroadcast: _Tensors | None = field(default=None, repr=False)  # without operands that are broadcast on the way
-
-    @classmethod
-    def of(cls, equation: Equation, rule: Rule) -> _Tensors:
-        passing = frozenset(rule.sizes) - rule.reduction - rule.need_replication - rule.permutation
-        operands = [
-            (value, dims)
-            for value, dims in zip(equation.inputs, rule.operands, strict=True)
-            if dims and isinstance(value, Value)
-        ]
-        results = [(value, dims) for value, dims in zip(equation.outputs, rule.results, strict=True) if dims]
-
-        def made(operands: list, unbroadcast: _Tensors | None = None) -> _Tensors:
-            both = operands + results
-            ids = tuple(value.id for value, _ in both)
-            return cls(rule, ids, tuple(dims for _, dims in both), len(operands), passing, unbroadcast)
-
-        if equation.primitive not in _KEEPS_DIMS:
-            return made(operands)
-        # XLA broadcasts a dim of size 1 by an operation of its own, which is not one that keeps dims.
-        alike = operands
-        if equation.primitive in ELEMENTWISE:
-            alike = [(value, dims) for value, dims in operands if value.shape == equation.outputs[0].shape]
-        return made(operands, made(alike))
 
 
 @dataclass(frozen=True)
@@ -265,12 +307,20 @@ def _grown(
     return axes_of
 
 
-def _common_axes(factor: str, projections: Sequence[_Projection], forward_only: int | None) -> Axes:
-    """The longest axes that every tensor's are a prefix of, up to the first disagreement."""
+def _common_axes(
+    factor: str, sources: Sequence[_Projection], others: Sequence[_Projection], one_way: bool
+) -> Axes:
+    """The longest axes that every tensor's are a prefix of, up to the first disagreement.
+
+    Args:
+        factor: the factor whose axes to compare.
+        sources: tensors that may make the axes longer.
+        others: the remaining ones, which may so too, unless it goes `one_way`.
+    """
     common: Axes = ()
     may_grow = True
-    for position, projection in enumerate(projections):
-        if position == forward_only:
+    for position, projection in enumerate((*sources, *others)):
+        if one_way and position == len(sources):
             may_grow = False
         axes = projection.axes.get(factor)
         if axes is None:

@@ -1,0 +1,113 @@
+"""Registering rules, and what happens without one."""
+
+import warnings
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+from models import MODELS
+
+from autoshard.errors import RuleError
+from autoshard.program import trace
+from autoshard.propagation import Rule, UnknownPrimitiveWarning, register_rule, rule_of, rules_for
+from autoshard.propagation.registry import has_rule, rule
+
+
+def primitive_like_matmul(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, y: jax.core.ShapedArray((x.shape[0], y.shape[1]), x.dtype))
+    return primitive
+
+
+RIGHT = Rule.parse("i j -> i j", (4, 6), (4, 6))
+X, Y = jnp.ones((4, 6)), jnp.ones((6, 8))
+
+
+def test_a_second_rule_is_an_error():
+    with pytest.raises(RuleError, match="'tanh' already has a sharding rule"):
+        rule("tanh")(lambda equation: None)
+    with pytest.raises(RuleError, match="'dot_general' already has a sharding rule"):
+        register_rule("dot_general", "i k, k j -> i j", reduction="k")
+
+
+def test_unknown_primitive_is_kept_whole_and_named_once():
+    primitive = primitive_like_matmul("unheard_of")
+    program = trace(lambda x, y: primitive.bind(x, y) + 2 * primitive.bind(x, y), (X, Y), {})
+    with pytest.warns(UnknownPrimitiveWarning) as caught:
+        rules = rules_for(program)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert "'unheard_of'" in message
+    assert "test_registry.py:" in message
+    line = message.splitlines()[-1].strip()
+    assert line == 'autoshard.register_rule("unheard_of", "i j, k l -> m n", need_replication="i j k l m n")'
+    assert [rule.splittable for rule in rules if "m" in rule.sizes] == [frozenset()] * 2
+
+
+def test_the_line_in_the_warning_registers_a_rule():
+    primitive = primitive_like_matmul("soon_known")
+    (equation,) = trace(primitive.bind, (X, Y), {}).equations
+    with pytest.warns(UnknownPrimitiveWarning) as caught:
+        before = rule_of(equation)
+    line = str(caught[0].message).splitlines()[-1].strip()
+    eval(line.removeprefix("autoshard."), {"register_rule": register_rule})
+    assert rule_of(equation) == before
+
+
+def test_registered_rule_of_a_primitive_of_ones_own():
+    primitive = primitive_like_matmul("my_matmul")
+    register_rule(primitive, "i k, k j -> i j", reduction="k")
+    (equation,) = trace(primitive.bind, (X, Y), {}).equations
+    assert rule_of(equation) == Rule.parse("i k, k j -> i j", (4, 6), (6, 8), (4, 8), reduction="k")
+
+
+def test_registered_rule_that_does_not_fit():
+    primitive = primitive_like_matmul("my_wrong_matmul")
+    register_rule(primitive, "i k, k j -> i k", need_replication="j")
+    (equation,) = trace(primitive.bind, (X, Y), {}).equations
+    with pytest.raises(RuleError, match=r"my_wrong_matmul(.|\n)*'k' has size 8 here and 6 elsewhere"):
+        rule_of(equation)
+    with pytest.raises(RuleError, match="never closed"):
+        register_rule("my_other", "i -> (i j")
+    assert not has_rule("my_other")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_primitive_of_the_models_has_a_rule(name):
+    model = MODELS[name]()
+    program = trace(model.step, (model.state, model.batches(0)), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rules = rules_for(program)
+    for equation, found in zip(program.equations, rules, strict=True):
+        check_shapes(equation, found)
+
+
+def check_shapes(equation, rule):
+    """Asserts that a rule's factors make up the dims of its equation, and are of one kind."""
+    tensors = [*zip(equation.inputs, rule.operands, strict=True), *zip(equation.outputs, rule.results, strict=True)]
+    for value, dims in tensors:
+        assert len(dims) == len(value.shape), (equation, rule)
+        for size, factors in zip(value.shape, dims, strict=True):
+            product = 1
+            for factor in factors:
+                product *= rule.sizes[factor]
+            assert product == size or rule.permutation & set(factors), (equation, rule)
+        assert len({f for dim in dims for f in dim}) == sum(map(len, dims)), "a factor twice in one tensor"
+    in_results = {factor for dims in rule.results for dim in dims for factor in dim}
+    special = rule.reduction | rule.need_replication | rule.permutation
+    assert set(rule.factors) == set(rule.sizes)
+    assert set(rule.factors) <= in_results | special, (equation, rule)
+    assert len(special) == len(rule.reduction) + len(rule.need_replication) + len(rule.permutation)
+
+
+def test_check_shapes_can_fail():
+    (equation,) = trace(jnp.tanh, (X,), {}).equations
+    transposed = Rule.parse("i j -> j i", (4, 6), (6, 4))
+    with pytest.raises(AssertionError):
+        check_shapes(equation, transposed)
+    with pytest.raises(AssertionError):
+        check_shapes(equation, replace(RIGHT, sizes={"i": 4, "j": 6, "k": 1}))
+    check_shapes(equation, RIGHT)
