@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -177,7 +177,7 @@ def make_plan(
 ) -> Plan:
     """The plan that `solution` describes."""
     program = formulation.program
-    choice = _Choice(formulation, solution)
+    choice = _Choice(formulation, solution.choice)
     annotations = choice.annotations()
     return Plan(
         name=program.name,
@@ -197,14 +197,19 @@ def make_plan(
     )
 
 
+def prediction_of(formulation: Formulation, choice: Sequence[int]) -> Prediction:
+    """What a step costs under one option per node."""
+    return _Choice(formulation, choice).prediction()
+
+
 class _Choice:
     """One option per node, read in the words of the program."""
 
-    def __init__(self, formulation: Formulation, solution: Solution):
-        self.formulation, self.solution = formulation, solution
+    def __init__(self, formulation: Formulation, choice: Sequence[int]):
+        self.formulation, self.choice = formulation, choice
         self.program, self.prices = formulation.program, formulation.prices
         arguments = zip(self.program.arguments, formulation.arguments, strict=True)
-        self.kept = {value.id: options[solution.choice[i]] for i, (value, options) in enumerate(arguments)}
+        self.kept = {value.id: options[choice[i]] for i, (value, options) in enumerate(arguments)}
         self.homes: dict[int, Layout] = {value: kept.home for value, kept in self.kept.items()}
         self.copies: dict[int, Layout] = {
             value: kept.copy for value, kept in self.kept.items() if kept.copy != kept.home
@@ -212,16 +217,16 @@ class _Choice:
         self.homes |= {value.id: ((),) * len(value.shape) for value in self.program.constants}
         self.strategies = []
         for group, priced in zip(formulation.groups, formulation.priced, strict=True):
-            strategy = priced.strategies[solution.choice[formulation.group_node(group)]]
+            strategy = priced.strategies[choice[formulation.group_node(group)]]
             self.strategies.append(strategy)
             self.homes |= {made.value.id: left for made, left in zip(group.made, strategy.leaves, strict=True)}
         for value, shared in formulation.shared.items():
-            layout = shared.layouts[solution.choice[shared.node]]
+            layout = shared.layouts[choice[shared.node]]
             if layout != self.homes[value]:
                 self.copies[value] = layout
 
     def want(self, reader: Reader) -> Layout:
-        return reader.wants[self.solution.choice[reader.node]]
+        return reader.wants[self.choice[reader.node]]
 
     def annotations(self) -> Annotations:
         wants = {}
@@ -259,7 +264,7 @@ class _Choice:
 
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
         for group, priced, strategy in choices:
-            seconds = priced.seconds[self.solution.choice[self.formulation.group_node(group)]]
+            seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
             compute += seconds.compute
             communication += seconds.communication
             for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
@@ -271,7 +276,7 @@ class _Choice:
         collectives = tuple(
             Collective(kind, axes, size, count, source) for (kind, axes, source), (size, count) in found.items()
         )
-        peak = self.formulation.peak_bytes(self.solution.choice)
+        peak = self.formulation.peak_bytes(self.choice)
         return Prediction(compute + communication, compute, communication, communication, peak, collectives)
 
     def reshardings(self):
