@@ -47,7 +47,7 @@ _KEEPS_DIMS = frozenset(ELEMENTWISE) | {
 }
 _CUTS = frozenset({"dynamic_slice", "dynamic_update_slice", "scan_slice", "scan_stack"})
 # XLA has no operation of its own for these, and reads their operand more than once.
-_READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "square"})
+_READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "one_minus_square", "square"})
 _ROUNDS = 5
 
 

@@ -34,7 +34,7 @@ def concatenate(equation: Equation) -> Rule:
     return dimwise(operands, results, {equation.params["dimension"]: "permutation"})
 
 
-@rule("empty", "empty2", "iota")
+@rule("empty", "empty2", "iota", "rng_uniform")
 def created(equation: Equation) -> Rule:
     """`-> i j`: each device makes its own shard."""
     operands, results = shapes_of(equation)
