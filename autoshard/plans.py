@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,6 +24,9 @@ from autoshard.mesh.collectives import Collective
 from autoshard.program import Program, Value
 from autoshard.solver.formulate import Formulation, Reader
 from autoshard.solver.problem import Solution
+
+if TYPE_CHECKING:
+    from autoshard.report.verification import Verification
 
 _FORMAT = 1
 
@@ -63,6 +67,19 @@ class Annotations:
     wants: Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
 
 
+@dataclass(eq=False)
+class Comparison:
+    """What a plan is compared with: the figures of other ways to shard, found when they are first asked for."""
+
+    find: Callable[[], Mapping[str, Prediction | None]] | None = None
+    known: Mapping[str, Prediction | None] | None = None
+
+    def __call__(self) -> Mapping[str, Prediction | None]:
+        if self.find is not None:
+            self.known, self.find = self.find(), None  # what it took to find them is big, and can go now
+        return self.known or {}
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
@@ -72,6 +89,7 @@ class Plan:
     fingerprint: str  # of the program it was made for
     arguments: tuple[Placed, ...]  # per flat argument
     results: tuple[Placed, ...]  # per flat result
+    carried: Mapping[int, int]  # argument -> the result that takes its place in the next step
     predicted: Prediction
     status: str  # "optimal" or "feasible"
     bound: float  # proven: no plan of this program costs fewer seconds
@@ -81,6 +99,17 @@ class Plan:
     annotations: Annotations = field(repr=False)
     in_tree: Any = field(repr=False)  # of (args, kwargs)
     out_tree: Any = field(repr=False)
+    comparison: Comparison = field(repr=False, default_factory=Comparison)
+    lowering: Callable[[], jax.stages.Lowered] | None = field(repr=False, default=None)  # None: loaded, not yet bound
+
+    @property
+    def alternatives(self) -> Mapping[str, Prediction | None]:
+        """What a step costs in data parallel, FSDP and tensor parallel form; None where no such sharding exists.
+
+        Found when first asked for, which takes seconds; empty if the plan was loaded and saved without them. What each
+        of them means exactly: `autoshard.report.alternatives`.
+        """
+        return self.comparison()
 
     @property
     def gap(self) -> float:
@@ -166,14 +195,34 @@ class Plan:
             )
         return replace(self, in_tree=program.in_tree, out_tree=program.out_tree)
 
+    def verify(self) -> Verification:
+        """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
+
+        Raises:
+            PlanError: the plan was loaded and is not bound to a step.
+            MeshError: the mesh has no devices to compile for.
+        """
+        from autoshard.report.verification import verify
+
+        return verify(self)
+
+    # Reports stand above plans; showing a plan is asking for a report of it.
+
     def __str__(self) -> str:
-        from autoshard.report.text import plan_text  # reports stand above plans; printing one is asking for a report
+        from autoshard.report.text import plan_text
 
         return plan_text(self)
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
 
 def make_plan(
-    formulation: Formulation, solution: Solution, mesh: Mesh | AbstractMesh, warnings: tuple[str, ...] = ()
+    formulation: Formulation,
+    solution: Solution,
+    mesh: Mesh | AbstractMesh,
+    warnings: tuple[str, ...] = (),
+    comparison: Comparison | None = None,
 ) -> Plan:
     """The plan that `solution` describes."""
     program = formulation.program
@@ -185,6 +234,7 @@ def make_plan(
         fingerprint=program.fingerprint,
         arguments=tuple(choice.placed(value, value.name) for value in program.arguments),
         results=tuple(choice.placed_result(i) for i in range(len(program.results))),
+        carried=program.carried,
         predicted=choice.prediction(),
         status=solution.status,
         bound=solution.bound,
@@ -194,6 +244,7 @@ def make_plan(
         annotations=annotations,
         in_tree=program.in_tree,
         out_tree=program.out_tree,
+        comparison=comparison or Comparison(),
     )
 
 
@@ -311,7 +362,11 @@ def _to_json(plan: Plan) -> dict:
         "warnings": list(plan.warnings),
         "arguments": [_placed_to_json(placed) for placed in plan.arguments],
         "results": [_placed_to_json(placed) for placed in plan.results],
+        "carried": list(plan.carried.items()),
         "predicted": asdict(plan.predicted),
+        "alternatives": plan.comparison.known and {
+            name: predicted and asdict(predicted) for name, predicted in plan.comparison.known.items()
+        },
         "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
         "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
@@ -328,8 +383,9 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
         )
     arguments = tuple(_placed_from_json(entry) for entry in content["arguments"])
     results = tuple(_placed_from_json(entry) for entry in content["results"])
-    predicted = content["predicted"]
-    collectives = tuple(Collective(**entry | {"axes": tuple(entry["axes"])}) for entry in predicted.pop("collectives"))
+    alternatives = content["alternatives"] and {
+        name: predicted and _prediction_from_json(predicted) for name, predicted in content["alternatives"].items()
+    }
     wants = {
         tuple(map(int, key.split("/"))): _layout(words) for key, words in content["wants"].items()
     }
@@ -339,7 +395,8 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
         fingerprint=content["fingerprint"],
         arguments=arguments,
         results=results,
-        predicted=Prediction(**predicted, collectives=collectives),
+        carried={argument: result for argument, result in content["carried"]},
+        predicted=_prediction_from_json(content["predicted"]),
         status=content["status"],
         bound=content["bound"],
         cost=content["cost"],
@@ -352,6 +409,7 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
         ),
         in_tree=None,
         out_tree=None,
+        comparison=Comparison(known=alternatives),
     )
 
 
@@ -368,6 +426,11 @@ def _placed_to_json(placed: Placed) -> dict:
 def _placed_from_json(entry: dict) -> Placed:
     layout = _layout(entry["spec"])
     return Placed(entry["name"], tuple(entry["shape"]), entry["dtype"], layout, entry["local_bytes"])
+
+
+def _prediction_from_json(entry: dict) -> Prediction:
+    collectives = tuple(Collective(**one | {"axes": tuple(one["axes"])}) for one in entry["collectives"])
+    return Prediction(**entry | {"collectives": collectives})
 
 
 def _words(layout: Layout) -> list[str]:

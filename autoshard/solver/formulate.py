@@ -25,7 +25,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.groups import Group, Use, groups_of
-from autoshard.solver.memory import aliased, copied_when_donated, holding, use_span
+from autoshard.solver.memory import aliased, copied_when_donated, holding, scratch_copies, use_span
 from autoshard.solver.prices import Priced, Prices
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.strategies import ALL_REDUCE, Strategy
@@ -185,10 +185,20 @@ class _Formulator:
             self.lives.append(Live(index, 0, points, homes))
             spans = [use_span(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
             if spans:
-                bare = homes if index in copied else np.zeros_like(homes)
+                start, end = min(s for s, _ in spans), max(e for _, e in spans)
+                gradient = copied.get(index)
+                bare = homes if index in copied and gradient is None else np.zeros_like(homes)
                 copies = np.array([self.prices.local_bytes(value, kept.copy) for kept in kepts])
                 extra = np.where([kept.copy == kept.home for kept in kepts], bare, copies)
-                self.lives.append(Live(index, min(s for s, _ in spans), max(e for _, e in spans), extra))
+                self.lives.append(Live(index, start, end, extra))
+                if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
+                    made = gradient.made[0].value
+                    alone = [
+                        0 if strategy.finishes else self.prices.local_bytes(made, strategy.leaves[0])
+                        for strategy in self._strategies(gradient)
+                    ]
+                    node = len(self.program.arguments) + gradient.index
+                    self.lives.append(Live(node, start, end, np.array(alone)))
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be accounted for."""
@@ -226,6 +236,8 @@ class _Formulator:
             self.lives.append(Live(node, 0, len(self.program.equations), left_bytes))
         elif held.made and value.id not in in_place:
             self.lives.append(Live(node, *held.made, left_bytes))
+        if scratch := scratch_copies(group):
+            self.lives.append(Live(node, group.point, group.point + 1, left_bytes * scratch))
         if group.late:  # reductions that XLA combines into one wait for the last of them
             combined = np.array([any(f.kind == ALL_REDUCE for f in s.finishes) for s in self._strategies(group)])
             self.lives.append(Live(node, group.point + 1, len(self.program.equations), left_bytes * combined))

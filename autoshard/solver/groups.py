@@ -17,6 +17,12 @@ from autoshard.propagation.rule import Dims, Rule
 # Equations that only rename or repeat what they read: XLA folds them into their consumers.
 MOVES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "iota", "reshape", "squeeze", "transpose"})
 
+# What XLA does not compute twice to save a buffer (its HloInstruction cost class "expensive").
+_EXPENSIVE = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma igammac "
+    "lgamma log log1p logistic pow random_bits rem rsqrt sin sinh sqrt tan tanh threefry2x32".split()
+)
+
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
 
@@ -55,10 +61,16 @@ class Group:
     made: list[Made] = field(default_factory=list)
     late: bool = False  # whether what it makes goes into results only, through nothing but elementwise groups
     point: int = 0  # the program point at which it runs
+    last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
+    repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
 
     @property
     def only_moves(self) -> bool:
         return all(equation.primitive in MOVES for equation in self.equations)
+
+    @property
+    def reduces(self) -> bool:
+        return self.equations[0].primitive.startswith(("reduce_", "argm"))
 
     @property
     def trips(self) -> int:
@@ -91,10 +103,15 @@ def groups_of(program: Program, rules: Sequence[Rule]) -> list[Group]:
         group.index = index
         group.equations.reverse()
         _connect(group, readers, home, needed_outside)
+    users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
     for group in reversed(groups):
-        users = [home[reader.index] for made in group.made for reader, _ in readers[made.value.id]]
-        group.late = all(user is group or (user.fuses and user.late) for user in users)
+        group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
     _schedule(groups)
+    for group in reversed(groups):
+        group.last = group.point
+        if not any(made.value.id in needed_outside for made in group.made) and _is_repeated(group, users[group.index]):
+            group.repeated = True
+            group.last = max(user.last for user in users[group.index])
     return groups
 
 
@@ -169,6 +186,13 @@ def _schedule(groups: list[Group]) -> None:
         if group.late and group.fuses:
             group.point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
         available.update((made.value.id, group.point + 1) for made in group.made)
+
+
+def _is_repeated(group: Group, users: list[Group]) -> bool:
+    """Whether XLA fuses an elementwise group into every group that reads it."""
+    if not group.fuses or not users or not all(user.fuses or user.reduces for user in users):
+        return False
+    return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)
 
 
 def _connect(group: Group, readers, home, needed_outside: set[int]) -> None:

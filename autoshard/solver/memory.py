@@ -4,13 +4,14 @@ Program point `t` is the moment equation `t` runs. What holds memory:
 
 * an argument, all the time, in its home layout; and a resharded copy of it from its first to its last use;
 * a donated argument a second time, from its first to its last use, if one of its uses need not come before the result
-  that is written over it: XLA then works on a copy;
+  that is written over it: XLA then works on a copy. An all_reduce of the gradient, combined with all others, does
+  come after every use, and saves the copy;
 * a result that takes no argument's place, all the time, as XLA reserves result buffers for the whole program;
 * every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
   while it is used in the layout it is used in.
 
-A value is not stored if XLA fuses it away: one between an elementwise group and the one reduction that reads it, and
-one that only repeats a smaller value for elementwise groups. Values inside a group are never stored.
+A value is not stored if XLA computes it again inside each of its readers (`Group.repeated`); then what it is computed
+from is held until the last of them. Values inside a group are never stored.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def use_span(group: Group, use: Use) -> Span:
             return start, end
         if equation.primitive == "scan_carry" and use.operand == 1:
             return end - 1, end
-    return group.point, group.point + 1
+    return group.point, group.last + 1
 
 
 def made_at(group: Group, equation: Equation, output: int) -> int:
@@ -57,6 +58,17 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
     return group.point
 
 
+def scratch_copies(group: Group) -> int:
+    """How many times its result a group takes beside its operands and results, while it runs.
+
+    XLA's CPU backend turns `select_and_scatter_add`, the gradient of max-pooling, into a reduce_window that carries an
+    index per dim, and a scatter.
+    """
+    if group.equations[0].primitive == "select_and_scatter_add":
+        return len(group.made[0].value.shape) + 1
+    return 0
+
+
 def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holding:
     """When a value that `group` makes and `users` read holds memory; results are the caller's business."""
     producer = next(equation for equation in group.equations if value in equation.outputs)
@@ -65,21 +77,9 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holdi
     start = made_at(group, producer, producer.outputs.index(value))
     if producer.primitive == "scan_carry" and value is producer.outputs[0]:
         return Holding(producer.loop, None)  # the loop's own buffer, whoever reads it
-    if producer.primitive in _SEEN_THROUGH or _fused_away(group, users):
+    if producer.primitive in _SEEN_THROUGH or group.repeated:
         return Holding(None, None)
     return Holding((start, max(start, used[0]) if used else start + 1), used)
-
-
-def _fused_away(group: Group, users: list[tuple[Group, Use]]) -> bool:
-    if not group.fuses or not users:
-        return False
-    if group.only_moves and sum(use.value.bytes for use in group.uses) * 2 <= sum(m.value.bytes for m in group.made):
-        return all(user.fuses or _reduces(user) for user, _ in users)
-    return len({id(user) for user, _ in users}) == 1 and _reduces(users[0][0])
-
-
-def _reduces(group: Group) -> bool:
-    return group.equations[0].primitive.startswith(("reduce_", "argm"))
 
 
 def aliased(program: Program) -> set[int]:
@@ -87,8 +87,11 @@ def aliased(program: Program) -> set[int]:
     return {result for argument, result in program.carried.items() if argument in program.donated}
 
 
-def copied_when_donated(program: Program, groups: Sequence[Group]) -> set[int]:
-    """The donated arguments that XLA copies: some use of them is no ancestor of the result that takes their place."""
+def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, Group | None]:
+    """The donated arguments that XLA copies: some use of them is no ancestor of the result that takes their place.
+
+    With each the group whose all_reduce would save the copy, if there is one: it makes the argument's gradient.
+    """
     home = {equation.index: group for group in groups for equation in group.equations}
     users: dict[int, int] = {}  # argument -> its using groups, one bit each
     bits = itertools.count()
@@ -110,8 +113,22 @@ def copied_when_donated(program: Program, groups: Sequence[Group]) -> set[int]:
         for output in equation.outputs:
             above[output.id] = mask
     results = program.results
-    return {
-        argument
-        for argument, mask in users.items()
-        if isinstance(result := results[program.carried[argument]], Value) and mask & ~above.get(result.id, 0)
-    }
+    maker = {made.value.id: group for group in groups for made in group.made}
+    copied: dict[int, Group | None] = {}
+    for argument, mask in users.items():
+        result = results[program.carried[argument]]
+        if isinstance(result, Value) and mask & ~above.get(result.id, 0):
+            copied[argument] = _gradient(maker.get(result.id), maker)
+    return copied
+
+
+def _gradient(update: Group | None, maker: dict[int, Group]) -> Group | None:
+    """The largest reduction that ends in an update."""
+    found: list[Group] = []
+    queue = [update] if update is not None and update.late and update.fuses else []
+    while queue:
+        group = queue.pop()
+        for producer in (maker.get(use.value.id) for use in group.uses):
+            if producer is not None and producer.late:
+                (queue if producer.fuses else found).append(producer)
+    return max(found, key=lambda group: group.made[0].value.bytes, default=None)

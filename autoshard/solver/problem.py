@@ -207,7 +207,7 @@ def _validate(problem: Problem) -> None:
         if live.start > live.end:
             raise SolverError(f"{problem.name(live.node)}: live from {live.start} to {live.end}, which is earlier")
         if not (live.usage >= 0).all() or np.isinf(live.usage).any():
-            raise SolverError(f"{problem.name(live.node)}: usage of {live.usage.min()} bytes; 0 or more is needed")
+            raise SolverError(f"{problem.name(live.node)}: usage {live.usage} bytes; finite, 0 or more is needed")
 
 
 def _check_costs(costs: np.ndarray, where: str) -> None:

@@ -87,7 +87,7 @@ class _Graph:
         self.costs = list(problem.costs)
         self.labels = [np.arange(len(costs)) for costs in problem.costs]
         self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.costs]  # node -> neighbour -> [own, its] cost
-        self.lives: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in problem.costs]  # over self.fixed's points
+        self.lives: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in problem.costs]  # node -> points -> bytes
         self.fixed = np.zeros(0)  # bytes per point that are held whatever is chosen
         self.removed: list[_Removed] = []
         self.constant: list[float] = []
@@ -124,12 +124,11 @@ class _Graph:
         least = usage.min()
         self.fixed[start:end] += least
         if start < end and (usage > least).any():
-            usage = usage - least
-            for k, live in enumerate(self.lives[node]):
-                if live[:2] == (start, end):
-                    self.lives[node].pop(k)
-                    return self.hold(node, start, end, live[2] + usage)
-            self.lives[node].append((start, end, usage))
+            more = usage - least + self.lives[node].pop((start, end), 0.0)
+            least = more.min()
+            self.fixed[start:end] += least
+            if (more > least).any():
+                self.lives[node][start, end] = more - least
 
     def keep(self, node: int, options: np.ndarray) -> None:
         """Forbids all other options of a node."""
@@ -140,8 +139,8 @@ class _Graph:
             self.tables[node][j] = table[options]
             self.tables[j][node] = self.tables[node][j].T
             self.touch(j)
-        lives, self.lives[node] = self.lives[node], []
-        for start, end, usage in lives:
+        lives, self.lives[node] = self.lives[node], {}
+        for (start, end), usage in lives.items():
             self.hold(node, start, end, usage[options])
         self.touch(node)
 
@@ -151,7 +150,7 @@ class _Graph:
         self.removed.append(_Removed(node, self.labels[node], self.costs[node], neighbours))
         for j in list(self.tables[node]):
             self.part(node, j)
-        self.costs[node], self.lives[node] = self.costs[node][:0], []
+        self.costs[node], self.lives[node] = self.costs[node][:0], {}
 
     def reduce(self) -> None:
         while True:
@@ -186,7 +185,7 @@ class _Graph:
             finite = np.isfinite(table)
             follows = (finite.sum(axis=0) == 1).all()  # each option of j allows one of this node
             leads = (finite.sum(axis=1) == 1).all()
-            if follows and not (leads and len(tables) > len(self.tables[j])):
+            if follows and not (leads and self.size(node) > self.size(j)):  # the smaller of two moves
                 return self.merge(node, j, finite.argmax(axis=0))
             if leads:
                 self.merge(j, node, finite.argmax(axis=1))
@@ -194,11 +193,15 @@ class _Graph:
         if not self.lives[node]:
             self.eliminate(node)
 
+    def size(self, node: int) -> int:
+        """How much hangs on a node."""
+        return len(self.tables[node]) + len(self.lives[node])
+
     def merge(self, node: int, into: int, option: np.ndarray) -> None:
         """Merges a node into one that decides it: option of `into` -> option of the node."""
         table = self.tables[into][node]
         self.costs[into] = self.costs[into] + table[np.arange(len(option)), option] + self.costs[node][option]
-        for start, end, usage in self.lives[node]:
+        for (start, end), usage in self.lives[node].items():
             self.hold(into, start, end, usage[option])
         for j, other in list(self.tables[node].items()):
             if j != into:
@@ -248,16 +251,16 @@ class _Graph:
 
     def moments(self, node: int) -> list[np.ndarray]:
         """The bytes that each option of the node holds, per stretch of points over which they do not change."""
-        lives = self.lives[node]
-        times = sorted({time for start, end, _ in lives for time in (start, end)})
+        lives = self.lives[node].items()
+        times = sorted({time for span, _ in lives for time in span})
         none = np.zeros(len(self.costs[node]))
-        return [sum((usage for start, end, usage in lives if start <= time < end), none) for time in times[:-1]]
+        return [sum((usage for (start, end), usage in lives if start <= time < end), none) for time in times[:-1]]
 
     def relax(self) -> bool:
         """Drops the points that stay within the limit whenever the others do; whether there were any."""
         most = self.fixed.copy()
         started, ended = np.zeros(len(most) + 1), np.zeros(len(most) + 1)  # how many lives had, up to this point
-        for start, end, usage in (live for lives in self.lives for live in lives):
+        for (start, end), usage in (live for lives in self.lives for live in lives.items()):
             most[start:end] += usage.max()
             started[start] += 1
             ended[end] += 1
@@ -273,8 +276,8 @@ class _Graph:
             return False
         self.fixed = self.fixed[kept]
         for node, lives in enumerate(self.lives):
-            self.lives[node] = []
-            for start, end, usage in lives:
+            self.lives[node] = {}
+            for (start, end), usage in lives.items():
                 self.hold(node, *map(int, np.searchsorted(kept, (start, end))), usage)
             if len(self.lives[node]) < len(lives):
                 self.touch(node)
@@ -294,7 +297,7 @@ class _Graph:
         """The nodes left, apart where neither edges nor a program point tie them together."""
         tied: list[list[int]] = [list(tables) for tables in self.tables]
         last, until = -1, 0  # the node that holds memory longest so far, and until when
-        for start, end, node in sorted((live[0], live[1], k) for k, lives in enumerate(self.lives) for live in lives):
+        for start, end, node in sorted((*span, node) for node, lives in enumerate(self.lives) for span in lives):
             if start < until and node != last:
                 tied[node].append(last)
                 tied[last].append(node)
@@ -318,7 +321,7 @@ class _Graph:
     def part_problem(self, nodes: list[int]) -> Problem:
         """These nodes as a Problem. What is fixed where they hold memory is put on the first of them."""
         number = {node: k for k, node in enumerate(nodes)}
-        lives = [Live(number[node], *live) for node in nodes for live in self.lives[node]]
+        lives = [Live(number[node], *span, usage) for node in nodes for span, usage in self.lives[node].items()]
         covered = np.zeros(len(self.fixed), dtype=bool)
         for live in lives:
             covered[live.start : live.end] = True

@@ -1,0 +1,66 @@
+"""A plan never changes the numbers: every model, mesh, machine and memory limit against one device."""
+
+import jax
+import pytest
+from oracles import MESHES, SMALL, assert_same_numbers, mesh_of, slow_chips, smallest_limit, v5e
+
+from autoshard import autoshard
+
+MACHINES = {"v5e": v5e, "slow chips": slow_chips}
+# What the default run takes of the product: every model on slow chips, where everything is split, and under a limit;
+# every mesh and machine with some model.
+CHOSEN = {
+    ("cnn", "8", "v5e", "free"),
+    ("cnn", "4x2", "slow chips", "free"),
+    ("gpt", "4x2", "slow chips", "free"),
+    ("gpt", "2x2x2", "slow chips", "tight"),
+    ("gpt", "1", "slow chips", "free"),
+    ("gpt scan", "8", "slow chips", "free"),
+    ("gpt scan", "4x2", "v5e", "tight"),
+    ("gpt remat", "4x2", "slow chips", "free"),
+    ("lstm", "4x2", "slow chips", "free"),
+    ("lstm", "8", "v5e", "tight"),
+    ("mlp", "2x2x2", "slow chips", "free"),
+    ("mlp", "4x2", "v5e", "tight"),
+    ("moe", "4x2", "slow chips", "free"),
+    ("moe", "8", "slow chips", "tight"),
+    ("tied", "4x2", "slow chips", "free"),
+    ("tied", "8", "v5e", "tight"),
+}
+CASES = [
+    pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow, id="-".join(case))
+    for case in (
+        (name, mesh, machine, memory)
+        for name in SMALL
+        for mesh in MESHES
+        for machine in MACHINES
+        for memory in ("free", "tight")
+        if (mesh, memory) != ("1", "tight")  # one device has one plan
+    )
+]
+
+
+@pytest.mark.parametrize("name, mesh, machine, memory", CASES)
+def test_five_steps_equal_one_device(name, mesh, machine, memory):
+    model = SMALL[name]()
+    arguments = model.state, model.batches(0)
+    options = {"mesh": mesh_of(MESHES[mesh]), "topology": MACHINES[machine](MESHES[mesh]), "donate_argnums": 0}
+    step = autoshard(model.step, time_limit=10, **options)
+    if memory == "tight":
+        free = step.plan(*arguments)
+        limit = (smallest_limit(model, **options) + free.predicted.peak_bytes) / 2
+        step = autoshard(model.step, memory=limit, time_limit=10, **options)
+        assert step.plan(*arguments).annotations != free.annotations
+    assert_same_numbers(name, step)
+
+
+def test_the_oracle_sees_a_wrong_step():
+    """A step that forgets a thousandth of its update is found out."""
+    model = SMALL["mlp"]()
+
+    def wrong(state, batch):
+        new, loss = jax.jit(model.step)(state, batch)
+        return jax.tree.map(lambda old, new: old + 0.999 * (new - old), state, new), loss
+
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_same_numbers("mlp", wrong)

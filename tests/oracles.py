@@ -1,0 +1,88 @@
+"""What tests hold plans against: one device, what XLA compiled, and machines whose best plans are known to differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from models import MODELS, Model, gpt
+
+from autoshard import Collective, Link, MemoryLimitError, Topology, plan
+
+MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x2x2": {"x": 2, "y": 2, "z": 2}, "1": {"x": 1}}
+SMALL: dict[str, Callable[[], Model]] = {
+    "cnn": lambda: MODELS["cnn"](channels=(8, 16), size=8, classes=8, batch=16),
+    "gpt": lambda: gpt.make(layers=1, d_model=16, heads=4, vocab=32, seq=8, batch=8),
+    "gpt scan": lambda: gpt.make(layers=2, d_model=16, heads=4, vocab=32, seq=8, batch=8, scan=True),
+    "gpt remat": lambda: gpt.make(layers=2, d_model=16, heads=4, vocab=32, seq=8, batch=8, scan=True, remat=True),
+    "lstm": lambda: MODELS["lstm"](hidden=16, features=8, classes=8, seq=4, batch=16),
+    "mlp": lambda: MODELS["mlp"](layers=3, width=32, batch=16),
+    "moe": lambda: MODELS["moe"](groups=8, tokens=8, d_model=16, d_hidden=16, experts=8, capacity=4),
+    "tied": lambda: MODELS["tied"](vocab=64, d_model=16, seq=8, batch=8),
+}
+
+
+def mesh_of(shape: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(axis_type,) * len(shape))
+
+
+def v5e(axes: Iterable[str]) -> Topology:
+    """Cloud TPU v5e: work is cheap beside a message, so a small step is best split little."""
+    links = {axis: Link(latency=1e-6, bandwidth=45e9) for axis in axes}
+    return Topology(links, memory_bytes=16e9, memory_bandwidth=8.1e11, flops={"float32": 4.9e13})
+
+
+def slow_chips(axes: Iterable[str]) -> Topology:
+    """Work is dear beside a message: even a small step is best split as far as it goes."""
+    links = {axis: Link(latency=1e-9, bandwidth=1e10) for axis in axes}
+    return Topology(links, memory_bytes=16e9, memory_bandwidth=1e9, flops={"float32": 1e9})
+
+
+def run(step: Callable, model: Model, steps: int = 5) -> tuple[list[float], list[np.ndarray], list]:
+    """Losses, the final state's leaves, and the state's shardings after each step; the model's own state survives."""
+    state = jax.tree.map(np.asarray, model.state)
+    losses, shardings = [], []
+    for i in range(steps):
+        state, loss = step(state, model.batches(i))
+        losses.append(float(loss))
+        shardings.append([leaf.sharding for leaf in jax.tree.leaves(state)])
+    assert jax.tree.structure(state) == jax.tree.structure(model.state)
+    return losses, [np.asarray(leaf) for leaf in jax.tree.leaves(state)], shardings
+
+
+_ONE_DEVICE: dict[str, tuple] = {}
+
+
+def assert_same_numbers(name: str, step: Callable) -> None:
+    """`step` trains the small model `name` as a plain `jax.jit` on one device does, and never moves its state."""
+    model = SMALL[name]()
+    if name not in _ONE_DEVICE:
+        _ONE_DEVICE[name] = run(jax.jit(model.step), model)
+    expected_losses, expected_state, _ = _ONE_DEVICE[name]
+    losses, state, shardings = run(step, model)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    for leaf, expected in zip(state, expected_state, strict=True):
+        assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_allclose(leaf, expected, rtol=1e-4, atol=1e-5)
+    for after in shardings[1:]:
+        for leaf, now, first in zip(state, after, shardings[0], strict=True):
+            assert now.is_equivalent_to(first, leaf.ndim), f"{first} became {now}"
+
+
+def smallest_limit(model: Model, **options) -> float:
+    """The smallest memory limit, in bytes per device, under which autoshard says it has a plan."""
+    with pytest.raises(MemoryLimitError) as caught:
+        plan(model.step, model.state, model.batches(0), memory=1, **options)
+    return caught.value.needed
+
+
+def tally(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """Bytes by kind and axes."""
+    found: Counter = Counter()
+    for collective in collectives:
+        found[collective.kind, collective.axes] += collective.bytes
+    return dict(found)

@@ -1,0 +1,80 @@
+"""Random problems small enough for `exhaustive`, and what a solver says of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from autoshard.errors import SolverError
+from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem, Solution
+from autoshard.solver.verify import check
+
+
+def random_problem(seed: int, nodes: int = 6, options: int = 4) -> Problem:
+    """Coarse or fine costs, 1e-9 to 1e3; forbidden pairs, parallel edges; memory from none to more than fits."""
+    rng = np.random.default_rng(seed)
+    nodes = int(rng.integers(1, nodes + 1))
+    sizes = rng.integers(1, options + 1, nodes)
+    forbidden = rng.choice([0.0, 0.1, 0.4])
+    coarse = rng.random() < 0.5
+    scale = 10.0 ** rng.integers(-9, 4)
+    free_nodes = rng.random() < 0.5
+
+    def costs(*shape: int) -> np.ndarray:
+        table = rng.integers(0, 4, shape) if coarse else rng.random(shape) * rng.choice([1.0, 0.01], shape)
+        return np.where(rng.random(shape) < forbidden, np.inf, table * scale)
+
+    edges = []
+    for _ in range(int(rng.integers(0, 2 * nodes)) if nodes > 1 else 0):
+        i, j = rng.choice(nodes, 2, replace=False)
+        table = costs(sizes[i], sizes[j])
+        kind = rng.random()
+        if kind < 0.2:  # each option of i allows one of j
+            table = np.where(rng.integers(0, sizes[j], sizes[i])[:, None] == np.arange(sizes[j]), table, np.inf)
+        elif kind < 0.3:  # a cost of its own for either end
+            table = np.add.outer(table[:, 0], table[0])
+        edges.append(Edge(int(i), int(j), table))
+    lives = []
+    for _ in range(int(rng.integers(0, 2 * nodes))):
+        node = int(rng.integers(nodes))
+        start, end = np.sort(rng.integers(0, 8, 2))
+        lives.append(Live(node, int(start), int(end), rng.integers(0, 20, sizes[node])))
+    return Problem(
+        costs=tuple(np.zeros(size) if free_nodes else costs(size) for size in sizes),
+        edges=tuple(edges),
+        lives=tuple(lives),
+        limit=rng.choice([None, 10, 25, 40, 60]),
+    )
+
+
+def hard_problem(nodes: int = 100, options: int = 8) -> Problem:
+    """One that no solver finishes in a few seconds; any choice of small options fits."""
+    rng = np.random.default_rng(0)
+    pairs = [(i, int(j)) for i in range(nodes) for j in rng.choice(nodes, 3, replace=False) if i != j]
+    return Problem(
+        costs=tuple(rng.integers(0, 100, options).astype(float) for _ in range(nodes)),
+        edges=tuple(Edge(i, j, rng.integers(0, 100, (options, options)).astype(float)) for i, j in pairs),
+        lives=tuple(Live(node, 0, 1, rng.integers(0, 100, options)) for node in range(nodes)),
+        limit=30 * nodes,
+    )
+
+
+def answer(solver: Callable[[Problem], Solution], problem: Problem) -> tuple[str, float]:
+    """What a solver says: the least cost, the least limit that would do, or that everything is forbidden."""
+    try:
+        solution = solver(problem)
+    except InfeasibleError as error:
+        return "needs", error.needed
+    except SolverError as error:
+        assert str(error).startswith("every choice is forbidden")
+        return "forbidden", np.inf
+    check(problem, solution)
+    assert solution.status == "optimal"
+    return "costs", solution.cost
+
+
+def assert_same(got: tuple[str, float], expected: tuple[str, float]) -> None:
+    """Two answers agree, but for the gap that counts as optimal."""
+    assert got[0] == expected[0], (got, expected)
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)

@@ -1,0 +1,107 @@
+"""The whole core: against trying everything, against the clock, against Ctrl-C, and in two processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems import answer, assert_same, hard_problem, random_problem
+
+from autoshard.errors import SolverError
+from autoshard.solver import Problem, solve
+from autoshard.solver.exhaustive import exhaustive
+from autoshard.solver.problem import Edge, InfeasibleError, Live
+
+HERE = Path(__file__).parent
+
+
+def test_random_problems():
+    counts = {"costs": 0, "needs": 0, "forbidden": 0}
+    for seed in range(20_000, 21_500):
+        problem = random_problem(seed)
+        expected = answer(exhaustive, problem)
+        assert_same(answer(solve, problem), expected)
+        counts[expected[0]] += 1
+    assert min(counts.values()) > 100, counts
+
+
+def test_larger_random_problems():
+    for seed in range(200):
+        problem = random_problem(seed, nodes=9, options=3)
+        assert_same(answer(solve, problem), answer(exhaustive, problem))
+
+
+def test_more_memory_never_costs_more():
+    problem = replace(hard_problem(nodes=12, options=4), limit=None)
+    costs = []
+    for limit in (300, 400, 500, 600, None):
+        kind, cost = answer(solve, replace(problem, limit=limit))
+        costs.append(cost if kind == "costs" else np.inf)
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[-1]
+
+
+def test_memory_error_says_what_would_do():
+    lives = Live(0, 0, 2, np.array([8, 6])), Live(1, 1, 3, np.array([5, 7]))
+    crossed = Edge(0, 1, np.array([[np.inf, 0.0], [0.0, np.inf]]))
+    problem = Problem((np.zeros(2), np.zeros(2)), (crossed,), lives, limit=10)
+    with pytest.raises(InfeasibleError) as error:
+        solve(problem)
+    assert (error.value.limit, error.value.needed) == (10, 11)
+    assert solve(replace(problem, limit=error.value.needed)).status == "optimal"
+
+
+def test_forbidden_is_not_called_memory():
+    never = Edge(0, 1, np.full((2, 2), np.inf))
+    with pytest.raises(SolverError, match="every choice is forbidden") as error:
+        solve(Problem((np.zeros(2), np.zeros(2)), (never,), (Live(0, 0, 1, np.array([5, 5])),), limit=1))
+    assert not isinstance(error.value, InfeasibleError)
+
+
+def test_time_limit():
+    start = time.monotonic()
+    solution = solve(hard_problem(), time_limit=2)
+    assert solution.status == "feasible" and 0 < solution.bound < solution.cost
+    assert time.monotonic() - start < 20
+
+
+def run_python(code: str) -> subprocess.Popen:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 3.0], ids=["in moves", "in HiGHS"])
+def test_ctrl_c_returns_the_best_so_far(seconds):
+    process = run_python(
+        "from problems import hard_problem\n"
+        "from autoshard.solver import solve\n"
+        "problem = hard_problem()\n"
+        "print('solving', flush=True)\n"
+        "solution = solve(problem, time_limit=300)\n"
+        "print(solution.status, 0 < solution.bound < solution.cost, flush=True)\n"
+    )
+    assert process.stdout.readline() == "solving\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    assert process.stdout.readline() == "feasible True\n"
+    assert time.monotonic() - start < 10
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+
+
+def test_two_processes_agree_bit_for_bit():
+    code = (
+        "from problems import hard_problem, random_problem\n"
+        "from autoshard.solver import solve\n"
+        "print(solve(hard_problem(nodes=25, options=4)))\n"
+        "print(solve(random_problem(20)))\n"
+    )
+    processes = [run_python(code), run_python(code)]
+    first, second = (process.communicate(timeout=300)[0] for process in processes)
+    assert first == second and first.count("status='optimal'") == 2
