@@ -144,7 +144,13 @@ class Autosharded:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step, lowered; `.compile()` compiles it for the devices of the mesh."""
-        return self._prepare(args, kwargs)[0].plan.lowering()
+        compiled, _ = self._prepare(args, kwargs)
+        return compiled.jitted.lower(
+            *(
+                jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+                for value, sharding in zip(compiled.program.arguments, compiled.plan.flat_in_shardings, strict=True)
+            )
+        )
 
     def _prepare(self, args: tuple, kwargs: dict) -> tuple[_Compiled, list]:
         static, dynamic = self._static.split(args, kwargs)
