@@ -5,7 +5,7 @@
 ... def train_step(state, batch): ...
 """
 
-from autoshard.api import autoshard, plan
+from autoshard.api import autoshard, evaluate, plan, propagate
 from autoshard.errors import (
     AutoshardError,
     ConflictError,
@@ -17,7 +17,7 @@ from autoshard.errors import (
 )
 from autoshard.mesh import Collective, Link, Topology, topology
 from autoshard.plans import Plan, Prediction
-from autoshard.propagation import register_rule
+from autoshard.propagation import Propagated, UnknownPrimitiveWarning, register_rule
 
 __all__ = [
     "AutoshardError",
@@ -29,11 +29,15 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "Propagated",
     "RuleError",
     "SolverError",
     "Topology",
+    "UnknownPrimitiveWarning",
     "autoshard",
+    "evaluate",
     "plan",
+    "propagate",
     "register_rule",
     "topology",
 ]

@@ -8,8 +8,8 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError, PlanError
+from autoshard.errors import ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of
-from autoshard.lower import annotated
+from autoshard.lower import jitted, lowered
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.topology import Topology
-from autoshard.plans import Plan, make_plan
-from autoshard.program import Program, trace
-from autoshard.propagation import rules_for
+from autoshard.plans import Comparison, Plan, make_plan
+from autoshard.program import Program, Value, trace
+from autoshard.propagation import Propagated, PropagatedValue, propagate_layouts, rules_for
+from autoshard.report.alternatives import alternatives_of
 from autoshard.solver import solve
+from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import InfeasibleError
 
@@ -111,8 +113,7 @@ class _Compiled:
 
     plan: Plan
     program: Program
-    jitted: Any  # flat arguments -> flat results
-    out_tree: Any
+    step: Any  # under jax.jit: flat arguments -> flat results
 
 
 class Autosharded:
@@ -136,7 +137,7 @@ class Autosharded:
                 "Give autoshard a mesh of devices (jax.make_mesh) to run it."
             )
         placed = _place(leaves, compiled.plan, compiled.program)
-        return jax.tree.unflatten(compiled.out_tree, compiled.jitted(*placed))
+        return jax.tree.unflatten(compiled.program.out_tree, compiled.step(*placed))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step is sharded for arguments like these: arrays or ShapeDtypeStructs."""
@@ -144,13 +145,7 @@ class Autosharded:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step, lowered; `.compile()` compiles it for the devices of the mesh."""
-        compiled, _ = self._prepare(args, kwargs)
-        return compiled.jitted.lower(
-            *(
-                jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-                for value, sharding in zip(compiled.program.arguments, compiled.plan.flat_in_shardings, strict=True)
-            )
-        )
+        return self._prepare(args, kwargs)[0].plan.lowering()
 
     def _prepare(self, args: tuple, kwargs: dict) -> tuple[_Compiled, list]:
         static, dynamic = self._static.split(args, kwargs)
@@ -159,23 +154,99 @@ class Autosharded:
         key = static, in_tree, tuple((aval.shape, aval.dtype, aval.weak_type) for aval in avals)
         compiled = self._compiled.get(key)
         if compiled is None:
-            abstract_args, abstract_kwargs = self._static.join(static, jax.tree.unflatten(in_tree, avals))
-            compiled = self._compiled[key] = self._compile(abstract_args, abstract_kwargs)
+            compiled = self._compiled[key] = self._compile(args, kwargs)
         return compiled, leaves
 
+    def trace(self, args: tuple, kwargs: dict) -> Program:
+        """The step's program for arguments like these; where arrays lie now is no business of it."""
+        static, dynamic = self._static.split(args, kwargs)
+        args, kwargs = self._static.join(static, jax.tree.map(_abstract, dynamic))
+        keywords = {name: value for name, value in self._jit_keywords.items() if name in _TRACE_KEYWORDS}
+        return trace(self._fn, args, kwargs, **keywords)
+
     def _compile(self, args: tuple, kwargs: dict) -> _Compiled:
-        trace_keywords = {name: value for name, value in self._jit_keywords.items() if name in _TRACE_KEYWORDS}
-        program = trace(self._fn, args, kwargs, **trace_keywords)
+        program = self.trace(args, kwargs)
         made = self._given.bound_to(program) if self._given else plan_program(program, self._options)
         rest = {name: value for name, value in self._jit_keywords.items() if name not in _TRACE_KEYWORDS}
-        jitted = jax.jit(
-            annotated(program, made.annotations, made.mesh),
-            in_shardings=made.flat_in_shardings,
-            out_shardings=list(made.flat_out_shardings),
-            donate_argnums=tuple(sorted(program.donated)),
-            **rest,
-        )
-        return _Compiled(made, program, jitted, program.out_tree)
+        return _compiled(program, made, rest)
+
+
+def _compiled(program: Program, made: Plan, jit_keywords: Mapping[str, Any]) -> _Compiled:
+    step = jitted(program, made, **jit_keywords)
+    return _Compiled(replace(made, lowering=functools.partial(lowered, program, made, step)), program, step)
+
+
+def evaluate(
+    fn: Callable,
+    *args: Any,
+    mesh: Mesh | AbstractMesh,
+    in_shardings: Any,
+    out_shardings: Any = None,
+    memory: str | float | None = None,
+    topology: Topology | str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **jit_keywords: Any,
+) -> Plan:
+    """What a sharding that you wrote by hand costs, in the same report as a plan: nothing is solved for.
+
+    Inner values lie as sharding propagation leaves them; what the layouts leave open is done the cheapest way.
+
+    Args:
+        in_shardings: one entry per positional argument, as for `jax.jit`: PartitionSpecs or NamedShardings in a pytree
+            that is a prefix of the argument's; None keeps an argument whole on every device.
+        out_shardings: the same for the result. A result that takes an argument's place lies as that argument.
+        kwargs: keyword arguments of `fn`; they are kept whole.
+
+    Returns:
+        A plan with the status "feasible" and no bound; it may pass the memory limit, which is not enforced.
+
+    Raises:
+        MeshError: a sharding does not fit its array or the mesh.
+    """
+    options = _options(mesh, topology, memory, None, 0.0)
+    traced = Autosharded(fn, options, jit_keywords, None)
+    program = traced.trace(args, dict(kwargs or {}))
+    layouts = _layouts_from_tree(program, in_shardings, options.mesh)
+    ends = _result_layouts(program, out_shardings, options.mesh)
+    rules, mesh_shape = rules_for(program), dict(options.mesh.shape)
+    formulation = formulate(program, rules, mesh_shape, options.topology, fixed=layouts)
+    fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
+    solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed))
+    comparison = Comparison(functools.partial(alternatives_of, formulation))
+    made = make_plan(formulation, solution, options.mesh, _unused_axes(program, mesh_shape), comparison)
+    rest = {name: value for name, value in jit_keywords.items() if name not in _TRACE_KEYWORDS}
+    return _compiled(program, replace(made, memory=options.memory), rest).plan
+
+
+def propagate(
+    fn: Callable,
+    *args: Any,
+    mesh: Mesh | AbstractMesh,
+    in_specs: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    **jit_keywords: Any,
+) -> Propagated:
+    """GSPMD-style sharding propagation alone: from the arguments' PartitionSpecs to those of every value.
+
+    Args:
+        in_specs: one entry per positional argument: a PartitionSpec, a pytree of them that is a prefix of the
+            argument's, or None for an argument whose sharding is open.
+
+    Raises:
+        MeshError: a spec does not fit its array or the mesh.
+    """
+    options = _options(mesh, Topology.of(mesh), None, None, 0.0)
+    program = Autosharded(fn, options, jit_keywords, None).trace(args, dict(kwargs or {}))
+    layouts = _layouts_from_tree(program, in_specs, options.mesh, open_ones=True)
+    fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
+    found = propagate_layouts(program, rules_for(program), dict(options.mesh.shape), fixed)
+    maker = {output.id: equation for equation in program.equations for output in equation.outputs}
+    return Propagated(
+        outputs=tuple(
+            spec_of(found[x.id]) if isinstance(x, Value) else PartitionSpec() for x in program.results
+        ),
+        values=tuple(PropagatedValue(x, spec_of(found[x.id]), maker.get(x.id)) for x in program.values if x.id in found),
+    )
 
 
 def plan_program(program: Program, options: Options) -> Plan:
@@ -193,7 +264,8 @@ def plan_program(program: Program, options: Options) -> Plan:
         solution = solve(formulation.problem, time_limit=options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(formulation, error) from None
-    return make_plan(formulation, solution, options.mesh, _unused_axes(program, mesh_shape))
+    comparison = Comparison(functools.partial(alternatives_of, formulation))
+    return make_plan(formulation, solution, options.mesh, _unused_axes(program, mesh_shape), comparison)
 
 
 # Options.
@@ -263,6 +335,53 @@ def _fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: M
                 f"to {spec_of(layouts[twin])} and {spec_of(layouts[argument])}"
             )
     return layouts
+
+
+def _layouts_from_tree(program: Program, tree: Any, mesh: Mesh | AbstractMesh, open_ones: bool = False) -> dict:
+    """Argument index -> layout, from a tuple that is a prefix of the positional arguments."""
+    slots = jax.tree.unflatten(program.in_tree, range(len(program.arguments)))
+    if not isinstance(tree, tuple) or isinstance(tree, PartitionSpec) or len(tree) != len(slots[0]):
+        raise MeshError(f"one sharding per positional argument is needed, in a tuple of {len(slots[0])}, not {tree!r}")
+    layouts = {i: layout for i, layout in _from_prefix(tree, slots[0], program.arguments, mesh) if layout is not None}
+    if not open_ones:
+        layouts = {i: ((),) * len(value.shape) for i, value in enumerate(program.arguments)} | layouts
+    return layouts
+
+
+def _result_layouts(program: Program, tree: Any, mesh: Mesh | AbstractMesh) -> dict[int, Layout]:
+    """Value id -> layout, from a prefix of the result; results that take an argument's place are left out."""
+    if tree is None:
+        return {}
+    slots = jax.tree.unflatten(program.out_tree, range(len(program.results)))
+    replaced = set(program.carried.values())
+    return {
+        program.results[i].id: layout
+        for i, layout in _from_prefix(tree, slots, program.results, mesh)
+        if layout is not None and i not in replaced and isinstance(program.results[i], Value)
+    }
+
+
+def _from_prefix(tree: Any, slots: Any, values: Sequence, mesh: Mesh | AbstractMesh) -> Iterator[tuple]:
+    def is_entry(node: Any) -> bool:
+        return node is None or isinstance(node, PartitionSpec | NamedSharding)
+
+    try:
+        pairs = jax.tree.map(lambda entry, below: [(i, entry) for i in jax.tree.leaves(below)], tree, slots, is_leaf=is_entry)
+    except ValueError as error:
+        raise MeshError(f"the shardings are no prefix of what they are for: {error}") from None
+    for i, entry in (pair for pairs in jax.tree.leaves(pairs, is_leaf=lambda x: isinstance(x, list)) for pair in pairs):
+        spec = entry.spec if isinstance(entry, NamedSharding) else entry
+        if spec is None:
+            yield i, None
+            continue
+        value = values[i]
+        unknown = [axis for axis in _axes(spec) if axis not in mesh.shape]
+        if unknown:
+            raise MeshError(f"{spec} names {unknown}; the mesh has the axes {list(mesh.shape)}")
+        try:
+            yield i, layout_of(spec, len(value.shape))
+        except MeshError as error:
+            raise MeshError(f"{spec} does not fit {value}: {error}") from None
 
 
 def _axes(spec: PartitionSpec) -> list[str]:

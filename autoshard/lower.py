@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard.jaxprs import CUSTOM, REMAT, ClosedJaxpr, JaxprEqn, Literal, called_jaxpr, run, scan_counts
 from autoshard.layout import Layout, spec_of
-from autoshard.plans import Annotations
+from autoshard.plans import Annotations, Plan
 from autoshard.program import Equation, Program
 
 
@@ -27,6 +27,27 @@ class _Held:
     layout: Layout | None = None  # None: the plan says nothing of it
     copy: Any = None
     copy_layout: Layout | None = None
+
+
+def jitted(program: Program, plan: Plan, **jit_keywords: Any) -> Any:
+    """The annotated step under `jax.jit`: flat arguments to flat results, sharded and donated as planned."""
+    return jax.jit(
+        annotated(program, plan.annotations, plan.mesh),
+        in_shardings=plan.flat_in_shardings,
+        out_shardings=list(plan.flat_out_shardings),
+        donate_argnums=tuple(sorted(program.donated)),
+        **jit_keywords,
+    )
+
+
+def lowered(program: Program, plan: Plan, step: Any) -> jax.stages.Lowered:
+    """`jitted` lowered for arguments as the plan places them."""
+    return step.lower(
+        *(
+            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+            for value, sharding in zip(program.arguments, plan.flat_in_shardings, strict=True)
+        )
+    )
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
@@ -129,7 +150,8 @@ class _Emitter:
             (arrays, copies), (tangent_arrays, _) = primals, tangents
             _, out_tangents = jax.jvp(lambda *args: run(eqn, args), tuple(arrays), tuple(tangent_arrays))
             out_arrays, out_copies = call(arrays, copies)
-            return (out_arrays, out_copies), (out_tangents, [None if c is None else t for c, t in zip(out_copies, out_tangents, strict=True)])
+            copy_tangents = [None if c is None else t for c, t in zip(out_copies, out_tangents, strict=True)]
+            return (out_arrays, out_copies), (out_tangents, copy_tangents)
 
         arrays, copies = call([held.array for held in operands], [held.copy for held in operands])
         return [

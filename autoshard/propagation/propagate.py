@@ -27,8 +27,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jax.sharding import PartitionSpec
+
 from autoshard.layout import Layout, MeshShape, replicated, shards
-from autoshard.program import Program, Value
+from autoshard.program import Equation, Program, Value
 from autoshard.propagation.rule import Dims, Rule
 from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
 
@@ -49,6 +51,23 @@ _CUTS = frozenset({"dynamic_slice", "dynamic_update_slice", "scan_slice", "scan_
 # XLA has no operation of its own for these, and reads their operand more than once.
 _READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "one_minus_square", "square"})
 _ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class PropagatedValue:
+    """One value of a step and the sharding that propagation gave it."""
+
+    value: Value
+    spec: PartitionSpec
+    equation: Equation | None  # that makes it; None for arguments
+
+
+@dataclass(frozen=True)
+class Propagated:
+    """What sharding propagation made of a step."""
+
+    outputs: tuple[PartitionSpec, ...]  # per flat result
+    values: tuple[PropagatedValue, ...]  # every argument and inner value
 
 
 def propagate_layouts(

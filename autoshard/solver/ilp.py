@@ -23,7 +23,7 @@ import itertools
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cvxpy as cp
 import highspy
@@ -53,7 +53,7 @@ class Outcome:
 def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float, seed: int) -> Outcome:
     """The cheapest choice, or the best one found in time; `first` is a feasible one, if known."""
     known = np.inf if first is None else verify(problem, first)[0]
-    program, memory = _encode(problem, known), _Memory(problem)
+    program, memory = _encode(problem, known), _Memory(problem if problem.limit is not None else replace(problem, lives=()))
     room = memory.room(problem.limit)
     if (room < 0).any():
         return Outcome(None, np.inf, interrupted=False)
@@ -273,7 +273,7 @@ class _Memory:
 
     def room(self, limit: float | None) -> np.ndarray:
         """Bytes per point that the limit leaves beyond the leanest options."""
-        return (np.inf if limit is None else limit * (1 + ROUNDING)) - self.least
+        return (0.0 if limit is None else limit * (1 + ROUNDING)) - self.least
 
     def held(self, s: np.ndarray) -> np.ndarray:
         """Bytes per point beyond the leanest options."""

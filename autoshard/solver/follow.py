@@ -1,0 +1,44 @@
+"""A formulation and the layout of every value in, the cheapest choice that leaves values so out: nothing is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoshard.errors import SolverError
+from autoshard.layout import Layout
+from autoshard.solver.formulate import Formulation
+from autoshard.solver.problem import Solution
+from autoshard.solver.solve import solve
+
+_TIME_LIMIT = 20.0  # s; with the layouts given, little is left to choose
+
+
+def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> Solution:
+    """What a step costs whose values lie as `layouts` (value id -> layout) say.
+
+    A group that cannot leave its results so is free to do its best. The solution claims no bound: it was not searched
+    for among all shardings.
+    """
+    mesh = formulation.mesh
+    free = replace(formulation.problem, limit=None, lives=())
+    allowed = {}
+    for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+        ends = [_on_mesh(layouts.get(made.value.id), mesh) for made in group.made]
+        fitting = [
+            option
+            for option, strategy in enumerate(priced.strategies)
+            if all(end is None or end == left for end, left in zip(ends, strategy.leaves, strict=True))
+        ]
+        if fitting:
+            allowed[formulation.group_node(group)] = fitting
+    try:
+        solution = solve(free.restrict(allowed), time_limit=_TIME_LIMIT)
+    except SolverError:  # some value would have to be resharded in a way that no strategy has
+        solution = solve(free, time_limit=_TIME_LIMIT)
+    return replace(solution, bound=0.0, status="feasible")
+
+
+def _on_mesh(layout: Layout | None, mesh: Mapping[str, int]) -> Layout | None:
+    """Without the axes of one device, which the formulation does not know."""
+    return layout and tuple(tuple(axis for axis in dim if axis in mesh) for dim in layout)
