@@ -23,6 +23,7 @@ _EXPENSIVE = frozenset(
     "lgamma log log1p logistic pow random_bits rem rsqrt sin sinh sqrt tan tanh threefry2x32".split()
 )
 
+_PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
 
@@ -63,14 +64,11 @@ class Group:
     point: int = 0  # the program point at which it runs
     last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
     repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
+    folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
 
     @property
     def only_moves(self) -> bool:
         return all(equation.primitive in MOVES for equation in self.equations)
-
-    @property
-    def reduces(self) -> bool:
-        return self.equations[0].primitive.startswith(("reduce_", "argm"))
 
     @property
     def trips(self) -> int:
@@ -109,8 +107,10 @@ def groups_of(program: Program, rules: Sequence[Rule]) -> list[Group]:
     _schedule(groups)
     for group in reversed(groups):
         group.last = group.point
-        if not any(made.value.id in needed_outside for made in group.made) and _is_repeated(group, users[group.index]):
-            group.repeated = True
+        if not any(made.value.id in needed_outside for made in group.made):
+            group.folded = _is_folded(group, users[group.index])
+            group.repeated = group.folded or _is_repeated(group, users[group.index])
+        if group.repeated:
             group.last = max(user.last for user in users[group.index])
     return groups
 
@@ -188,9 +188,17 @@ def _schedule(groups: list[Group]) -> None:
         available.update((made.value.id, group.point + 1) for made in group.made)
 
 
+def _is_folded(group: Group, users: list[Group]) -> bool:
+    """Whether it is the product in a sum of products: of all that precedes a reduction, XLA folds only this into it."""
+    products = {equation.primitive for equation in group.equations} - MOVES
+    return bool(users) and products <= _PRODUCTS and {user.equations[0].primitive for user in users} == {"reduce_sum"}
+
+
 def _is_repeated(group: Group, users: list[Group]) -> bool:
-    """Whether XLA fuses an elementwise group into every group that reads it."""
-    if not group.fuses or not users or not all(user.fuses or user.reduces for user in users):
+    """Whether XLA fuses an elementwise group, or the slice that a loop takes, into every group that reads it."""
+    if not (group.fuses or group.equations[0].primitive == "scan_slice"):
+        return False
+    if not users or not all(user.fuses and not user.folded for user in users):
         return False
     return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)
 
