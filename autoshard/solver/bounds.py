@@ -1,0 +1,161 @@
+"""A `Problem` in, a proven lower bound and choices near it out: sequential tree-reweighted message passing (TRW-S).
+
+Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006: every edge carries a
+message to each of its ends, a share of its costs that the end's options pay instead. Sweeps over the nodes in order,
+forward and backward, move costs to where they bind, and what no choice can avoid is the bound. Memory enters as a price
+per byte at each pressure point: a choice that fits earns what its bytes fall short of the limit.
+
+Costs written with these messages say more than one number: how much dearer than the bound any choice with a given
+option must be. Options that make it dearer than a choice in hand can be forbidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.solver.problem import Edge, Problem
+from autoshard.solver.tables import classes
+from autoshard.solver.verify import ROUNDING
+
+
+class _Side:
+    """One end of an edge: which class each option of the node is in, and the message that the edge sends the node."""
+
+    def __init__(self, node: int, option_class: np.ndarray):
+        self.node = node
+        self.option_class = option_class
+        self.order = np.argsort(option_class, kind="stable")
+        self.starts = np.searchsorted(option_class[self.order], np.arange(option_class.max() + 1))
+        self.message = np.zeros(len(self.starts))  # per class
+
+    def least(self, costs: np.ndarray) -> np.ndarray:
+        """Per class, the least of its options' costs."""
+        return np.minimum.reduceat(costs[self.order], self.starts)
+
+
+class _Link:
+    """An edge as the node at one end sees it. Options with equal costs over the edge are one class."""
+
+    def __init__(self, own: _Side, other: _Side, table: np.ndarray):
+        self.own, self.other = own, other
+        self.table = table  # [own class, other class]
+        self.received = np.ascontiguousarray(table.T)  # [other class, own class]
+
+
+class Relaxation:
+    """Messages over the edges of a problem, and prices on its memory, that together prove a bound.
+
+    >>> problem = Problem((np.array([0.0, 3.0]),) * 2, (Edge(0, 1, np.array([[4.0, 0.0], [0.0, 9.0]])),), (), None)
+    >>> Relaxation(problem).sweep()
+    3.0
+
+    Every option must have a finite cost, and a finite pair over every edge; `simplify` sees to that.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        nodes = len(problem.costs)
+        tables: dict[tuple[int, int], np.ndarray] = {}
+        for edge in problem.edges:
+            i, j, table = (edge.i, edge.j, edge.costs) if edge.i < edge.j else (edge.j, edge.i, edge.costs.T)
+            tables[i, j] = tables[i, j] + table if (i, j) in tables else table
+        self.later: list[list[_Link]] = [[] for _ in range(nodes)]  # node -> its edges to nodes of higher number
+        self.earlier: list[list[_Link]] = [[] for _ in range(nodes)]
+        for (i, j), table in sorted(tables.items(), key=lambda item: item[0]):
+            rows, columns = classes(table), classes(table.T)
+            first_rows, first_columns = (np.unique(of, return_index=True)[1] for of in (rows, columns))
+            table = np.ascontiguousarray(table[np.ix_(first_rows, first_columns)])
+            own, other = _Side(i, rows), _Side(j, columns)
+            self.later[i].append(_Link(own, other, table))
+            self.earlier[j].append(_Link(other, own, table.T))
+        self.prices = _Prices(problem)
+        self.choice = [int(costs.argmin()) for costs in problem.costs]  # what the last sweep would take
+
+    def sweep(self, *, forward: bool = True) -> float:
+        """Updates all messages in one direction, and `choice`; the bound that they prove now."""
+        return self._sweep(forward, None)
+
+    def least(self, *, forward: bool = True) -> tuple[list[np.ndarray], float]:
+        """Sweeps; node -> option -> what no choice with that option can be cheaper than; and the bound."""
+        costs: list[np.ndarray] = [np.zeros(0)] * len(self.problem.costs)
+        bound = self._sweep(forward, costs)
+        return [bound + extra for extra in costs], bound
+
+    def _sweep(self, forward: bool, extras: list[np.ndarray] | None) -> float:
+        behind, ahead = (self.earlier, self.later) if forward else (self.later, self.earlier)
+        costs = self.prices.costs
+        bound = -self.prices.refund
+        nodes = range(len(costs)) if forward else range(len(costs) - 1, -1, -1)
+        for node in nodes:
+            to, since = ahead[node], behind[node]
+            total = costs[node].copy()
+            for link in to:
+                total += link.own.message[link.own.option_class]
+            taken = total.copy() if since else total
+            for link in since:
+                taken += link.received[link.other.option_class[self.choice[link.other.node]]][link.own.option_class]
+                total += link.own.message[link.own.option_class]
+            self.choice[node] = int(taken.argmin())
+            least = total.min()
+            bound += least
+            total -= least
+            share = total / max(len(to), len(since), 1)
+            for link in to:
+                rest = link.own.least(share) - link.own.message
+                message = (link.received + rest).min(axis=1)
+                least = message.min()
+                bound += least
+                link.other.message = message - least
+                if extras is not None:
+                    total += ((link.table - link.other.message).min(axis=1) - link.own.message - least)[
+                        link.own.option_class
+                    ]
+            if extras is not None:
+                extras[node] = total
+        return float(bound)
+
+
+class _Prices:
+    """A price per byte at each pressure point, what every option pays for its memory, and what the limit gives back."""
+
+    def __init__(self, problem: Problem):
+        points = problem.pressure_points() if problem.limit is not None else np.zeros(0, dtype=np.int64)
+        lives = problem.lives if len(points) else ()
+        self._plain = problem.costs
+        self._offsets = np.cumsum([0, *(len(costs) for costs in problem.costs)])
+        sizes = [len(live.usage) for live in lives]
+        none = np.zeros(0)
+        self._usage = np.concatenate([none, *(live.usage for live in lives)])  # of all options of all lives
+        self._option = np.concatenate(
+            [none, *(self._offsets[live.node] + np.arange(len(live.usage)) for live in lives)]
+        ).astype(np.int64)
+        self._start = np.repeat(np.searchsorted(points, [live.start for live in lives]), sizes)
+        self._end = np.repeat(np.searchsorted(points, [live.end for live in lives]), sizes)
+        self.limit = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
+        self.set(np.zeros(len(points)))
+
+    def set(self, prices: np.ndarray) -> None:
+        """Makes these the prices."""
+        self.values = prices
+        self.refund = self.limit * float(prices.sum())
+        self.costs = self._plain
+        if prices.any():
+            paid = np.append(0.0, prices.cumsum())
+            extra = (paid[self._end] - paid[self._start]) * self._usage
+            stacked = np.bincount(self._option, extra, minlength=self._offsets[-1])
+            self.costs = [
+                costs + stacked[start:end]
+                for costs, start, end in zip(self._plain, self._offsets[:-1], self._offsets[1:], strict=True)
+            ]
+
+    def over(self, choice) -> np.ndarray:
+        """Bytes per pressure point by which a choice is over the limit; negative where it is below."""
+        taken = np.zeros(self._offsets[-1], dtype=bool)
+        taken[self._offsets[:-1] + np.asarray(choice)] = True
+        taken = taken[self._option]
+        change = np.zeros(len(self.values) + 1)
+        np.add.at(change, self._start[taken], self._usage[taken])
+        np.subtract.at(change, self._end[taken], self._usage[taken])
+        return change.cumsum()[:-1] - self.limit
