@@ -7,6 +7,7 @@
 
 from autoshard.api import autoshard, evaluate, plan, propagate
 from autoshard.errors import (
+    ArgumentError,
     AutoshardError,
     ConflictError,
     MemoryLimitError,
@@ -20,6 +21,7 @@ from autoshard.plans import Plan, Prediction
 from autoshard.propagation import Propagated, UnknownPrimitiveWarning, register_rule
 
 __all__ = [
+    "ArgumentError",
     "AutoshardError",
     "Collective",
     "ConflictError",

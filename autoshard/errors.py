@@ -11,6 +11,10 @@ class AutoshardError(Exception):
     """Base of every error autoshard raises on purpose."""
 
 
+class ArgumentError(AutoshardError, TypeError):
+    """An option or argument of a kind that autoshard does not take."""
+
+
 class RuleError(AutoshardError):
     """A sharding rule that contradicts itself, its operands, or one already registered."""
 

@@ -16,12 +16,24 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from autoshard.errors import MeshError
 
 Layout = tuple[tuple[str, ...], ...]
 MeshShape = Mapping[str, int]
+
+
+def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The same mesh with Auto axes: constraints inside a step are errors on Explicit ones.
+
+    >>> with_auto_axes(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,))).axis_types
+    (Auto,)
+    """
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
 
 
 def replicated(ndim: int) -> Layout:
@@ -35,13 +47,10 @@ def layout_of(spec: PartitionSpec | None, ndim: int) -> Layout:
     Raises:
         MeshError: the spec names more dims than the array has, or one axis twice.
     """
-    entries = tuple(spec) if spec is not None else ()
+    entries = [None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec or ()]
     if len(entries) > ndim:
         raise MeshError(f"{spec} names {len(entries)} dims, but the array has {ndim}")
-    layout = tuple(
-        () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,) if isinstance(entry, str) else tuple(entry)
-        for entry in entries
-    )
+    layout = tuple((entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries)
     axes = [axis for dim in layout for axis in dim]
     if len(set(axes)) < len(axes):
         raise MeshError(f"{spec} uses a mesh axis twice; one axis can split one dim only")
@@ -91,7 +100,7 @@ def layouts_of(shape: Sequence[int], mesh: MeshShape) -> list[Layout]:
     found = []
     for dims in itertools.product([None, *range(len(shape))], repeat=len(mesh)):
         layout = tuple(
-            tuple(axis for axis, dim in zip(mesh, dims, strict=True) if dim == position) for position in range(len(shape))
+            tuple(axis for axis, split in zip(mesh, dims, strict=True) if split == dim) for dim in range(len(shape))
         )
         if divides(shape, layout, mesh):
             found.append(layout)

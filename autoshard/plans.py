@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from autoshard.errors import PlanError
-from autoshard.layout import Layout, layout_of, local_shape, spec_of
+from autoshard.layout import Layout, spec_of, with_auto_axes
 from autoshard.mesh.collectives import Collective
-from autoshard.program import Program, Value
+from autoshard.program import VALUE_KEYS, Program, Value
 from autoshard.solver.formulate import Formulation, Reader
 from autoshard.solver.problem import Solution
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from autoshard.report.verification import Verification
 
 _FORMAT = 1
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,8 @@ class Plan:
     memory: float | None  # the limit it was made for, bytes per device
     warnings: tuple[str, ...]
     annotations: Annotations = field(repr=False)
-    in_tree: Any = field(repr=False)  # of (args, kwargs)
-    out_tree: Any = field(repr=False)
+    argument_slots: tuple[tuple, dict] = field(repr=False)  # (args, kwargs), indices of arguments in their places
+    result_slots: Any = field(repr=False)  # the result, indices of results in their places
     comparison: Comparison = field(repr=False, default_factory=Comparison)
     lowering: Callable[[], jax.stages.Lowered] | None = field(repr=False, default=None)  # None: loaded, not yet bound
 
@@ -131,21 +133,17 @@ class Plan:
         Usable in `jax.jit(in_shardings=...)`, `jax.device_put` and orbax. Shardings of keyword arguments are in
         `keyword_shardings`.
         """
-        return self._in_shardings[0]
+        return _filled(self.argument_slots[0], self.flat_in_shardings)
 
     @property
     def keyword_shardings(self) -> dict:
         """A pytree of NamedSharding per keyword argument."""
-        return self._in_shardings[1]
-
-    @property
-    def _in_shardings(self) -> tuple[tuple, dict]:
-        return jax.tree.unflatten(self.in_tree, self.flat_in_shardings)
+        return _filled(self.argument_slots[1], self.flat_in_shardings)
 
     @property
     def out_shardings(self) -> Any:
         """A pytree of NamedSharding that mirrors the step's result."""
-        return jax.tree.unflatten(self.out_tree, self.flat_out_shardings)
+        return _filled(self.result_slots, self.flat_out_shardings)
 
     def abstract(self, argnum: int) -> Any:
         """An argument as ShapeDtypeStructs with shardings: what a checkpoint restores into.
@@ -157,7 +155,7 @@ class Plan:
             jax.ShapeDtypeStruct(placed.shape, _dtype(placed.dtype), sharding=sharding)
             for placed, sharding in zip(self.arguments, self.flat_in_shardings, strict=True)
         ]
-        return jax.tree.unflatten(self.in_tree, structs)[0][argnum]
+        return _filled(self.argument_slots[0][argnum], structs)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, to be committed or loaded again."""
@@ -165,19 +163,29 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path, mesh: Mesh | AbstractMesh) -> Plan:
-        """Reads a plan for `mesh`.
+        """Reads a plan for `mesh`, whose axes are used as Auto axes.
 
-        Containers that JSON knows nothing of (nnx modules, TrainState) come back as dicts; `bound_to` a program, as
-        `autoshard(plan=...)` does it, the trees are the step's own again.
+        Containers that JSON knows nothing of (nnx modules, TrainState) come back as dicts with the same keys. Given to
+        `autoshard(plan=...)`, the plan's trees are the step's own again.
 
         Raises:
             PlanError: the file is no plan, or one for another mesh.
         """
         try:
-            content = json.loads(Path(path).read_text())
-            return _from_json(content, mesh, where=str(path))
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise PlanError(f"{path} is not a plan that this version of autoshard can read: {error!r}") from error
+            return _from_json(json.loads(Path(path).read_text()), mesh, where=str(path))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"{path} is not a plan that this version of autoshard can read: {error!r}.\nSave the plan anew."
+            ) from error
+
+    def on(self, mesh: Mesh | AbstractMesh) -> Plan:
+        """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.
+
+        Raises:
+            PlanError: the mesh has other axes.
+        """
+        _check_mesh(dict(self.mesh.shape), mesh, f"the plan of {self.name}")
+        return replace(self, mesh=with_auto_axes(mesh), lowering=None)
 
     def bound_to(self, program: Program) -> Plan:
         """This plan with the containers of `program`.
@@ -186,14 +194,11 @@ class Plan:
             PlanError: the plan was made for another program.
         """
         if self.fingerprint != program.fingerprint:
-            ours = [(placed.name, placed.shape) for placed in self.arguments]
-            theirs = [(value.name, value.shape) for value in program.arguments]
-            difference = next((f": {a} in the plan, {b} in the step" for a, b in zip(ours, theirs, strict=False) if a != b), "")
             raise PlanError(
-                f"this plan was made for another program than {program.name}{difference or ' (its equations differ)'}.\n"
-                "Plan the step anew, or use the code and argument shapes that the plan was made with."
+                f"the plan was made for another program than {program.name}: {_difference(self, program)}.\n"
+                "Plan the step anew, or use the code, options and argument shapes that the plan was made with."
             )
-        return replace(self, in_tree=program.in_tree, out_tree=program.out_tree)
+        return replace(self, argument_slots=program.argument_slots, result_slots=program.result_slots)
 
     def verify(self) -> Verification:
         """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
@@ -215,6 +220,45 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def _filled(slots: Any, leaves: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda index: leaves[index], slots)
+
+
+def _dtype(name: str) -> Any:
+    """
+    >>> _dtype("bfloat16"), _dtype("key<fry>")
+    (dtype(bfloat16), key<fry>)
+    """
+    if not name.startswith("key<"):
+        return np.dtype(name)
+    keys = (jax.eval_shape(partial(jax.random.key, impl=impl), 0).dtype for impl in _KEY_IMPLEMENTATIONS)
+    known = {str(dtype): dtype for dtype in keys}
+    if name not in known:
+        raise PlanError(f"PRNG keys of type {name} are not among those that JAX comes with: {', '.join(known)}")
+    return known[name]
+
+
+def _check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str) -> None:
+    if list(planned.items()) != list(mesh.shape.items()):
+        raise PlanError(
+            f"{what} was made for the mesh {dict(planned)}, not for {dict(mesh.shape)}.\n"
+            "Plan the step anew on this mesh, or use a mesh of the plan's axes."
+        )
+
+
+def _difference(plan: Plan, program: Program) -> str:
+    ours = [f"{placed.name} {placed.dtype}{list(placed.shape)}" for placed in plan.arguments]
+    theirs = [str(value) for value in program.arguments]
+    for here, there in zip(ours, theirs, strict=False):
+        if here != there:
+            return f"{here} in the plan is {there} in the step"
+    if len(ours) != len(theirs):
+        return f"the plan has {len(ours)} arrays for arguments, the step {len(theirs)}"
+    if plan.carried != program.carried:
+        return "other results take the place of arguments (is donate_argnums the same?)"
+    return "the arguments are the same, but not the operations on them, or not what is donated"
 
 
 def make_plan(
@@ -242,8 +286,8 @@ def make_plan(
         memory=formulation.problem.limit,
         warnings=warnings,
         annotations=annotations,
-        in_tree=program.in_tree,
-        out_tree=program.out_tree,
+        argument_slots=program.argument_slots,
+        result_slots=program.result_slots,
         comparison=comparison or Comparison(),
     )
 
@@ -349,7 +393,7 @@ class _Choice:
 
 
 def _to_json(plan: Plan) -> dict:
-    annotations = plan.annotations
+    annotations, known = plan.annotations, plan.comparison.known
     return {
         "format": _FORMAT,
         "name": plan.name,
@@ -364,9 +408,9 @@ def _to_json(plan: Plan) -> dict:
         "results": [_placed_to_json(placed) for placed in plan.results],
         "carried": list(plan.carried.items()),
         "predicted": asdict(plan.predicted),
-        "alternatives": plan.comparison.known and {
-            name: predicted and asdict(predicted) for name, predicted in plan.comparison.known.items()
-        },
+        "alternatives": known and {name: predicted and asdict(predicted) for name, predicted in known.items()},
+        "argument_slots": _tree_to_json(plan.argument_slots),
+        "result_slots": _tree_to_json(plan.result_slots),
         "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
         "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
@@ -376,26 +420,20 @@ def _to_json(plan: Plan) -> dict:
 def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
     if content["format"] != _FORMAT:
         raise PlanError(f"{where} has format {content['format']}; this version of autoshard reads {_FORMAT}")
-    if content["mesh"] != dict(mesh.shape) or list(content["mesh"]) != list(mesh.axis_names):
-        raise PlanError(
-            f"{where} was made for the mesh {content['mesh']}, not for {dict(mesh.shape)}.\n"
-            "Plan the step anew on this mesh, or load the plan with a mesh of the same axes."
-        )
+    _check_mesh(content["mesh"], mesh, where)
     arguments = tuple(_placed_from_json(entry) for entry in content["arguments"])
     results = tuple(_placed_from_json(entry) for entry in content["results"])
     alternatives = content["alternatives"] and {
         name: predicted and _prediction_from_json(predicted) for name, predicted in content["alternatives"].items()
     }
-    wants = {
-        tuple(map(int, key.split("/"))): _layout(words) for key, words in content["wants"].items()
-    }
+    wants = {tuple(map(int, key.split("/"))): _layout(words) for key, words in content["wants"].items()}
     return Plan(
         name=content["name"],
-        mesh=mesh,
+        mesh=with_auto_axes(mesh),
         fingerprint=content["fingerprint"],
         arguments=arguments,
         results=results,
-        carried={argument: result for argument, result in content["carried"]},
+        carried=dict(content["carried"]),
         predicted=_prediction_from_json(content["predicted"]),
         status=content["status"],
         bound=content["bound"],
@@ -407,8 +445,8 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
             copies={int(value): _layout(words) for value, words in content["copies"].items()},
             wants=wants,
         ),
-        in_tree=None,
-        out_tree=None,
+        argument_slots=_tree_from_json(content["argument_slots"]),
+        result_slots=_tree_from_json(content["result_slots"]),
         comparison=Comparison(known=alternatives),
     )
 
@@ -440,3 +478,43 @@ def _words(layout: Layout) -> list[str]:
 
 def _layout(words: list[str]) -> Layout:
     return tuple(tuple(word.split(",")) if word else () for word in words)
+
+
+def _tree_to_json(tree: Any) -> Any:
+    """A pytree of numbers: tuples, lists and dicts as what they are, custom nodes as dicts.
+
+    >>> _tree_to_json((0, {"w": [1, None]}))
+    {'tuple': [0, {'dict': [['w', {'list': [1, None]}]]}]}
+    """
+    return _node_to_json(jax.tree.structure(tree), tree_flatten_with_path(tree)[0])
+
+
+def _node_to_json(structure: Any, leaves: list[tuple[tuple, int]]) -> Any:
+    """`leaves` holds (path from this node on, number)."""
+    if (node := structure.node_data()) is None:
+        return leaves[0][1]
+    kind, data = node
+    if kind is type(None):
+        return None
+    keys, children, start = [], [], 0
+    for child in structure.children():
+        below, start = leaves[start : start + child.num_leaves], start + child.num_leaves
+        keys.append(below[0][0][0] if below else None)
+        children.append(_node_to_json(child, [(path[1:], number) for path, number in below]))
+    if kind in (tuple, list):
+        return {kind.__name__: children}
+    if kind is dict:
+        return {"dict": [list(item) for item in zip(data, children, strict=True)]}
+    if len(keys) == 1 and keys[0] in VALUE_KEYS:
+        return children[0]
+    named = zip(keys, children, strict=True)
+    return {"dict": [[keystr((key,), simple=True), child] for key, child in named if key is not None]}
+
+
+def _tree_from_json(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    ((kind, children),) = node.items()
+    if kind == "dict":
+        return {key: _tree_from_json(child) for key, child in children}
+    return {"tuple": tuple, "list": list}[kind](map(_tree_from_json, children))

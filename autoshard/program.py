@@ -40,6 +40,9 @@ from jax.tree_util import GetAttrKey, SequenceKey, keystr, tree_flatten_with_pat
 
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, called_jaxpr, key_bytes, scan_counts
 
+# nnx holds every array in the `value` of a Variable; nobody wants to read that.
+VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
+
 
 @dataclass(frozen=True)
 class Source:
@@ -116,8 +119,21 @@ class Program:
         for equation in self.equations:
             operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
             results = [(x.id, x.shape, str(x.dtype)) for x in equation.outputs]
-            digest.update(f"{equation.primitive} {operands} {results} {equation.trips};".encode())
+            params = [f"{name}={text}" for name, text in _printed(equation.params)]
+            digest.update(f"{equation.primitive} {operands} {results} {params} {equation.trips};".encode())
+        results = [x.id if isinstance(x, Value) else x.shape for x in self.results]
+        digest.update(f"{results} {sorted(self.donated)} {sorted(self.carried.items())}".encode())
         return digest.hexdigest()[:16]
+
+    @property
+    def argument_slots(self) -> tuple[tuple, dict[str, Any]]:
+        """(args, kwargs), static arguments left out, with the index of each flat argument in its place."""
+        return jax.tree.unflatten(self.in_tree, range(len(self.arguments)))
+
+    @property
+    def result_slots(self) -> Any:
+        """The result, with the index of each flat result in its place."""
+        return jax.tree.unflatten(self.out_tree, range(len(self.results)))
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
@@ -164,7 +180,7 @@ class _Reader:
             arguments=arguments,
             constants=constants,
             results=results,
-            result_names=tuple(_slashed(path) for path in out_paths),
+            result_names=tuple(slashed(path) for path in out_paths),
             donated=donated,
             carried=_carried([path for path, _ in infos], arguments, out_paths, results, donated),
             in_tree=in_tree,
@@ -344,6 +360,12 @@ def _without_dead(equations: list[Equation], results: tuple) -> tuple[Equation, 
     )
 
 
+def _printed(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The parameters that print alike in every process: not sets, not objects with an address."""
+    texts = ((name, str(value)) for name, value in sorted(params.items()))
+    return [(name, text) for name, text in texts if " at 0x" not in text and "set(" not in text]
+
+
 def _read(env: Mapping, atom) -> Value | np.ndarray:
     return _constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
@@ -366,18 +388,18 @@ def _parameter_names(debug_info, infos) -> list[str]:
     for (path, _), described in zip(infos, debug_info.arg_names, strict=True):
         # `path` starts with (0, position) for positional and (1, keyword) for keyword arguments; only the debug info
         # knows what a positional parameter is called.
-        parameter = re.match(r"\w*", described or "").group() or _slashed(path[1:2])
-        names.append("/".join(filter(None, [parameter, _slashed(path[2:])])))
+        parameter = re.match(r"\w*", described or "").group() or slashed(path[1:2])
+        names.append("/".join(filter(None, [parameter, slashed(path[2:])])))
     return names
 
 
-def _slashed(path: tuple) -> str:
+def slashed(path: tuple) -> str:
+    """A key path as one reads it: ``params/0/w``."""
     return keystr(_without_value(path), simple=True, separator="/")
 
 
 def _without_value(path: tuple) -> tuple:
-    """nnx holds every array in the `value` of a Variable; nobody wants to read that."""
-    return path[:-1] if path and path[-1] in (GetAttrKey("value"), GetAttrKey("raw_value")) else path
+    return path[:-1] if path and path[-1] in VALUE_KEYS else path
 
 
 def _carried(in_paths, arguments, out_paths, results, donated) -> dict[int, int]:

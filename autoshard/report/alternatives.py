@@ -157,7 +157,8 @@ class _Problems:
     def finest(self, size: int) -> tuple[str, ...]:
         """The axes, in mesh order, that split a dim of this size into the most pieces."""
         subsets = (axes for n in range(len(self.mesh) + 1) for axes in itertools.combinations(self.mesh, n))
-        return max((axes for axes in subsets if size % shards(axes, self.mesh) == 0), key=lambda a: shards(a, self.mesh))
+        dividing = (axes for axes in subsets if size % shards(axes, self.mesh) == 0)
+        return max(dividing, key=lambda axes: shards(axes, self.mesh))
 
     def in_a_row(self, layout: Layout) -> bool:
         return sum(map(bool, layout)) <= 1

@@ -1,4 +1,4 @@
-"""A `Plan` in, the text that people read out: what lies where, what a step costs, and what the usual ways would cost."""
+"""A `Plan` in, text for people out: what lies where, what a step costs, and what the usual ways would cost."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
 from autoshard.errors import MeshError, PlanError
+from autoshard.layout import MeshShape, shards
 from autoshard.mesh.collectives import Collective
 from autoshard.plans import Plan
 from autoshard.report.hlo import peak_bytes, read_collectives
@@ -87,11 +87,9 @@ def traffic(collectives: Iterable[Collective]) -> Traffic:
     return found
 
 
-def as_cpu_shows(collectives: Iterable[Collective], mesh: Mapping[str, int]) -> list[Collective]:
+def as_cpu_shows(collectives: Iterable[Collective], mesh: MeshShape) -> list[Collective]:
     """XLA has no reduce_scatter on CPU: it runs an all_reduce of the whole, and a slice."""
-    return [
-        Collective("all_reduce", one.axes, one.bytes * math.prod(mesh[axis] for axis in one.axes), one.count, one.source)
-        if one.kind == "reduce_scatter"
-        else one
-        for one in collectives
-    ]
+    def shown(one: Collective) -> Collective:
+        return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
+
+    return [shown(one) if one.kind == "reduce_scatter" else one for one in collectives]

@@ -1,0 +1,91 @@
+"""What a user asks for beside the step in, checked `Options` out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from autoshard.errors import ArgumentError, MeshError
+from autoshard.layout import with_auto_axes
+from autoshard.mesh.presets import topology as preset
+from autoshard.mesh.topology import Topology
+
+TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
+
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan depends on besides the program."""
+
+    mesh: Mesh | AbstractMesh  # axis types Auto
+    topology: Topology
+    memory: float  # bytes per device
+    fixed: Mapping[str, PartitionSpec]  # path or glob -> spec
+    time_limit: float  # s
+
+
+def options_of(
+    mesh: Any, *, memory: Any = None, topology: Any = None, fixed: Any = None, time_limit: Any = 60.0
+) -> Options:
+    """The options as a user writes them, checked and with their defaults.
+
+    Raises:
+        MeshError: the topology has no link for an axis of the mesh.
+        ArgumentError: an option is of the wrong kind.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ArgumentError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, as jax.make_mesh gives; it is {mesh!r}")
+    if not mesh.axis_names:
+        raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
+    mesh = with_auto_axes(mesh)
+    if isinstance(topology, str):
+        topology = preset(topology, dict(mesh.shape))
+    elif topology is None:
+        topology = Topology.of(mesh)
+    elif not isinstance(topology, Topology):
+        raise ArgumentError(f"topology must be a Topology or the name of a preset; it is {topology!r}")
+    topology.check(mesh.shape)
+    if fixed is not None and not isinstance(fixed, Mapping):
+        raise ArgumentError(f"fixed must be a dict from path or glob to PartitionSpec; it is {fixed!r}")
+    for pattern, spec in (fixed or {}).items():
+        if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
+            raise ArgumentError(f"fixed[{pattern!r}] = {spec!r}; a path or glob and its PartitionSpec are needed")
+    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit >= 0:
+        raise ArgumentError(f"time_limit={time_limit!r}; seconds are needed, 0 or more")
+    limit = topology.memory_bytes if memory is None else bytes_of(memory)
+    return Options(mesh, topology, limit, dict(fixed or {}), float(time_limit))
+
+
+def check_jit_keywords(keywords: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ArgumentError: some keyword is neither autoshard's nor one of `jax.jit` that makes sense here.
+    """
+    unknown = sorted(keywords.keys() - set(JIT_KEYWORDS))
+    if unknown:
+        hint = "\nShardings that arguments must have go into fixed=." if "in_shardings" in unknown else ""
+        known = ", ".join(JIT_KEYWORDS)
+        raise ArgumentError(f"autoshard takes no {', '.join(unknown)}; of jax.jit it takes {known}{hint}")
+
+
+def bytes_of(size: str | float) -> float:
+    """Bytes of ``"14GiB"``, ``"800 MB"`` or a plain number.
+
+    >>> bytes_of("1.5KiB"), bytes_of("2 MB"), bytes_of(800)
+    (1536.0, 2000000.0, 800.0)
+    """
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        number, prefix, binary = match.groups()
+        return float(number) * (1024 if binary else 1000) ** (_POWERS[prefix.lower()] if prefix else 0)
+    if isinstance(size, str | bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+        raise ArgumentError(f"memory={size!r} is not a size; write bytes as a number, or as '14GiB' or '800MB'")
+    return float(size)

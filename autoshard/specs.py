@@ -1,0 +1,156 @@
+"""PartitionSpecs as users write them in, layouts by index of argument or result out."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.errors import ConflictError, MeshError
+from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
+from autoshard.program import Program, Value
+
+_LISTED = 20  # arguments that a message names at most
+
+
+def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: MeshShape) -> dict[int, Layout]:
+    """Argument index -> layout, from paths and globs.
+
+    A pattern fits an argument if it fits the end of its path from some key on: "params/w" fits "state/params/w".
+
+    Raises:
+        ConflictError: a pattern fits no argument, a spec does not fit its array, or two contradict each other.
+    """
+    layouts: dict[int, Layout] = {}
+    fixed_by: dict[int, str] = {}
+    for pattern, spec in fixed.items():
+        matches = [i for i, value in enumerate(program.arguments) if _fits(pattern, value.name)]
+        if not matches:
+            known = _names(program)
+            raise ConflictError(f"fixed: no argument of {program.name} fits {pattern!r}; its arguments are {known}")
+        for i in matches:
+            value = program.arguments[i]
+            try:
+                layout = _layout(spec, value, mesh)
+                _check_jit_takes(layout, value, mesh)
+            except MeshError as error:
+                raise ConflictError(f"fixed[{pattern!r}]: {error}") from None
+            if layouts.setdefault(i, layout) != layout:
+                raise ConflictError(
+                    f"fixed[{pattern!r}] wants {value} to be {spec_of(layout)}, fixed[{fixed_by[i]!r}] wants it to be "
+                    f"{spec_of(layouts[i])}.\nDrop one of them, or make the patterns narrower."
+                )
+            fixed_by.setdefault(i, pattern)
+    position = {id(value): i for i, value in enumerate(program.arguments)}
+    for argument, result in program.carried.items():
+        origin = position.get(id(program.results[result]), argument)
+        if {argument, origin} <= layouts.keys() and layouts[argument] != layouts[origin]:
+            raise ConflictError(
+                f"{program.arguments[origin]} becomes {program.arguments[argument]} in the next step, but "
+                f"fixed[{fixed_by[origin]!r}] wants it to be {spec_of(layouts[origin])}, and "
+                f"fixed[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
+            )
+    return layouts
+
+
+def argument_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, Layout]:
+    """Argument index -> layout, from a tuple that is a prefix of the positional arguments; None leaves it open.
+
+    Raises:
+        MeshError: the tuple is no prefix, or a spec does not fit its array or the mesh.
+    """
+    arguments = program.argument_slots[0]
+    if not isinstance(tree, tuple) or isinstance(tree, PartitionSpec) or len(tree) != len(arguments):
+        raise MeshError(f"one sharding per positional argument is needed, in a tuple of {len(arguments)}, not {tree!r}")
+    return dict(_from_prefix(tree, arguments, program.arguments, mesh))
+
+
+def check_jit_takes(program: Program, layouts: Mapping[int, Layout], mesh: MeshShape) -> None:
+    """
+    Raises:
+        MeshError: some argument's layout is none that `jax.jit` takes for an argument, or that a plan can hold.
+    """
+    for i, layout in layouts.items():
+        _check_jit_takes(layout, program.arguments[i], mesh)
+
+
+def result_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, Layout]:
+    """Result index -> layout, from a prefix of the result; None leaves it open.
+
+    Raises:
+        MeshError: the tree is no prefix, or a spec does not fit its array or the mesh.
+    """
+    return dict(_from_prefix(tree, program.result_slots, program.results, mesh))
+
+
+def _from_prefix(
+    tree: Any, slots: Any, values: Sequence[Value | np.ndarray], mesh: MeshShape
+) -> Iterator[tuple[int, Layout]]:
+    """Index -> layout; `slots` holds the index of each value in its place."""
+
+    def is_entry(node: Any) -> bool:
+        return node is None or isinstance(node, PartitionSpec | NamedSharding)
+
+    def note(entry: Any, below: Any) -> None:
+        entries.append((entry, jax.tree.leaves(below)))
+
+    entries: list[tuple[Any, list[int]]] = []
+    try:
+        jax.tree.map(note, tree, slots, is_leaf=is_entry)
+    except ValueError as error:
+        raise MeshError(f"the shardings are no prefix of what they are for: {error}") from None
+    for entry, below in entries:
+        spec = entry.spec if isinstance(entry, NamedSharding) else entry
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise MeshError(f"a sharding is a PartitionSpec, a NamedSharding or None; {spec!r} is none of them")
+        if spec is not None:
+            yield from ((i, _layout(spec, values[i], mesh)) for i in below)
+
+
+def _layout(spec: PartitionSpec, value: Value | np.ndarray, mesh: MeshShape) -> Layout:
+    """`spec` for this array.
+
+    Raises:
+        MeshError: it has more dims than the array, names an axis twice, or one that the mesh does not have.
+    """
+    array = str(value) if isinstance(value, Value) else f"{value.dtype}{list(value.shape)}"
+    try:
+        layout = layout_of(spec, len(value.shape))
+    except MeshError as error:
+        raise MeshError(f"{spec} does not fit {array}: {error}") from None
+    unknown = [axis for axes in layout for axis in axes if axis not in mesh]
+    if unknown:
+        raise MeshError(f"{spec} names {', '.join(map(repr, unknown))}; the mesh has the axes {dict(mesh)}")
+    return layout
+
+
+def _check_jit_takes(layout: Layout, value: Value, mesh: MeshShape) -> None:
+    for dim, (size, axes) in enumerate(zip(value.shape, layout, strict=True)):
+        if size % shards(axes, mesh):
+            raise MeshError(
+                f"{spec_of(layout)} splits dim {dim} of {value} over {shards(axes, mesh)} devices, which do not divide "
+                f"{size}.\nPad it to a multiple of {shards(axes, mesh)}, or split another dim."
+            )
+    if not in_mesh_order(layout, mesh):
+        spec = spec_of(layout)
+        raise MeshError(f"{spec} splits a dim of {value} over axes in another order than that of the mesh {dict(mesh)}")
+
+
+def whole(program: Program) -> dict[int, Layout]:
+    """The layouts that keep every argument whole."""
+    return {i: replicated(len(value.shape)) for i, value in enumerate(program.arguments)}
+
+
+def _fits(pattern: str, name: str) -> bool:
+    keys = name.split("/")
+    return any(fnmatch.fnmatchcase("/".join(keys[i:]), pattern) for i in range(len(keys)))
+
+
+def _names(program: Program) -> str:
+    names = [value.name for value in program.arguments]
+    rest = len(names) - _LISTED
+    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
