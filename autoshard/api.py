@@ -27,8 +27,10 @@ from autoshard.report.text import bytes_text
 from autoshard.solver import solve
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
-from autoshard.solver.problem import InfeasibleError
+from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.specs import argument_layouts, check_jit_takes, fixed_layouts, result_layouts, whole
+
+_ROUNDED_UP = 0.01  # no formulation adds a larger share of the limit to its problem's bytes; within it, solve exactly
 
 
 def autoshard(
@@ -271,10 +273,19 @@ def _planned(program: Program, options: Options) -> Plan:
         fixed=fixed_layouts(program, options.fixed, mesh_shape),
     )
     try:
-        solution = solve(formulation.problem, time_limit=options.time_limit)
+        solution = _solved(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error) from None
     return make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
+
+
+def _solved(formulation: Formulation, time_limit: float) -> Solution:
+    try:
+        return solve(formulation.problem, time_limit=time_limit)
+    except InfeasibleError as error:
+        if error.needed > (1 + _ROUNDED_UP) * error.limit:
+            raise
+    return solve(replace(formulation.problem, lives=tuple(formulation.lives)), time_limit=time_limit)
 
 
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:
@@ -297,10 +308,11 @@ def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
 def _memory_error(program: Program, error: InfeasibleError) -> MemoryLimitError:
     largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
     listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
+    unit, size = ("KiB", 2**10) if error.needed < 2**20 else ("MiB", 2**20)
     return MemoryLimitError(
         f"no sharding fits in {bytes_text(error.limit)} per device; the smallest that does needs "
         f"{bytes_text(error.needed)}.\nLargest values, before sharding:\n{listed}\n"
-        f"Try memory='{math.ceil(error.needed / 2**20)}MiB', a larger mesh, or jax.checkpoint around the lines above.",
+        f"Try memory='{math.ceil(error.needed / size)}{unit}', a larger mesh, or jax.checkpoint around the lines above.",
         budget=error.limit,
         needed=error.needed,
     )

@@ -96,7 +96,7 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
     try:
         named = inspect.signature(fn).bind(*args, **kwargs).arguments
     except (ValueError, TypeError):
-        named = dict(enumerate(args)) | dict(kwargs)
+        named = {f"argument {i}": arg for i, arg in enumerate(args)} | dict(kwargs)
     for path, leaf in jax.tree_util.tree_flatten_with_path(dict(named))[0]:
         try:
             type_of(leaf)
