@@ -232,15 +232,17 @@ class _Formulator:
         readers = self.readers[value.id]
         held = holding(value, group, [(reader.group, reader.use) for reader in readers if reader.use])
         left_bytes = np.array([self.prices.local_bytes(value, layout) for layout in leaves])
+        end = len(self.program.equations)
+        waits = np.zeros(len(leaves), bool)
+        if group.late:  # reductions that XLA combines into one wait for the last of them
+            waits = np.array([any(f.kind == ALL_REDUCE for f in s.finishes) for s in self._strategies(group)])
+            self.lives.append(Live(node, group.point, end, left_bytes * waits))
         if value.id in outputs:
-            self.lives.append(Live(node, 0, len(self.program.equations), left_bytes))
+            self.lives.append(Live(node, 0, end, left_bytes))
         elif held.made and value.id not in in_place:
-            self.lives.append(Live(node, *held.made, left_bytes))
+            self.lives.append(Live(node, *held.made, left_bytes * ~waits))
         if scratch := scratch_copies(group):
             self.lives.append(Live(node, group.point, group.point + 1, left_bytes * scratch))
-        if group.late:  # reductions that XLA combines into one wait for the last of them
-            combined = np.array([any(f.kind == ALL_REDUCE for f in s.finishes) for s in self._strategies(group)])
-            self.lives.append(Live(node, group.point + 1, len(self.program.equations), left_bytes * combined))
         stored = held.used is not None and value.id not in outputs and value.id not in in_place
         if len(readers) == 1:
             (reader,) = readers

@@ -17,6 +17,8 @@ from autoshard.propagation.rule import Dims, Rule
 # Equations that only rename or repeat what they read: XLA folds them into their consumers.
 MOVES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "iota", "reshape", "squeeze", "transpose"})
 
+_VIEWS = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})  # a matrix product reads through them
+
 # What XLA does not compute twice to save a buffer (its HloInstruction cost class "expensive").
 _EXPENSIVE = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma igammac "
@@ -69,6 +71,15 @@ class Group:
     @property
     def only_moves(self) -> bool:
         return all(equation.primitive in MOVES for equation in self.equations)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether it writes what a loop's body makes into the loop's result, in place."""
+        return self.equations[0].primitive == "scan_stack"
+
+    @property
+    def contracts(self) -> bool:
+        return self.equations[0].primitive == "dot_general"
 
     @property
     def trips(self) -> int:
@@ -179,11 +190,13 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
 
 
 def _schedule(groups: list[Group]) -> None:
-    """Late elementwise groups (optimizer updates) run as soon as they can, as XLA schedules them; others in order."""
+    """What XLA runs as soon as it can: late elementwise groups (optimizer updates), what a loop stacks, and what reads
+    nothing. Others run in program order.
+    """
     available: dict[int, int] = {}  # value -> the point from which it is there
     for group in groups:
         group.point = group.equations[-1].index
-        if group.late and group.fuses:
+        if (group.late and group.fuses) or group.stacks or not group.uses:
             group.point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
         available.update((made.value.id, group.point + 1) for made in group.made)
 
@@ -195,10 +208,11 @@ def _is_folded(group: Group, users: list[Group]) -> bool:
 
 
 def _is_repeated(group: Group, users: list[Group]) -> bool:
-    """Whether XLA fuses an elementwise group, or the slice that a loop takes, into every group that reads it."""
-    if not (group.fuses or group.equations[0].primitive == "scan_slice"):
+    """Whether XLA fuses an elementwise group, a view, or the slice that a loop takes, into every group that reads it."""
+    if not users or not (group.fuses or group.equations[0].primitive == "scan_slice"):
         return False
-    if not users or not all(user.fuses and not user.folded for user in users):
+    views = all(equation.primitive in _VIEWS for equation in group.equations)
+    if not all(user.stacks or (user.fuses and not user.folded) or (views and user.contracts) for user in users):
         return False
     return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)
 
