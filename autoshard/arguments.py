@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autoshard.errors import ArgumentError, MeshError
@@ -75,7 +74,7 @@ def type_of(leaf: Any) -> ArrayType:
     Raises:
         TypeError: the leaf is none of them.
 
-    >>> type_of(1.0), type_of(jnp.zeros(3))
+    >>> type_of(1.0), type_of(jax.numpy.zeros(3))
     (((), dtype('float32'), True), ((3,), dtype('float32'), False))
     """
     if isinstance(leaf, jax.Array):
@@ -110,7 +109,10 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
 
 
 def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
-    """The arrays on the mesh as the plan wants them; what is in place already is not touched.
+    """The arrays on the mesh as the plan wants them.
+
+    What has the plan's very sharding is not touched, and deleted if it is donated. An array that merely lies alike, on
+    a mesh of Explicit axes say, is moved as any other: `jax.jit` would compile once more for it.
 
     Raises:
         MeshError: an array lies on devices that the mesh does not have.
@@ -124,8 +126,6 @@ def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
 
 def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            return leaf
         elsewhere = leaf.sharding.device_set - sharding.device_set
         if elsewhere and leaf.committed:
             raise MeshError(
@@ -133,5 +133,6 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
                 f"{dict(sharding.mesh.shape)}.\nMove it first (jax.device_put), or give autoshard a mesh that has them."
             )
         if donated and len(elsewhere) < len(leaf.sharding.device_set):
-            leaf = jnp.copy(leaf)  # device_put may share the buffer, and to donate that would delete the user's array
+            # What device_put below makes may share the array's memory, and to donate that would delete the user's array.
+            leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
     return jax.device_put(leaf, sharding)

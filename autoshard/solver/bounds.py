@@ -11,13 +11,22 @@ option must be. Options that make it dearer than a choice in hand can be forbidd
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.tables import classes
 from autoshard.solver.verify import ROUNDING
+
+UNPRICED = 20  # rounds of sweeps before memory gets its first price
+STEP = 0.3  # of the way to the known cost, as the slope of the bound points there: what prices move by
+SMOOTHING = 0.7  # of a price's direction that comes from earlier rounds, since each choice says little
+PATIENCE = 15  # rounds of prices that do not raise the bound, after which steps get shorter
+SHORTER = 0.7
+WORTH = 0.02  # of the gap: what PAUSE rounds must close for more of them to be worth their time
+PAUSE = 25  # rounds
 
 
 class _Side:
@@ -72,6 +81,41 @@ class Relaxation:
             self.earlier[j].append(_Link(other, own, table.T))
         self.prices = _Prices(problem)
         self.choice = [int(costs.argmin()) for costs in problem.costs]  # what the last sweep would take
+
+    def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Sweeps forward and backward and sets prices, as long as the bound grows; after each sweep a choice and a bound.
+
+        Args:
+            known: the cost of the best choice by now; inf if there is none.
+        """
+        best, tried, length, direction = -np.inf, 0, STEP, None
+        worth, before = np.inf, -np.inf  # the gap, and the bound, at the last look
+        prices = self.prices.values  # with which the bound was best
+        for round_number in itertools.count():
+            for forward in (True, False):
+                bound = self.sweep(forward=forward)
+                yield tuple(self.choice), bound
+            gap = min(known() - best, abs(best))
+            if bound > best:
+                tried = 0 if bound > best + 1e-3 * gap else tried
+                best, prices = bound, self.prices.values
+            if round_number % PAUSE == PAUSE - 1 and round_number > UNPRICED:
+                if before > -np.inf and best - before < WORTH * (known() - before):
+                    return
+                before = best
+            if round_number < UNPRICED or not len(prices):
+                continue
+            over = self.prices.over(self.choice)
+            direction = over if direction is None else SMOOTHING * direction + (1 - SMOOTHING) * over
+            slope = np.where((self.prices.values <= 0) & (direction < 0), 0.0, direction)
+            tried += 1
+            if tried > PATIENCE:
+                tried, length = 0, length * SHORTER
+                self.prices.set(prices)
+            elif slope.any():
+                target = min(known(), best + abs(best)) - bound
+                step = length * target / (slope @ slope)
+                self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
 
     def sweep(self, *, forward: bool = True) -> float:
         """Updates all messages in one direction, and `choice`; the bound that they prove now."""
@@ -150,7 +194,7 @@ class _Prices:
                 for costs, start, end in zip(self._plain, self._offsets[:-1], self._offsets[1:], strict=True)
             ]
 
-    def over(self, choice) -> np.ndarray:
+    def over(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes per pressure point by which a choice is over the limit; negative where it is below."""
         taken = np.zeros(self._offsets[-1], dtype=bool)
         taken[self._offsets[:-1] + np.asarray(choice)] = True
