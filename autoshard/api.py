@@ -313,7 +313,7 @@ def _memory_error(program: Program, error: InfeasibleError) -> MemoryLimitError:
     return MemoryLimitError(
         f"no sharding fits in {bytes_text(error.limit)} per device; the smallest that does needs "
         f"{bytes_text(error.needed)}.\nLargest values, before sharding:\n{listed}\n"
-        f"Try memory='{math.ceil(error.needed / size)}{unit}', a larger mesh, or jax.checkpoint around the lines above.",
+        f"Try memory='{math.ceil(error.needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
         budget=error.limit,
         needed=error.needed,
     )

@@ -119,7 +119,8 @@ def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
     """
     placed = list(leaves)
     for i, (leaf, sharding) in enumerate(zip(leaves, plan.flat_in_shardings, strict=True)):
-        if getattr(leaf, "sharding", None) != sharding:
+        lies = getattr(leaf, "sharding", None)
+        if lies is not sharding and lies != sharding:
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
     return placed
 
@@ -133,6 +134,6 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
                 f"{dict(sharding.mesh.shape)}.\nMove it first (jax.device_put), or give autoshard a mesh that has them."
             )
         if donated and len(elsewhere) < len(leaf.sharding.device_set):
-            # What device_put below makes may share the array's memory, and to donate that would delete the user's array.
+            # What device_put makes below may share the array's memory, and to donate that would delete the array.
             leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
     return jax.device_put(leaf, sharding)

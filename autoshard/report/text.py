@@ -70,7 +70,8 @@ def table_text(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         table.add_column(header.strip(), justify="right" if header.startswith(" ") else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
+    plain = {"color_system": None, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
+    console = Console(file=io.StringIO(), width=WIDTH, **plain)
     console.print(table)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
