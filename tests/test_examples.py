@@ -12,8 +12,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 RUNS = [  # command line, a pattern for each promised piece of output
     (
-        "train_gpt.py --steps 3 --layers 1 --width 64 --context 32 --mesh 2x4 --memory 20MiB",
-        [r"all_reduce", r"│ 3 +│ \d\.\d+", r"difference between the two: (\d\.\de-0[5-9]|0\.0e\+00)", r"model writes"],
+        "train_gpt.py --steps 3 --layers 1 --width 64 --context 32 --mesh 2x4 --memory 1.4MiB",
+        [
+            r"1\.\d MiB of 1\.4 MiB per device",
+            r"all_reduce +data, model",
+            r"│ 3 +│ \d\.\d+",
+            r"difference between the two: (\d\.\de-0[5-9]|0\.0e\+00)",
+            r"model writes",
+        ],
     ),
     ("cnn_digits.py --steps 3", [r"step   3  loss \d\.\d+", r"Accuracy on 360 images it has not seen: \d+\.\d%"]),
     ("moe.py --steps 3", [r"\d+ x [\d,]+ bytes, from moe.py:\d+", r"step   3  loss (\d\.\d{4}).*on one device \1"]),

@@ -1,5 +1,6 @@
 """Every notebook runs from its first cell to its last."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -8,6 +9,15 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+PROMISED = {  # notebook -> a pattern for each promised piece of what its cells print
+    "01_quickstart": [
+        r"Predicted +per step",  # the plan, its tables in the text where print puts them
+        r"peak memory +[\d.]+ [KM]iB +[\d.]+ [KM]iB\n",  # no "differs" behind the figures
+        r"step  40 +8 devices (\d\.\d{3})\d* +one device \1",
+        r"FSDP +[\d,]+ us per step",
+    ]
+}
 
 
 def execute(notebook: nbformat.NotebookNode) -> str:
@@ -22,7 +32,9 @@ def test_runs(path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit notebooks without their outputs"
-    assert "one device" in execute(notebook)
+    printed = execute(notebook)
+    missing = [pattern for pattern in PROMISED[path.stem] if not re.search(pattern, printed)]
+    assert not missing, f"{missing} not in what {path.name} prints:\n{printed}"
 
 
 def test_a_failing_cell_fails():
