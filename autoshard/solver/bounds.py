@@ -20,13 +20,14 @@ from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.tables import classes
 from autoshard.solver.verify import ROUNDING
 
-UNPRICED = 20  # rounds of sweeps before memory gets its first price
-STEP = 0.3  # of the way to the known cost, as the slope of the bound points there: what prices move by
-SMOOTHING = 0.7  # of a price's direction that comes from earlier rounds, since each choice says little
+UNPRICED = 20  # rounds before memory gets its first price
+STEP = 0.3  # of the way to the known cost, as the slope of the bound points there: how far prices move in a round
+SMOOTHING = 0.7  # of the slope that comes from earlier rounds, since one choice says little
 PATIENCE = 15  # rounds of prices that do not raise the bound, after which steps get shorter
-SHORTER = 0.7
-WORTH = 0.02  # of the gap: what PAUSE rounds must close for more of them to be worth their time
-PAUSE = 25  # rounds
+LITTLE = 1e-2  # of the gap: a rise that does not count as one
+SHORTER, SHORTEST = 0.7, 0.05  # factor between step lengths; of the first length: the last one
+PAUSE = 25  # rounds without prices between two looks at whether they pay ...
+WORTH = 0.02  # ... which they do if they closed this much of the gap
 
 
 class _Side:
@@ -83,39 +84,44 @@ class Relaxation:
         self.choice = [int(costs.argmin()) for costs in problem.costs]  # what the last sweep would take
 
     def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Sweeps forward and backward and sets prices, as long as the bound grows; after each sweep a choice and a bound.
+        """Sweeps forward and backward and sets prices, as long as it pays; after each sweep a choice and a bound.
 
         Args:
             known: the cost of the best choice by now; inf if there is none.
         """
-        best, tried, length, direction = -np.inf, 0, STEP, None
-        worth, before = np.inf, -np.inf  # the gap, and the bound, at the last look
-        prices = self.prices.values  # with which the bound was best
-        for round_number in itertools.count():
+        best, before = -np.inf, -np.inf  # the bound, now and at the last look
+        prices, tried, length, direction = self.prices.values, 0, STEP, None
+        for count in itertools.count(1):
             for forward in (True, False):
                 bound = self.sweep(forward=forward)
                 yield tuple(self.choice), bound
             gap = min(known() - best, abs(best))
             if bound > best:
-                tried = 0 if bound > best + 1e-3 * gap else tried
+                tried = 0 if bound > best + LITTLE * gap else tried
                 best, prices = bound, self.prices.values
-            if round_number % PAUSE == PAUSE - 1 and round_number > UNPRICED:
-                if before > -np.inf and best - before < WORTH * (known() - before):
+            if count % PAUSE == 0 and not (prices.any() or self.prices.values.any()):
+                if best - before < WORTH * gap:
                     return
                 before = best
-            if round_number < UNPRICED or not len(prices):
+            if count < UNPRICED or not len(prices):
                 continue
             over = self.prices.over(self.choice)
             direction = over if direction is None else SMOOTHING * direction + (1 - SMOOTHING) * over
             slope = np.where((self.prices.values <= 0) & (direction < 0), 0.0, direction)
+            if not slope.any():  # all fits, and nothing has a price
+                continue
             tried += 1
             if tried > PATIENCE:
-                tried, length = 0, length * SHORTER
+                tried, length, direction = 0, length * SHORTER, None
                 self.prices.set(prices)
-            elif slope.any():
+                if length < SHORTEST * STEP:
+                    break
+            else:
                 target = min(known(), best + abs(best)) - bound
-                step = length * target / (slope @ slope)
-                self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
+                self.prices.set(np.maximum(0.0, self.prices.values + length * target / (slope @ slope) * slope))
+        for forward in (True, False) * UNPRICED:  # until the messages suit the best prices again
+            bound = self.sweep(forward=forward)
+            yield tuple(self.choice), bound
 
     def sweep(self, *, forward: bool = True) -> float:
         """Updates all messages in one direction, and `choice`; the bound that they prove now."""

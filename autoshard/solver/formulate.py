@@ -25,7 +25,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.groups import Group, Use, groups_of
-from autoshard.solver.memory import aliased, copied_when_donated, holding, scratch_copies, use_span
+from autoshard.solver.memory import aliased, copied_when_donated, holding, repeats, scratch_copies, transposes, use_span
 from autoshard.solver.prices import Priced, Prices
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.strategies import ALL_REDUCE, Strategy
@@ -121,6 +121,7 @@ class _Formulator:
         self.lives: list[Live] = []
         self.shared: dict[int, Shared] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
+        self.start = {made.value.id: group.point for group in groups for made in group.made}
 
     def formulation(self, memory: float | None) -> Formulation:
         first_group = len(self.program.arguments)
@@ -187,7 +188,10 @@ class _Formulator:
             if spans:
                 start, end = min(s for s, _ in spans), max(e for _, e in spans)
                 gradient = copied.get(index)
-                bare = homes if index in copied and gradient is None else np.zeros_like(homes)
+                if any(transposes(reader.use) for reader in self.readers[value.id] if reader.use):
+                    start, gradient, bare = 0, None, homes
+                else:
+                    bare = homes if index in copied and gradient is None else np.zeros_like(homes)
                 copies = np.array([self.prices.local_bytes(value, kept.copy) for kept in kepts])
                 extra = np.where([kept.copy == kept.home for kept in kepts], bare, copies)
                 self.lives.append(Live(index, start, end, extra))
@@ -241,6 +245,8 @@ class _Formulator:
             self.lives.append(Live(node, 0, end, left_bytes))
         elif held.made and value.id not in in_place:
             self.lives.append(Live(node, *held.made, left_bytes * ~waits))
+        for use in repeats(group):
+            self.lives.append(Live(node, self.start.get(use.value.id, 0), group.point + 1, left_bytes))
         if scratch := scratch_copies(group):
             self.lives.append(Live(node, group.point, group.point + 1, left_bytes * scratch))
         stored = held.used is not None and value.id not in outputs and value.id not in in_place

@@ -7,6 +7,9 @@ Program point `t` is the moment equation `t` runs. What holds memory:
   that is written over it: XLA then works on a copy. An all_reduce of the gradient, combined with all others, does
   come after every use, and saves the copy;
 * a result that takes no argument's place, all the time, as XLA reserves result buffers for the whole program;
+* an argument of more than two dims a second time, transposed, from the start to its last use, if a matrix product
+  reads it with the contracted dims where XLA does not want them;
+* what a product repeats of a smaller value, in full, until the reduction that the product is folded into;
 * every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
   while it is used in the layout it is used in.
 
@@ -17,6 +20,7 @@ from is held until the last of them. Values inside a group are never stored.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +71,24 @@ def scratch_copies(group: Group) -> int:
     if group.equations[0].primitive == "select_and_scatter_add":
         return len(group.made[0].value.shape) + 1
     return 0
+
+
+def transposes(use: Use) -> bool:
+    """Whether XLA's CPU backend makes a transposed copy of this operand; it reads matrices either way round."""
+    if use.equation.primitive != "dot_general" or len(use.value.shape) <= 2:
+        return False
+    contracted, batched = (sides[use.operand] for sides in use.equation.params["dimension_numbers"])
+    kept = [dim for dim in range(len(use.value.shape)) if dim not in (*contracted, *batched)]
+    wanted = (*batched, *kept, *contracted) if use.operand == 0 else (*batched, *contracted, *kept)
+    return list(wanted) != sorted(wanted)
+
+
+def repeats(group: Group) -> list[Use]:
+    """The operands that XLA writes out at the full size of the product, ahead of the reduction it is folded into."""
+    if not group.folded:
+        return []
+    size = math.prod(group.made[0].value.shape)
+    return [use for use in group.uses if 1 < math.prod(use.value.shape) < size]
 
 
 def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holding:

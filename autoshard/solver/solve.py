@@ -144,40 +144,59 @@ class _Search:
 
     def part(self, known: _Known) -> None:
         """Solves a problem that is one part and cannot be simplified."""
+        if sum(map(len, known.problem.costs)) <= FEW_OPTIONS:
+            return self.program(known)
         relaxation = Relaxation(known.problem)
-        for round_, (choice, bound) in enumerate(relaxation.rounds(lambda: known.cost)):
+        for choice, bound in relaxation.rounds(lambda: known.cost):
             known.offer(choice)
             known.prove(bound)
             if known.solved:
                 return
             self.check_time()
-        if DEBUG: print("part", known.problem, "after",round_, known.cost, known.bound, time.monotonic()-T0)
+        if DEBUG: print("part", known.problem, known.cost, known.bound, time.monotonic()-T0)
+        self.moves(known)
+        if DEBUG: print("  moved", known.problem, known.cost, known.bound, time.monotonic()-T0)
+        if known.solved:
+            return
+        (one, _), (other, _) = relaxation.least(forward=True), relaxation.least(forward=False)
+        least = [np.maximum(a, b) for a, b in zip(one, other, strict=True)]
+        ceiling = max(map(np.max, least))
+        for share in SHARES:
+            enough = min(known.cost - ENOUGH * abs(known.cost), known.bound + share * (min(ceiling, known.cost)-known.bound))
+            kept = [of_node < enough for of_node in least]
+            if DEBUG: print("  share", share, "kept", sum(map(np.sum, kept)), "of", sum(map(len,kept)), time.monotonic()-T0)
+            if sum(map(np.sum, kept)) > WORTH_PRUNING * sum(map(len, kept)):
+                break
+            if self.without(known, kept, enough): return
+        self.program(known)
+
+    def without(self, known, kept, enough):
+            if not all(map(np.any, kept)):
+                known.prove(enough)
+                return known.solved
+            fewer = _Known(known.problem.restrict({node: np.flatnonzero(options) for node, options in enumerate(kept)}))
+
+            def tell() -> None:
+                if fewer.best:
+                    known.offer(fewer.choice)
+                known.prove(min(enough, fewer.bound))
+
+            fewer.tell = tell
+            try:
+                self.whole(fewer)
+            except (SolverError, _Nothing):
+                known.prove(enough)
+            if DEBUG: print("   ->", known.cost, known.bound, time.monotonic()-T0)
+            return known.solved
+
+    def moves(self, known):
         for choice in good_choices(known.problem, self.seed):
             if choice is not None:
                 known.offer(choice)
             self.check_time()
-        if DEBUG: print("  moved", known.problem, "after",round_, known.cost, known.bound, time.monotonic()-T0)
-        if known.solved:
-            return
-        if known.best:
-            (one, bound_one), (other, bound_other) = relaxation.least(forward=True), relaxation.least(forward=False)
-            known.prove(max(bound_one, bound_other))
-            enough = known.cost - ENOUGH * abs(known.cost)
-            kept = [np.maximum(a, b) < enough for a, b in zip(one, other, strict=True)]
-            if DEBUG: print("   kept", sum(k.sum() for k in kept), [c.size for c in known.problem.costs].__len__())
-            for node, option in enumerate(known.choice):
-                kept[node][option] = True
-            if sum(map(np.sum, kept)) < WORTH_PRUNING * sum(map(len, kept)):
-                allowed = {node: np.flatnonzero(options) for node, options in enumerate(kept)}
-                fewer = _Known(known.problem.restrict(allowed))
 
-                def tell() -> None:
-                    if fewer.best:
-                        known.offer(fewer.choice)
-                    known.prove(min(enough, fewer.bound))
-
-                fewer.tell = tell
-                return self.whole(fewer)
+    def program(self, known):
+        if not known.best: self.moves(known)
         left = max(0.0, self.deadline - time.monotonic())
         outcome = cheapest(known.problem, known.choice, time_limit=left, seed=self.seed)
         if outcome.choice is not None:
@@ -187,7 +206,10 @@ class _Search:
         known.prove(outcome.bound)
         if outcome.interrupted:
             raise KeyboardInterrupt
-        if DEBUG: print("  highs", known.cost, known.bound, time.monotonic()-T0)
+        self.check_time()
+        if DEBUG: print("  highs", known.problem, known.cost, known.bound, time.monotonic()-T0)
+FEW_OPTIONS=4000
+SHARES=(0.03,.2,1.)
 DEBUG=False
 T0=0
 
