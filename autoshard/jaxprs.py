@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import api_util
 from jax.extend import core
 
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal, core.Var
@@ -54,7 +55,9 @@ def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
             variables.append(atom)
             values.append(operand)
     kept = [var for var in eqn.outvars if not isinstance(var, core.DropVar)]
-    single = ClosedJaxpr(Jaxpr([], variables, kept, [eqn], eqn.effects), ())
+    paths = tuple(map(str, range(len(kept))))
+    names = api_util.debug_info("autoshard", lambda *_: None, values, {}, result_paths_thunk=lambda: paths)
+    single = ClosedJaxpr(Jaxpr([], variables, kept, [eqn], eqn.effects, names), ())
     results = iter(core.jaxpr_as_fun(single)(*values))
     return [None if isinstance(var, core.DropVar) else next(results) for var in eqn.outvars]
 

@@ -1,0 +1,537 @@
+"""The decorator as a user meets it: what it takes, where things lie afterwards, and what it says when it cannot."""
+
+import functools
+import traceback
+from collections import namedtuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips, v5e
+
+import autoshard
+from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError
+
+SHAPE = {"x": 4, "y": 2}
+OPTIONS = {"mesh": mesh_of(SHAPE), "topology": slow_chips(SHAPE), "time_limit": 10}
+sharded = functools.partial(autoshard.autoshard, **OPTIONS)
+
+WEIGHTS = {"down": np.ones((32, 8), np.float32), "up": np.linspace(-1, 1, 256, dtype=np.float32).reshape(8, 32)}
+BATCH = np.linspace(0, 1, 128, dtype=np.float32).reshape(16, 8)
+
+
+def loss_of(weights, batch):
+    return jnp.mean((jnp.tanh(batch @ weights["up"]) @ weights["down"]) ** 2)
+
+
+def step(weights, batch):
+    loss, gradients = jax.value_and_grad(loss_of)(weights, batch)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+def arrays(tree):
+    """The leaves as NumPy arrays, PRNG keys as their data."""
+    def plain(leaf):
+        is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    return list(map(plain, jax.tree.leaves(tree)))
+
+
+def assert_same(found, expected):
+    """Two results agree in structure, types and numbers."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jax.typeof(ours).str_short() == jax.typeof(theirs).str_short()
+        assert jax.typeof(ours).weak_type == jax.typeof(theirs).weak_type
+    for ours, theirs in zip(arrays(found), arrays(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def assert_as_jit(fn, *args, **keywords):
+    """The decorated function returns what the jit-ed one does, and mirrors its arguments and result in its plan."""
+    decorated = sharded(fn, **keywords)
+    expected = jax.jit(fn, **{k: v for k, v in keywords.items() if not k.startswith("donate")})(*args)
+    plan = decorated.plan(*args)
+    found = decorated(*args)
+    assert_same(found, expected)
+    jax.tree.map(lambda sharding, leaf: sharding.shard_shape(leaf.shape), plan.out_shardings, found)
+    for leaf, sharding in zip(jax.tree.leaves(found), jax.tree.leaves(plan.out_shardings), strict=True):
+        assert leaf.sharding == sharding
+    return plan
+
+
+def test_the_oracle_sees_other_numbers_types_and_trees():
+    for wrong in ({"a": np.ones(3, np.int32)}, {"a": np.zeros(3, np.float32)}, [np.ones(3, np.float32)]):
+        with pytest.raises(AssertionError):
+            assert_same(wrong, {"a": np.ones(3, np.float32)})
+
+
+# What a step may take and return.
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)])
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.layers[1](nnx.relu(self.layers[0](x)))
+
+
+def nnx_modules():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(model, optimizer, batch):
+        loss, gradients = nnx.value_and_grad(lambda m: jnp.mean(m(batch) ** 2))(model)
+        optimizer.update(model, gradients)
+        return model, optimizer, loss
+
+    return step, (model, optimizer, BATCH)
+
+
+def nnx_graphdef_and_state():
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+
+    def step(graph, state, batch):
+        model = nnx.merge(graph, state)
+        loss = jnp.mean(model(batch) ** 2)
+        return nnx.state(model), loss
+
+    return step, (graph, state, BATCH)
+
+
+def linen_train_state():
+    def apply(variables, x):
+        return jnp.tanh(x @ variables["params"]["w"])
+
+    state = TrainState.create(apply_fn=apply, params={"w": jnp.full((8, 8), 0.1)}, tx=optax.adamw(1e-2))
+
+    def step(state, batch):
+        def loss_of(params):
+            return jnp.mean(state.apply_fn({"params": params}, batch) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=gradients), loss
+
+    return step, (state, BATCH)
+
+
+def equinox_partitioned():
+    arrays, rest = eqx.partition(eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), eqx.is_array)
+
+    def step(arrays, batch):
+        def loss_of(arrays):
+            return jnp.mean(jax.vmap(eqx.combine(arrays, rest))(batch) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(arrays)
+        return eqx.apply_updates(arrays, jax.tree.map(lambda g: -0.1 * g, gradients)), loss
+
+    return step, (arrays, BATCH)
+
+
+def equinox_module():
+    def step(layer, batch):
+        loss, gradients = eqx.filter_value_and_grad(lambda layer: jnp.mean(jax.vmap(layer)(batch) ** 2))(layer)
+        return eqx.apply_updates(layer, jax.tree.map(lambda g: -0.1 * g, gradients)), loss
+
+    return step, (eqx.nn.Linear(8, 8, key=jax.random.key(0)), BATCH)
+
+
+def prng_keys():
+    def step(state, batch):
+        key, now = jax.random.split(state["key"])
+        return {"key": key, "w": state["w"] + jax.random.normal(now, (8, 8))}, batch @ state["w"]
+
+    return step, ({"key": jax.random.key(3), "w": np.ones((8, 8), np.float32)}, BATCH)
+
+
+def none_leaves_and_scalars():
+    Pair = namedtuple("Pair", "first second")
+
+    def step(state, batch, rate):
+        return Pair({"w": state["w"] - rate, "bias": None}, [batch.sum(), None]), ()
+
+    return step, ({"w": np.ones((8, 8), np.float32), "bias": None}, BATCH, 0.5)
+
+
+def results_that_are_arguments_and_constants():
+    def step(state, batch):
+        return state, batch, jnp.zeros((8, 8)), 3, state["w"]
+
+    return step, ({"w": np.ones((8, 8), np.float32)}, BATCH)
+
+
+STEPS = [
+    nnx_modules, nnx_graphdef_and_state, linen_train_state, equinox_partitioned, equinox_module, prng_keys,
+    none_leaves_and_scalars, results_that_are_arguments_and_constants,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
+def test_takes_and_returns_what_jit_does(make):
+    step, args = make()
+    plan = assert_as_jit(step, *args)
+    assert jax.tree.structure(plan.in_shardings) == jax.tree.structure(args)
+
+
+@pytest.mark.parametrize("make", [nnx_modules, linen_train_state, prng_keys], ids=lambda make: make.__name__)
+def test_donated_state_of_any_kind_goes_round(make):
+    step, (*state, batch) = make()
+    decorated = sharded(step, donate_argnums=tuple(range(len(state))))
+    expected, shardings = state, None
+    for _ in range(3):
+        *state, _ = decorated(*state, batch) if len(state) > 1 else decorated(state[0], batch)
+        *expected, _ = jax.jit(step)(*expected, batch)
+        now = [leaf.sharding for leaf in jax.tree.leaves(state)]
+        assert shardings in (None, now)
+        shardings = now
+    assert_same(state, expected)
+
+
+def scaled(x, factor, *, shift=0, mode="add"):
+    return x * factor + shift if mode == "add" else x * factor - shift
+
+
+STATIC = [  # jit keywords, args, kwargs
+    ({"static_argnums": 1, "static_argnames": "mode"}, (BATCH, 2), {"shift": 1.0, "mode": "sub"}),
+    ({"static_argnames": ("factor", "mode")}, (BATCH, 2), {"mode": "sub"}),
+    ({"static_argnames": ("factor", "mode")}, (BATCH,), {"factor": 3, "mode": "add", "shift": BATCH}),
+    ({"static_argnums": 1}, (BATCH,), {"factor": 3}),
+    ({"static_argnums": -1}, (BATCH, 4), {}),
+]
+
+
+@pytest.mark.parametrize("keywords, args, kwargs", STATIC)
+def test_static_and_keyword_arguments(keywords, args, kwargs):
+    decorated = sharded(scaled, **keywords)
+    assert_same(decorated(*args, **kwargs), jax.jit(scaled, **keywords)(*args, **kwargs))
+    plan = decorated.plan(*args, **kwargs)
+    dynamic = {name: value for name, value in kwargs.items() if isinstance(value, float | np.ndarray)}
+    assert jax.tree.structure(plan.keyword_shardings) == jax.tree.structure(dynamic)
+    assert len(plan.in_shardings) == 1
+
+
+def test_equal_static_arguments_of_other_types_are_other_signatures():
+    decorated = sharded(lambda x, n: x * n, static_argnums=1)
+    x = np.ones(8, np.int32)
+    assert [decorated(x, n).dtype for n in (2, 2.0, True)] == [np.int32, np.float32, np.int32]
+
+
+def test_a_method():
+    class Trainer:
+        @sharded(static_argnums=0)
+        def step(self, x):
+            return x + 1
+
+    assert_same(Trainer().step(BATCH), jnp.asarray(BATCH) + 1)
+
+
+# Where inputs may lie.
+
+EXPLICIT = mesh_of(SHAPE, AxisType.Explicit)
+PLACES = {
+    "numpy": lambda state, plan: state,
+    "one device": lambda state, plan: jax.tree.map(jnp.array, state),
+    "one device, committed": lambda state, plan: jax.device_put(state, jax.devices()[3]),
+    "replicated": lambda state, plan: jax.device_put(state, NamedSharding(OPTIONS["mesh"], P())),
+    "another sharding": lambda state, plan: jax.device_put(state, NamedSharding(OPTIONS["mesh"], P("y", "x"))),
+    "another mesh": lambda state, plan: jax.device_put(state, NamedSharding(mesh_of({"z": 8}), P(None, "z"))),
+    "some of the devices": lambda state, plan: jax.device_put(state, NamedSharding(some_devices(2, 4), P("z"))),
+    "Explicit axes": lambda state, plan: jax.device_put(state, NamedSharding(EXPLICIT, P("x"))),
+    "Explicit axes, as planned": lambda state, plan: jax.tree.map(
+        lambda leaf, sharding: jax.device_put(leaf, NamedSharding(EXPLICIT, sharding.spec)), state, plan.in_shardings[0]
+    ),
+    "as planned": lambda state, plan: jax.device_put(state, plan.in_shardings[0]),
+}
+
+
+def some_devices(start, end):
+    return Mesh(np.array(jax.devices()[start:end]), ("z",))
+
+
+@pytest.fixture(scope="module")
+def donating():
+    return sharded(step, donate_argnums=0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_inputs_are_placed_and_only_what_lies_as_planned_is_donated(donating, place):
+    state = PLACES[place](WEIGHTS, donating.plan(WEIGHTS, BATCH))
+    before = arrays(state)
+    first, _ = donating(state, BATCH)
+    assert_same(first, jax.jit(step)(WEIGHTS, BATCH)[0])
+    again = donating(first, jnp.asarray(BATCH))[0]
+    for leaf, after in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+        assert leaf.is_deleted() and leaf.sharding == after.sharding
+    if place == "as planned":
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    else:
+        for leaf, value in zip(arrays(state), before, strict=True):
+            np.testing.assert_array_equal(leaf, value)
+
+
+def test_one_device_is_a_mesh_too():
+    state = jax.tree.map(jnp.array, WEIGHTS)
+    decorated = autoshard.autoshard(step, mesh=mesh_of({"x": 1}), donate_argnums=0)
+    assert_same(decorated(state, BATCH), jax.jit(step)(state, BATCH))
+
+
+@pytest.mark.parametrize("context", [OPTIONS["mesh"], EXPLICIT, mesh_of({"z": 8}, AxisType.Explicit)], ids=str)
+def test_the_mesh_that_the_caller_has_set_does_not_matter(context):
+    with jax.set_mesh(context):
+        assert_same(sharded(step)(WEIGHTS, BATCH), jax.jit(step)(WEIGHTS, BATCH))
+
+
+def test_constraints_of_the_user_need_no_mesh_set():
+    def constrained(x):
+        return jax.lax.with_sharding_constraint(x * 2, P(("x", "y"))).sum(0)
+
+    assert_same(sharded(constrained)(BATCH), jnp.asarray(2 * BATCH.sum(0)))
+
+
+def compilations(run):
+    """How often XLA compiles while `run()` runs."""
+    count = 0
+
+    def listen(event, duration, **_):
+        nonlocal count
+        count += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return count
+
+
+def test_one_compilation_per_signature():
+    decorated = sharded(step, donate_argnums=0)
+
+    def three_steps(place, batch):
+        state = PLACES[place](WEIGHTS, decorated.plan(WEIGHTS, BATCH))
+        for _ in range(3):
+            state, _ = decorated(state, batch)
+
+    decorated.plan(WEIGHTS, BATCH)
+    assert compilations(lambda: three_steps("numpy", BATCH)) == 1
+    for place in ("replicated", "Explicit axes, as planned", "as planned"):
+        assert compilations(lambda place=place: three_steps(place, BATCH)) == 0
+    assert compilations(lambda: three_steps("numpy", BATCH.astype(np.float64))) == 0  # JAX makes it float32
+    assert compilations(lambda: three_steps("numpy", BATCH[:8])) == 1
+    assert compilations(lambda: jax.jit(lambda x: x + len(BATCH))(BATCH)) == 1  # the counter counts
+
+
+# Differentiating the decorated function.
+
+
+@jax.custom_vjp
+def doubled_gradient(x, w):
+    return jnp.sin(x @ w)
+
+
+doubled_gradient.defvjp(
+    lambda x, w: (doubled_gradient(x, w), (x, w)), lambda kept, g: (2 * g @ kept[1].T, 2 * kept[0].T @ g)
+)
+
+
+@jax.custom_jvp
+def steep(x):
+    return jnp.tanh(x)
+
+
+steep.defjvp(lambda primals, tangents: (steep(*primals), 7 * tangents[0]))
+
+LOSSES = {
+    "custom_jvp": lambda w, x: jnp.sum(steep(x @ w)),
+    "custom_vjp": lambda w, x: jnp.sum(doubled_gradient(x, w)),
+    "custom_vjp in scan": lambda w, x: jnp.sum(
+        jax.lax.scan(lambda c, _: (doubled_gradient(steep(c), w), None), x, length=2)[0]
+    ),
+    "plain": lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2),
+    "remat": lambda w, x: jnp.sum(jax.checkpoint(lambda x: doubled_gradient(steep(x), w))(x)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_grad_of_the_decorated_function(name):
+    w = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    decorated = sharded(LOSSES[name])
+    expected = jax.grad(LOSSES[name], (0, 1))(w, BATCH)
+    assert_same(jax.grad(decorated, (0, 1))(w, BATCH), expected)
+    placed = jax.device_put((w, BATCH), decorated.plan(w, BATCH).in_shardings)
+    assert_same(jax.jit(jax.grad(decorated, (0, 1)))(*placed), expected)
+
+
+# Planning without running.
+
+
+def test_an_abstract_mesh_is_planned_for_and_lowered_but_not_run():
+    mesh = AbstractMesh((4, 2), ("x", "y"))
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (WEIGHTS, BATCH))
+    decorated = autoshard.autoshard(step, mesh=mesh, topology=OPTIONS["topology"], donate_argnums=0)
+    plan = decorated.plan(*abstract)
+    on_devices = sharded(step, donate_argnums=0).plan(WEIGHTS, BATCH)
+    assert plan.arguments == on_devices.arguments and plan.predicted == on_devices.predicted
+    with pytest.raises(MeshError, match="has no devices, so the step can be planned"):
+        decorated(WEIGHTS, BATCH)
+    used = autoshard.autoshard(step, mesh=OPTIONS["mesh"], plan=plan, donate_argnums=0)
+    assert_same(used(WEIGHTS, BATCH), jax.jit(step)(WEIGHTS, BATCH))
+
+
+def test_lower_takes_abstract_arguments():
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (WEIGHTS, BATCH))
+    lowered = sharded(step).lower(*abstract)
+    assert isinstance(lowered, jax.stages.Lowered)
+    assert lowered.compile().memory_analysis() is not None
+
+
+def test_fixed_shardings_are_kept():
+    plan = sharded(step, fixed={"up": P(None, "x"), "weights/d*": P("y")}).plan(WEIGHTS, BATCH)
+    assert [placed.spec for placed in plan.arguments[:2]] == [P("y"), P(None, "x")]
+
+
+def test_no_time_still_gives_a_plan_and_its_gap():
+    decorated = autoshard.autoshard(step, **(OPTIONS | {"time_limit": 0}))
+    plan = decorated.plan(WEIGHTS, BATCH)
+    assert 0 <= plan.gap <= 1 and plan.bound <= plan.cost
+    assert (plan.status == "optimal") == (plan.gap < 1e-6)
+    assert_same(decorated(WEIGHTS, BATCH), jax.jit(step)(WEIGHTS, BATCH))
+
+
+@pytest.mark.parametrize("topology", [slow_chips, v5e])
+def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
+    options = OPTIONS | {"topology": topology(SHAPE), "donate_argnums": 0}
+    with pytest.raises(MemoryLimitError) as caught:
+        autoshard.plan(step, WEIGHTS, BATCH, **options, memory="700 B")
+    error = caught.value
+    assert error.budget == 700 < error.needed
+    plan = autoshard.plan(step, WEIGHTS, BATCH, **options, memory=error.needed)
+    assert plan.predicted.peak_bytes <= error.needed
+    with pytest.raises(MemoryLimitError):
+        autoshard.plan(step, WEIGHTS, BATCH, **options, memory=error.needed - 1)
+    text, needed = str(error), f"{error.needed / 1024:.1f} KiB"
+    assert text.startswith(f"no sharding fits in 700 B per device; the smallest that does needs {needed}")
+    assert "value float32[16, 32] 2.0 KiB (test_api.py:" in text and "Try memory='" in text
+
+
+def test_an_axis_that_divides_nothing_is_reported_and_idle():
+    plan = autoshard.plan(step, WEIGHTS, BATCH, mesh=Mesh(np.array(jax.devices()[:7]), ("odd",)))
+    (warning,) = plan.warnings
+    assert warning.startswith("mesh axis 'odd' (7 devices) divides no dim of step: its dims are 8, 16, 32.")
+    assert warning in str(plan).replace("\n", " ")
+    assert all(placed.spec == P() for placed in plan.arguments)
+
+
+# What it says when it cannot.
+
+
+def swapped(state):
+    return {"a": state["b"], "b": state["a"]}
+
+
+AB = {"a": np.ones(8), "b": np.ones(8)}
+# Each: options of the decorator, function, its arguments, the error, and what it says.
+BAD_CALLS = {
+    "no such path": ({"fixed": {"embed": P("x")}}, step, (WEIGHTS, BATCH), ConflictError,
+        "no argument of step fits 'embed'; its arguments are weights/down, weights/up, batch"),
+    "contradiction": ({"fixed": {"up": P("x"), "weights/*": P("y")}}, step, (WEIGHTS, BATCH), ConflictError,
+        "fixed['weights/*'] wants weights/up float32[8, 32] to be P('y',), fixed['up'] wants it to be P('x',)."),
+    "contradiction a step later": ({"fixed": {"a": P("x"), "b": P("y")}}, swapped, (AB,), ConflictError,
+        "state/b float32[8] becomes state/a float32[8] in the next step, but fixed['b'] wants it to be P('y',), and"),
+    "does not divide": ({"fixed": {"x": P("x")}}, lambda x: x, (np.ones(6),), ConflictError,
+        "splits dim 0 of x float32[6] over 4 devices, which do not divide 6.\nPad it to a multiple of 4"),
+    "too many dims": ({"fixed": {"x": P("x", "y")}}, lambda x: x, (np.ones(8),), ConflictError,
+        "names 2 dims, but the array has 1"),
+    "axis twice": ({"fixed": {"x": P("y", "y")}}, lambda x: x, (np.ones((8, 8)),), ConflictError,
+        "uses a mesh axis twice"),
+    "no such axis": ({"fixed": {"x": P("z")}}, lambda x: x, (np.ones(8),), ConflictError,
+        "names 'z'; the mesh has the axes {'x': 4, 'y': 2}"),
+    "axes in another order": ({"fixed": {"x": P(("y", "x"))}}, lambda x: x, (np.ones(8),), ConflictError,
+        "in another order than that of the mesh"),
+    "other devices": ({"mesh": some_devices(0, 4), "topology": None}, step,
+        (jax.tree.map(lambda a: lambda: jax.device_put(a, jax.devices()[6]), WEIGHTS), BATCH), MeshError,
+        "weights/down lies on devices [6], which are not in the mesh {'z': 4}.\nMove it first (jax.device_put)"),
+    "a string": ({}, lambda state, x: x, ({"names": [1, "w"]}, BATCH), ArgumentError,
+        "state/names/1 is 'w', which is no array.\nMake its argument static"),
+    "an object by keyword": ({}, lambda x, *, config=object: x, (BATCH, {"config": AB.items()}), ArgumentError,
+        "config is dict_items("),
+    "a function in a module": ({}, lambda m: m, (eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)),), ArgumentError,
+        "m/activation is <jax"),
+    "an unhashable static argument": ({"static_argnums": 0}, lambda n: n, ([1],), ArgumentError,
+        "static arguments must be hashable, as for jax.jit: unhashable type: 'list'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_errors_of_a_call(case):
+    options, fn, args, error, text = BAD_CALLS[case]
+    args = jax.tree.map(lambda leaf: leaf() if callable(leaf) and case == "other devices" else leaf, args)
+    kwargs = args[-1] if case.endswith("by keyword") else {}
+    decorated = autoshard.autoshard(fn, **(OPTIONS | options))
+    with pytest.raises(error) as caught:
+        decorated(*(args[:-1] if kwargs else args), **kwargs)
+    assert text in str(caught.value)
+
+
+BAD_OPTIONS = [
+    ({"mesh": 8}, ArgumentError, "mesh must be a jax.sharding.Mesh or AbstractMesh, as jax.make_mesh gives; it is 8"),
+    ({"mesh": mesh_of({"z": 8})}, MeshError, "mesh axis 'z' (8 devices) has no link; the topology has links for: x, y"),
+    ({"memory": "lots"}, ArgumentError, "memory='lots' is not a size; write bytes as a number, or as '14GiB'"),
+    ({"memory": "14 GiBs"}, ArgumentError, "memory='14 GiBs' is not a size"),
+    ({"memory": -1}, ArgumentError, "memory=-1 is not a size"),
+    ({"memory": [1]}, ArgumentError, "memory=[1] is not a size"),
+    ({"topology": 3}, ArgumentError, "topology must be a Topology or the name of a preset; it is 3"),
+    ({"topology": "v99"}, MeshError, "no machine 'v99'"),
+    ({"fixed": {"w": "x"}}, ArgumentError, "fixed['w'] = 'x'; a path or glob and its PartitionSpec are needed"),
+    ({"fixed": P("x")}, ArgumentError, "fixed must be a dict from path or glob to PartitionSpec"),
+    ({"time_limit": -1}, ArgumentError, "time_limit=-1; seconds are needed, 0 or more"),
+    ({"time_limit": "1 min"}, ArgumentError, "time_limit='1 min'; seconds are needed"),
+    ({"donate": 0}, ArgumentError, "autoshard takes no donate; of jax.jit it takes static_argnums, static"),
+    ({"in_shardings": P()}, ArgumentError, "Shardings that arguments must have go into fixed="),
+    ({"plan": "/no/such/plan.json"}, autoshard.PlanError, "/no/such/plan.json is not a plan that this version"),
+]
+
+
+@pytest.mark.parametrize("options, error, text", BAD_OPTIONS, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize("fn", [step, None], ids=["called", "decorator"])
+def test_errors_of_options(fn, options, error, text):
+    with pytest.raises(error) as caught:
+        autoshard.autoshard(fn, **(OPTIONS | options))
+    assert text in str(caught.value)
+    assert isinstance(caught.value, autoshard.AutoshardError)
+
+
+def test_what_is_decorated_must_be_a_function():
+    with pytest.raises(ArgumentError, match="autoshard decorates a function; 3 cannot be called"):
+        sharded(3)
+
+
+class Mine(Exception):
+    pass
+
+
+def test_an_error_of_the_users_function_passes_unchanged():
+    mine = Mine("mine")
+
+    def failing(x):
+        raise mine
+
+    for run in (sharded(failing), sharded(failing).plan, sharded(failing).lower):
+        with pytest.raises(Mine) as caught:
+            run(BATCH)
+        assert caught.value is mine and mine.__cause__ is None
+        assert traceback.extract_tb(mine.__traceback__)[-1].name == "failing"
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'") as caught:
+        sharded(step)(WEIGHTS)
+    assert not isinstance(caught.value, autoshard.AutoshardError)
