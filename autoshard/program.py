@@ -159,6 +159,7 @@ class _Reader:
         self.traced = traced
         self.values: list[Value] = []
         self.equations: list[Equation] = []
+        self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
 
     def program(self) -> Program:
         closed = self.traced.jaxpr
@@ -175,7 +176,7 @@ class _Reader:
         donated = frozenset(i for i, (_, info) in enumerate(infos) if info.donated)
         return Program(
             name=self.traced.fun_name,
-            equations=_without_dead(self.equations, results),
+            equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,
             constants=constants,
@@ -252,7 +253,8 @@ class _Reader:
         entries = [loop.const(x, aval) for x, aval in zip(inputs, avals, strict=False)]
         finals = [loop.carry(x, var.aval) for x, var in zip(inputs[tests + consts :], eqn.outvars, strict=True)]
         seen = [value for value, _ in finals]
-        self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
+        going_on = self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
+        self.steered |= dict.fromkeys(loop.carries, going_on)
         loop.hand_on(self.call(params["body_jaxpr"], entries[tests:] + seen, loop.inside.below("body")))
         loop.close()
         return [final for _, final in finals]
@@ -268,7 +270,8 @@ class _Reader:
             per_branch.append(self.call(closed, entries, at.below(b)))
         outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
         for i, (output, *choices) in enumerate(zip(outputs, *per_branch, strict=True)):
-            self.emit("branch_join", {}, choices, [output], at.below("join", i))
+            join = self.emit("branch_join", {}, choices, [output], at.below("join", i))
+            self.steered[join.index] = inputs[:1]
         return outputs
 
 
@@ -336,7 +339,7 @@ class _Loop:
             equations[index] = replace(equations[index], loop=(self.start, len(equations)))
 
 
-def _without_dead(equations: list[Equation], results: tuple) -> tuple[Equation, ...]:
+def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[int, list]) -> tuple[Equation, ...]:
     """The equations that some result or effect needs, indices made anew."""
     producer = {output.id: equation for equation in equations for output in equation.outputs}
     needed: set[int] = set()
@@ -347,7 +350,8 @@ def _without_dead(equations: list[Equation], results: tuple) -> tuple[Equation, 
         if equation.index in needed:
             continue
         needed.add(equation.index)
-        queue += [producer[x.id] for x in equation.inputs if isinstance(x, Value) and x.id in producer]
+        reads = (*equation.inputs, *steered.get(equation.index, ()))
+        queue += [producer[x.id] for x in reads if isinstance(x, Value) and x.id in producer]
     kept = [equation for equation in equations if equation.index in needed]
     before = np.concatenate([[0], np.cumsum([equation.index in needed for equation in equations])]).astype(int).tolist()
     return tuple(
@@ -387,9 +391,9 @@ def _parameter_names(debug_info, infos) -> list[str]:
     names = []
     for (path, _), described in zip(infos, debug_info.arg_names, strict=True):
         # `path` starts with (0, position) for positional and (1, keyword) for keyword arguments; only the debug info
-        # knows what a positional parameter is called.
-        parameter = re.match(r"\w*", described or "").group() or slashed(path[1:2])
-        names.append("/".join(filter(None, [parameter, slashed(path[2:])])))
+        # knows what a positional parameter is called: "params['w']", or "batch[0]['x']" for one of *batch.
+        parameter = re.findall(r"\w+", (described or "").removesuffix(keystr(path[2:]))) or [slashed(path[1:2])]
+        names.append("/".join(filter(None, [*parameter, slashed(path[2:])])))
     return names
 
 
