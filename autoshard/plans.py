@@ -508,7 +508,7 @@ def _node_to_json(structure: Any, leaves: list[tuple[tuple, int]]) -> Any:
     if len(keys) == 1 and keys[0] in VALUE_KEYS:
         return children[0]
     named = zip(keys, children, strict=True)
-    return {"dict": [[keystr((key,), simple=True), child] for key, child in named if key is not None]}
+    return {"dict": sorted([keystr((key,), simple=True), child] for key, child in named if key is not None)}
 
 
 def _tree_from_json(node: Any) -> Any:
