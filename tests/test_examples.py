@@ -12,9 +12,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 RUNS = [  # command line, a pattern for each promised piece of output
     (
-        "train_gpt.py --steps 3 --layers 1 --width 64 --context 32 --mesh 2x4 --memory 1.4MiB",
+        "train_gpt.py --steps 3 --layers 1 --width 64 --context 32 --mesh 2x4 --memory 1.5MiB",
         [
-            r"1\.\d MiB of 1\.4 MiB per device",
+            r"1\.\d MiB of 1\.5 MiB per device",
             r"all_reduce +data, model",
             r"│ 3 +│ \d\.\d+",
             r"difference between the two: (\d\.\de-0[5-9]|0\.0e\+00)",
