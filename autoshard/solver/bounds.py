@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from autoshard.solver.problem import Edge, Problem
+from autoshard.solver.problem import Problem
 from autoshard.solver.tables import classes
 from autoshard.solver.verify import ROUNDING
 
@@ -57,6 +57,7 @@ class _Link:
 class Relaxation:
     """Messages over the edges of a problem, and prices on its memory, that together prove a bound.
 
+    >>> from autoshard.solver.problem import Edge
     >>> problem = Problem((np.array([0.0, 3.0]),) * 2, (Edge(0, 1, np.array([[4.0, 0.0], [0.0, 9.0]])),), (), None)
     >>> Relaxation(problem).sweep()
     3.0
@@ -71,20 +72,22 @@ class Relaxation:
         for edge in problem.edges:
             i, j, table = (edge.i, edge.j, edge.costs) if edge.i < edge.j else (edge.j, edge.i, edge.costs.T)
             tables[i, j] = tables[i, j] + table if (i, j) in tables else table
-        self.later: list[list[_Link]] = [[] for _ in range(nodes)]  # node -> its edges to nodes of higher number
-        self.earlier: list[list[_Link]] = [[] for _ in range(nodes)]
+        self._later: list[list[_Link]] = [[] for _ in range(nodes)]  # node -> its edges to nodes of higher number
+        self._earlier: list[list[_Link]] = [[] for _ in range(nodes)]
         for (i, j), table in sorted(tables.items(), key=lambda item: item[0]):
             rows, columns = classes(table), classes(table.T)
             first_rows, first_columns = (np.unique(of, return_index=True)[1] for of in (rows, columns))
             table = np.ascontiguousarray(table[np.ix_(first_rows, first_columns)])
             own, other = _Side(i, rows), _Side(j, columns)
-            self.later[i].append(_Link(own, other, table))
-            self.earlier[j].append(_Link(other, own, table.T))
-        self.prices = _Prices(problem)
+            self._later[i].append(_Link(own, other, table))
+            self._earlier[j].append(_Link(other, own, table.T))
+        self.prices = Prices(problem)
         self.choice = [int(costs.argmin()) for costs in problem.costs]  # what the last sweep would take
 
     def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Sweeps forward and backward and sets prices, as long as it pays; after each sweep a choice and a bound.
+        """Sweeps forward and backward and sets prices as long as it pays; after each sweep a choice and a bound.
+
+        Prices follow the slope of the bound, in Polyak's steps: as far as the best known cost would be on that slope.
 
         Args:
             known: the cost of the best choice by now; inf if there is none.
@@ -103,7 +106,7 @@ class Relaxation:
                 if best - before < WORTH * gap:
                     return
                 before = best
-            if count < UNPRICED or not len(prices):
+            if count < UNPRICED:
                 continue
             over = self.prices.over(self.choice)
             direction = over if direction is None else SMOOTHING * direction + (1 - SMOOTHING) * over
@@ -127,48 +130,45 @@ class Relaxation:
         """Updates all messages in one direction, and `choice`; the bound that they prove now."""
         return self._sweep(forward, None)
 
-    def least(self, *, forward: bool = True) -> tuple[list[np.ndarray], float]:
-        """Sweeps; node -> option -> what no choice with that option can be cheaper than; and the bound."""
-        costs: list[np.ndarray] = [np.zeros(0)] * len(self.problem.costs)
-        bound = self._sweep(forward, costs)
-        return [bound + extra for extra in costs], bound
+    def least(self, *, forward: bool = True) -> list[np.ndarray]:
+        """Node -> option -> what every choice with that option costs at least. Sweeps once."""
+        extras: list[np.ndarray] = [np.zeros(0)] * len(self.problem.costs)
+        bound = self._sweep(forward, extras)
+        return [bound + extra for extra in extras]
 
     def _sweep(self, forward: bool, extras: list[np.ndarray] | None) -> float:
-        behind, ahead = (self.earlier, self.later) if forward else (self.later, self.earlier)
+        behind, ahead = (self._earlier, self._later) if forward else (self._later, self._earlier)
         costs = self.prices.costs
         bound = -self.prices.refund
-        nodes = range(len(costs)) if forward else range(len(costs) - 1, -1, -1)
-        for node in nodes:
-            to, since = ahead[node], behind[node]
+        for node in range(len(costs)) if forward else range(len(costs) - 1, -1, -1):
             total = costs[node].copy()
-            for link in to:
+            for link in ahead[node]:
                 total += link.own.message[link.own.option_class]
-            taken = total.copy() if since else total
-            for link in since:
+            taken = total.copy()  # given what the nodes behind took
+            for link in behind[node]:
                 taken += link.received[link.other.option_class[self.choice[link.other.node]]][link.own.option_class]
                 total += link.own.message[link.own.option_class]
             self.choice[node] = int(taken.argmin())
             least = total.min()
             bound += least
             total -= least
-            share = total / max(len(to), len(since), 1)
-            for link in to:
-                rest = link.own.least(share) - link.own.message
-                message = (link.received + rest).min(axis=1)
+            share = total / max(len(ahead[node]), len(behind[node]), 1)
+            for link in ahead[node]:
+                message = (link.received + (link.own.least(share) - link.own.message)).min(axis=1)
                 least = message.min()
                 bound += least
                 link.other.message = message - least
                 if extras is not None:
-                    total += ((link.table - link.other.message).min(axis=1) - link.own.message - least)[
-                        link.own.option_class
-                    ]
+                    # The bound counts `least` of what the edge and this share of the node cost together.
+                    left = (link.table - link.other.message).min(axis=1) - link.own.message - least
+                    total += left[link.own.option_class]
             if extras is not None:
                 extras[node] = total
         return float(bound)
 
 
-class _Prices:
-    """A price per byte at each pressure point, what every option pays for its memory, and what the limit gives back."""
+class Prices:
+    """A price per byte at each pressure point, what options cost with them, and what the limit gives back."""
 
     def __init__(self, problem: Problem):
         points = problem.pressure_points() if problem.limit is not None else np.zeros(0, dtype=np.int64)
@@ -176,36 +176,30 @@ class _Prices:
         self._plain = problem.costs
         self._offsets = np.cumsum([0, *(len(costs) for costs in problem.costs)])
         sizes = [len(live.usage) for live in lives]
-        none = np.zeros(0)
-        self._usage = np.concatenate([none, *(live.usage for live in lives)])  # of all options of all lives
-        self._option = np.concatenate(
-            [none, *(self._offsets[live.node] + np.arange(len(live.usage)) for live in lives)]
-        ).astype(np.int64)
+        options = [self._offsets[live.node] + np.arange(len(live.usage)) for live in lives]
+        self._usage = np.concatenate([np.zeros(0), *(live.usage for live in lives)])  # of all options of all lives
+        self._option = np.concatenate([np.zeros(0, dtype=np.int64), *options])
         self._start = np.repeat(np.searchsorted(points, [live.start for live in lives]), sizes)
         self._end = np.repeat(np.searchsorted(points, [live.end for live in lives]), sizes)
-        self.limit = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
+        self._limit = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
         self.set(np.zeros(len(points)))
 
-    def set(self, prices: np.ndarray) -> None:
-        """Makes these the prices."""
-        self.values = prices
-        self.refund = self.limit * float(prices.sum())
-        self.costs = self._plain
-        if prices.any():
-            paid = np.append(0.0, prices.cumsum())
-            extra = (paid[self._end] - paid[self._start]) * self._usage
-            stacked = np.bincount(self._option, extra, minlength=self._offsets[-1])
-            self.costs = [
-                costs + stacked[start:end]
-                for costs, start, end in zip(self._plain, self._offsets[:-1], self._offsets[1:], strict=True)
-            ]
+    def set(self, values: np.ndarray) -> None:
+        """Makes these the prices: cost per byte, 0 or more, of each pressure point."""
+        self.values = values
+        self.refund = self._limit * float(values.sum())
+        paid = np.append(0.0, values.cumsum())
+        extra = (paid[self._end] - paid[self._start]) * self._usage
+        stacked = np.bincount(self._option, extra, minlength=self._offsets[-1])
+        parts = np.split(stacked, self._offsets[1:-1])
+        self.costs = [plain + part for plain, part in zip(self._plain, parts, strict=True)]
 
     def over(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes per pressure point by which a choice is over the limit; negative where it is below."""
-        taken = np.zeros(self._offsets[-1], dtype=bool)
-        taken[self._offsets[:-1] + np.asarray(choice)] = True
-        taken = taken[self._option]
+        chosen = np.zeros(self._offsets[-1], dtype=bool)
+        chosen[self._offsets[:-1] + np.asarray(choice, dtype=np.int64)] = True
+        chosen = chosen[self._option]
         change = np.zeros(len(self.values) + 1)
-        np.add.at(change, self._start[taken], self._usage[taken])
-        np.subtract.at(change, self._end[taken], self._usage[taken])
-        return change.cumsum()[:-1] - self.limit
+        np.add.at(change, self._start[chosen], self._usage[chosen])
+        np.subtract.at(change, self._end[chosen], self._usage[chosen])
+        return change.cumsum()[:-1] - self._limit

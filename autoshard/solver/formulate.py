@@ -14,18 +14,27 @@ how it is wanted. A result that takes an argument's place in the next step ends 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.errors import ConflictError
-from autoshard.layout import Layout, MeshShape, layouts_of, spec_of
+from autoshard.layout import Layout, MeshShape, layouts_of, shards, spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.groups import Group, Use, groups_of
-from autoshard.solver.memory import aliased, copied_when_donated, holding, repeats, scratch_copies, transposes, use_span
+from autoshard.solver.memory import (
+    Span,
+    aliased,
+    copied_when_donated,
+    holding,
+    repeats,
+    scratch_copies,
+    transposes,
+    use_span,
+)
 from autoshard.solver.prices import Priced, Prices
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.strategies import ALL_REDUCE, Strategy
@@ -62,6 +71,17 @@ class Reader:
 
 
 @dataclass(frozen=True, eq=False)
+class Change:
+    """A value that may be resharded. This depends on two nodes, so what it takes is no part of the `Problem`."""
+
+    value: Value
+    stored: bool  # whether the readers' layout is counted already
+    used: Span  # from the first to past the last use
+    left: tuple[int, Sequence[Layout]]  # the node that leaves it, and the layout per option
+    wanted: tuple[int, Sequence[Layout]]
+
+
+@dataclass(frozen=True, eq=False)
 class Formulation:
     """The problem, and what each of its nodes and options means."""
 
@@ -74,15 +94,37 @@ class Formulation:
     shared: Mapping[int, Shared]  # value id -> its node
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     lives: Sequence[Live]  # what holds memory, exactly; the problem's own lives are rounded up
+    changes: Sequence[Change]
     problem: Problem
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
-        """The most bytes that are in use on one device at any program point."""
+        """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
         change = np.zeros(len(self.program.equations) + 2)
         for live in self.lives:
             change[live.start] += live.usage[choice[live.node]]
             change[live.end] -= live.usage[choice[live.node]]
+        for (start, end), extra in self._resharding_lives(choice):
+            change[start] += extra
+            change[end] -= extra
         return int(change.cumsum().max())
+
+    def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:
+        """What resharded values hold beside what is counted anyway.
+
+        At first the value as it was left, and for an all_to_all the pieces it is cut into; then, if XLA would not store
+        the value without a resharding, the resharded copy.
+        """
+        for change in self.changes:
+            left, wanted = (layouts[choice[node]] for node, layouts in (change.left, change.wanted))
+            if left == wanted:
+                continue
+            start, end = change.used
+            kinds = [step.kind for step in self.prices.steps(change.value, left, wanted)]
+            if kinds:
+                before = self.prices.local_bytes(change.value, left)
+                yield (start, start + 1), before * (2 if "all_to_all" in kinds else 1)
+            if not change.stored:
+                yield (start, end), self.prices.local_bytes(change.value, wanted)
 
     def group_node(self, group: Group) -> int:
         return len(self.arguments) + group.index
@@ -119,6 +161,7 @@ class _Formulator:
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
+        self.changes: list[Change] = []
         self.shared: dict[int, Shared] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.made}
@@ -140,7 +183,17 @@ class _Formulator:
             tuple(self.costs), tuple(self.edges), tuple(self._lives(memory)), memory, names=tuple(self.names)
         )
         return Formulation(
-            self.program, self.prices.mesh, self.prices, self.groups, homes, self.priced, self.shared, self.readers, self.lives, problem
+            self.program,
+            self.prices.mesh,
+            self.prices,
+            self.groups,
+            homes,
+            self.priced,
+            self.shared,
+            self.readers,
+            self.lives,
+            self.changes,
+            problem,
         )
 
     # Arguments.
@@ -205,7 +258,7 @@ class _Formulator:
                     self.lives.append(Live(node, start, end, np.array(alone)))
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
-        """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be accounted for."""
+        """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
         wants = list(dict.fromkeys(reader.wants))
         homes, copies = [kept.home for kept in kepts], [kept.copy for kept in kepts]
         from_home = self.prices.table(value, tuple(homes), tuple(wants))
@@ -245,31 +298,43 @@ class _Formulator:
             self.lives.append(Live(node, 0, end, left_bytes))
         elif held.made and value.id not in in_place:
             self.lives.append(Live(node, *held.made, left_bytes * ~waits))
+        unfinished = np.array([self._unfinished(group, strategy) for strategy in self._strategies(group)])
+        self.lives.append(Live(node, group.point, group.point + 1, unfinished))
         for use in repeats(group):
             self.lives.append(Live(node, self.start.get(use.value.id, 0), group.point + 1, left_bytes))
         if scratch := scratch_copies(group):
             self.lives.append(Live(node, group.point, group.point + 1, left_bytes * scratch))
-        stored = held.used is not None and value.id not in outputs and value.id not in in_place
+        if not readers:
+            return
         if len(readers) == 1:
-            (reader,) = readers
-            self._connect(node, reader.node, self._table(value, leaves, reader.wants))
-            if stored:
-                wanted = np.array([self.prices.local_bytes(value, want) for want in reader.wants])
-                self.lives.append(Live(reader.node, *held.used, wanted))
-        elif readers:
-            wanted = dict.fromkeys(layout for reader in readers for layout in reader.wants)
-            shared = self.shared[value.id] = Shared(len(self.costs), tuple(wanted))
-            self.costs.append(np.zeros(len(wanted)))
+            ((holder, wants),) = ((reader.node, reader.wants) for reader in readers)
+        else:
+            wants = tuple(dict.fromkeys(layout for reader in readers for layout in reader.wants))
+            holder = len(self.costs)
+            self.shared[value.id] = Shared(holder, wants)
+            self.costs.append(np.zeros(len(wants)))
             self.names.append(f"{value} shared by {len(readers)} readers")
-            self._connect(node, shared.node, self._table(value, leaves, shared.layouts))
             for reader in readers:
-                self._connect(shared.node, reader.node, self._table(value, shared.layouts, reader.wants))
-            if stored:
-                sizes = np.array([self.prices.local_bytes(value, layout) for layout in wanted])
-                self.lives.append(Live(shared.node, *held.used, sizes))
+                self._connect(holder, reader.node, self._table(value, wants, reader.wants))
+        table = self._table(value, leaves, wants)
+        if group.is_view:  # what it views can as well be resharded, and is counted
+            table = np.where(table > 0, np.inf, table)
+        self._connect(node, holder, table)
+        if held.used is None or value.id in outputs or value.id in in_place:
+            return
+        if held.stored:
+            sizes = np.array([self.prices.local_bytes(value, layout) for layout in wants])
+            self.lives.append(Live(holder, *held.used, sizes))
+        self.changes.append(Change(value, held.stored, held.used, (node, leaves), (holder, wants)))
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies
+
+    def _unfinished(self, group: Group, strategy: Strategy) -> int:
+        """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it."""
+        sizes = self.prices.finish_bytes(group, strategy)
+        pieces = [1 if f.kind == ALL_REDUCE else shards(f.axes, self.prices.mesh) for f in strategy.finishes]
+        return max((size * count for size, count in zip(sizes, pieces, strict=True)), default=0)
 
     def _table(self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
         """Resharding seconds; each pair of distinct layouts is priced once."""

@@ -73,6 +73,11 @@ class Group:
         return all(equation.primitive in MOVES for equation in self.equations)
 
     @property
+    def is_view(self) -> bool:
+        """Whether it only renames the elements of one array: XLA makes no copy of it for a matrix product."""
+        return all(equation.primitive in _VIEWS for equation in self.equations)
+
+    @property
     def stacks(self) -> bool:
         """Whether it writes what a loop's body makes into the loop's result, in place."""
         return self.equations[0].primitive == "scan_stack"
@@ -208,11 +213,10 @@ def _is_folded(group: Group, users: list[Group]) -> bool:
 
 
 def _is_repeated(group: Group, users: list[Group]) -> bool:
-    """Whether XLA fuses an elementwise group, a view, or the slice that a loop takes, into every group that reads it."""
+    """Whether XLA fuses an elementwise group, a view, or a slice that a loop takes, into every group that reads it."""
     if not users or not (group.fuses or group.equations[0].primitive == "scan_slice"):
         return False
-    views = all(equation.primitive in _VIEWS for equation in group.equations)
-    if not all(user.stacks or (user.fuses and not user.folded) or (views and user.contracts) for user in users):
+    if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and user.contracts) for user in users):
         return False
     return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)
 

@@ -53,7 +53,8 @@ class Outcome:
 def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float, seed: int) -> Outcome:
     """The cheapest choice, or the best one found in time; `first` is a feasible one, if known."""
     known = np.inf if first is None else verify(problem, first)[0]
-    program, memory = _encode(problem, known), _Memory(problem if problem.limit is not None else replace(problem, lives=()))
+    program = _encode(problem, known)
+    memory = _Memory(problem if problem.limit is not None else replace(problem, lives=()))
     room = memory.room(problem.limit)
     if (room < 0).any():
         return Outcome(None, np.inf, interrupted=False)

@@ -38,7 +38,8 @@ class Holding:
     """When the buffers of one value stand in memory."""
 
     made: Span | None  # in the layout it is made in, until its first use; None: not stored
-    used: Span | None  # from its first to past its last use, in the layout of its shared copy; None: never used
+    used: Span | None  # from its first to past its last use; None: never used
+    stored: bool  # whether it holds memory while it is used, even where it is used as it was made
 
 
 def use_span(group: Group, use: Use) -> Span:
@@ -98,10 +99,10 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holdi
     used = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
     start = made_at(group, producer, producer.outputs.index(value))
     if producer.primitive == "scan_carry" and value is producer.outputs[0]:
-        return Holding(producer.loop, None)  # the loop's own buffer, whoever reads it
+        return Holding(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
     if producer.primitive in _SEEN_THROUGH or group.repeated:
-        return Holding(None, None)
-    return Holding((start, max(start, used[0]) if used else start + 1), used)
+        return Holding(None, used, stored=False)
+    return Holding((start, max(start, used[0]) if used else start + 1), used, stored=True)
 
 
 def aliased(program: Program) -> set[int]:

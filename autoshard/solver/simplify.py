@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +63,7 @@ class Simplified:
         return tuple(chosen[node] for node in range(len(chosen)))
 
 
-def simplify(problem: Problem) -> Simplified:
+def simplify(problem: Problem, *, tick: Callable[[], None] = lambda: None) -> Simplified:
     """The problem in its smallest equal parts that these reductions reach.
 
     >>> chain = Edge(0, 1, np.array([[0.0, 4.0], [4.0, 0.0]]))
@@ -71,11 +71,14 @@ def simplify(problem: Problem) -> Simplified:
     >>> small.parts, small.constant, small.invert([])
     ((), 1.0, (0, 0))
 
+    Args:
+        tick: called before each reduction; what it raises ends the work.
+
     Raises:
         SolverError: every choice is forbidden.
     """
     graph = _Graph(problem)
-    graph.reduce()
+    graph.reduce(tick)
     return graph.result()
 
 
@@ -152,8 +155,9 @@ class _Graph:
             self.part(node, j)
         self.costs[node], self.lives[node] = self.costs[node][:0], {}
 
-    def reduce(self) -> None:
+    def reduce(self, tick: Callable[[], None]) -> None:
         while True:
+            tick()
             if self.changed:
                 self.visit(self.changed.pop())
             elif self.uncompared:

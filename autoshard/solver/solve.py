@@ -1,25 +1,27 @@
-"""A `Problem` in, a verified `Solution` out: simplify; per part, bounds, moves and the integer program; the way back."""
+"""A `Problem` in, a verified `Solution` out: simplify; per part, bounds, moves and an integer program; the way back."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver.bounds import Relaxation
-from autoshard.solver.ilp import cheapest, leanest, trivial_bound
+from autoshard.solver.ilp import cheapest, leanest
 from autoshard.solver.moves import good_choices
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.simplify import simplify
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 
-ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer than the whole's, to leave room for rounding
+ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
 GRACE = 10.0  # s past the time limit to find a first choice
-WORTH_PRUNING = 0.8  # of the options left: if more are, simplifying again brings little
+FEW_OPTIONS = 4000  # that the integer program takes at once
+SHARES = (0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
+FEWER = 0.5  # of the options: if more are left, bounds are not worth looking for again
 
 
 def solve(problem: Problem, *, time_limit: float = 60.0, seed: int = 0) -> Solution:
@@ -48,7 +50,7 @@ def solve(problem: Problem, *, time_limit: float = 60.0, seed: int = 0) -> Solut
         known.prove(_least_sum(problem))
         known.offer([0] * len(problem.costs))
         search.check_time()
-        search.whole(known)
+        search.solve(known, relax=True)
     except _TimeUp:
         pass
     except KeyboardInterrupt:
@@ -95,8 +97,13 @@ class _Known:
         return self.best[1] if self.best else math.inf
 
     @property
+    def target(self) -> float:
+        """What a choice must cost less than to be called better."""
+        return self.cost - ENOUGH * abs(self.cost) if self.best else math.inf
+
+    @property
     def solved(self) -> bool:
-        return self.best is not None and self.cost - self.bound <= ENOUGH * abs(self.cost)
+        return self.bound >= self.target
 
     def offer(self, choice: Sequence[int]) -> None:
         """Takes the choice if it is the best that fits."""
@@ -113,7 +120,7 @@ class _Known:
 
 
 class _Search:
-    """One run of `solve`."""
+    """One run of `solve`. Time that is up and Ctrl-C leave it as exceptions; what it learnt by then is in `known`."""
 
     def __init__(self, problem: Problem, seed: int, deadline: float):
         self.seed, self.deadline = seed, deadline
@@ -124,28 +131,43 @@ class _Search:
         if late > (0.0 if self.known.best else GRACE):
             raise _TimeUp
 
-    def whole(self, known: _Known) -> None:
-        """Solves a problem by its parts."""
-        small = simplify(known.problem)
+    def solve(self, known: _Known, *, relax: bool) -> None:
+        """Simplifies a problem and solves it by its parts.
+
+        Raises:
+            _Nothing: no choice is allowed and fits.
+        """
+        try:
+            small = simplify(known.problem, tick=self.check_time)
+        except SolverError:
+            raise _Nothing from None
         if not fits(small.rest, known.problem.limit):
             raise _Nothing
+        parts: list[_Known] = []
 
         def tell() -> None:
             if all(part.best for part in parts):
                 known.offer(small.invert([part.choice for part in parts]))
             known.prove(small.constant + math.fsum(part.bound for part in parts))
 
-        parts = [_Known(part, tell) for part in small.parts]
-        for part in parts:
-            part.bound = _least_sum(part.problem)
+        for problem in small.parts:
+            parts.append(_Known(problem, tell))
+            parts[-1].bound = _least_sum(problem)
         tell()
         for part in parts:
-            self.part(part)
+            if relax and sum(map(len, part.problem.costs)) > FEW_OPTIONS:
+                self.relax(part)
+            else:
+                self.move(part)
+                self.program(part)
 
-    def part(self, known: _Known) -> None:
-        """Solves a problem that is one part and cannot be simplified."""
-        if sum(map(len, known.problem.costs)) <= FEW_OPTIONS:
-            return self.program(known)
+    def relax(self, known: _Known) -> None:
+        """Solves a problem by what its bound says of single options.
+
+        Options that are too dear to be in a better choice are forbidden. If options are forbidden that are too dear for
+        a choice much better than the best one known, the rest is small, and often has an optimum that is as good as any
+        choice with the others could be.
+        """
         relaxation = Relaxation(known.problem)
         for choice, bound in relaxation.rounds(lambda: known.cost):
             known.offer(choice)
@@ -153,65 +175,61 @@ class _Search:
             if known.solved:
                 return
             self.check_time()
-        if DEBUG: print("part", known.problem, known.cost, known.bound, time.monotonic()-T0)
-        self.moves(known)
-        if DEBUG: print("  moved", known.problem, known.cost, known.bound, time.monotonic()-T0)
-        if known.solved:
-            return
-        (one, _), (other, _) = relaxation.least(forward=True), relaxation.least(forward=False)
-        least = [np.maximum(a, b) for a, b in zip(one, other, strict=True)]
-        ceiling = max(map(np.max, least))
+        self.move(known)
+        backward, forward = relaxation.least(forward=False), relaxation.least(forward=True)
+        least = [np.maximum(a, b) for a, b in zip(backward, forward, strict=True)]
+        dearest = max(map(np.max, least)) + ENOUGH
         for share in SHARES:
-            enough = min(known.cost - ENOUGH * abs(known.cost), known.bound + share * (min(ceiling, known.cost)-known.bound))
-            kept = [of_node < enough for of_node in least]
-            if DEBUG: print("  share", share, "kept", sum(map(np.sum, kept)), "of", sum(map(len,kept)), time.monotonic()-T0)
-            if sum(map(np.sum, kept)) > WORTH_PRUNING * sum(map(len, kept)):
-                break
-            if self.without(known, kept, enough): return
-        self.program(known)
+            if known.solved:
+                return
+            ceiling = min(known.bound + share * (min(known.cost, dearest) - known.bound), known.target)
+            self.solve_below(known, ceiling, least)
+        if not known.solved:
+            self.program(known)
 
-    def without(self, known, kept, enough):
-            if not all(map(np.any, kept)):
-                known.prove(enough)
-                return known.solved
-            fewer = _Known(known.problem.restrict({node: np.flatnonzero(options) for node, options in enumerate(kept)}))
+    def solve_below(self, known: _Known, ceiling: float, least: Sequence[np.ndarray]) -> None:
+        """Solves a problem with only those options that choices below the ceiling may have."""
+        allowed = {node: np.flatnonzero(costs < ceiling) for node, costs in enumerate(least)}
+        left = sum(map(len, allowed.values())) / sum(map(len, least))
+        if left == 1:
+            return
+        fewer = _Known(known.problem.restrict(allowed))
 
-            def tell() -> None:
-                if fewer.best:
-                    known.offer(fewer.choice)
-                known.prove(min(enough, fewer.bound))
+        def tell() -> None:
+            if fewer.best:
+                known.offer(fewer.choice)
+            known.prove(min(ceiling, fewer.bound))
 
-            fewer.tell = tell
-            try:
-                self.whole(fewer)
-            except (SolverError, _Nothing):
-                known.prove(enough)
-            if DEBUG: print("   ->", known.cost, known.bound, time.monotonic()-T0)
-            return known.solved
+        fewer.tell = tell
+        try:
+            self.solve(fewer, relax=left < FEWER)
+        except _Nothing:
+            known.prove(ceiling)
 
-    def moves(self, known):
+    def move(self, known: _Known) -> None:
+        """Looks for good choices."""
         for choice in good_choices(known.problem, self.seed):
             if choice is not None:
                 known.offer(choice)
+            if known.solved:
+                return
             self.check_time()
 
-    def program(self, known):
-        if not known.best: self.moves(known)
+    def program(self, known: _Known) -> None:
+        """Solves a problem as an integer program."""
+        if known.solved:
+            return
         left = max(0.0, self.deadline - time.monotonic())
         outcome = cheapest(known.problem, known.choice, time_limit=left, seed=self.seed)
-        if outcome.choice is not None:
-            known.offer(outcome.choice)
         if outcome.bound == math.inf:
             raise _Nothing
         known.prove(outcome.bound)
+        if outcome.choice is not None:
+            known.offer(outcome.choice)
         if outcome.interrupted:
             raise KeyboardInterrupt
         self.check_time()
-        if DEBUG: print("  highs", known.problem, known.cost, known.bound, time.monotonic()-T0)
-FEW_OPTIONS=4000
-SHARES=(0.03,.2,1.)
-DEBUG=False
-T0=0
+
 
 def _least_sum(problem: Problem) -> float:
     """No choice costs less than the cheapest option of every node with the cheapest pair of every edge."""
