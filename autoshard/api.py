@@ -252,12 +252,13 @@ def propagate(
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
     found = propagate_layouts(program, rules_for(program), dict(mesh.shape), fixed)
     maker = {output.id: equation for equation in program.equations for output in equation.outputs}
+    maker |= dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     return Propagated(
         outputs=tuple(
             spec_of(found[x.id]) if isinstance(x, Value) else PartitionSpec() for x in program.results
         ),
         values=tuple(
-            PropagatedValue(x, spec_of(found[x.id]), maker.get(x.id)) for x in program.values if x.id in found
+            PropagatedValue(x, spec_of(found[x.id]), maker[x.id]) for x in program.values if x.id in maker
         ),
     )
 

@@ -357,6 +357,9 @@ class _Choice:
             tally[0] += size * runs
             tally[1] += runs
 
+        for index, value in enumerate(self.program.arguments):
+            if index not in self.program.carried:  # it arrives anew every step
+                compute += self.prices.writing(value, self.homes[value.id])
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
         for group, priced, strategy in choices:
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
