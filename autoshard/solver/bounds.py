@@ -11,7 +11,6 @@ option must be. Options that make it dearer than a choice in hand can be forbidd
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -26,6 +25,7 @@ SMOOTHING = 0.7  # of the slope that comes from earlier rounds, since one choice
 PATIENCE = 15  # rounds of prices that do not raise the bound, after which steps get shorter
 LITTLE = 1e-2  # of the gap: a rise that does not count as one
 SHORTER, SHORTEST = 0.7, 0.05  # factor between step lengths; of the first length: the last one
+MOST = 1000  # rounds
 PAUSE = 25  # rounds without prices between two looks at whether they pay ...
 WORTH = 0.02  # ... which they do if they closed this much of the gap
 
@@ -81,6 +81,7 @@ class Relaxation:
             own, other = _Side(i, rows), _Side(j, columns)
             self._later[i].append(_Link(own, other, table))
             self._earlier[j].append(_Link(other, own, table.T))
+        self._spread = max(float(np.ptp(costs)) for costs in problem.costs)
         self.prices = Prices(problem)
         self.choice = [int(costs.argmin()) for costs in problem.costs]  # what the last sweep would take
 
@@ -94,16 +95,17 @@ class Relaxation:
         """
         best, before = -np.inf, -np.inf  # the bound, now and at the last look
         prices, tried, length, direction = self.prices.values, 0, STEP, None
-        for count in itertools.count(1):
+        for count in range(1, MOST + 1):
             for forward in (True, False):
                 bound = self.sweep(forward=forward)
                 yield tuple(self.choice), bound
-            gap = min(known() - best, abs(best))
+            gap = min(known() - best, max(abs(best), self._spread))
             if bound > best:
                 tried = 0 if bound > best + LITTLE * gap else tried
                 best, prices = bound, self.prices.values
-            if count % PAUSE == 0 and not (prices.any() or self.prices.values.any()):
-                if best - before < WORTH * gap:
+            priced = prices.any() or self.prices.values.any()
+            if count % PAUSE == 0 and not priced:
+                if best - before <= WORTH * gap:
                     return
                 before = best
             if count < UNPRICED:
@@ -111,17 +113,17 @@ class Relaxation:
             over = self.prices.over(self.choice)
             direction = over if direction is None else SMOOTHING * direction + (1 - SMOOTHING) * over
             slope = np.where((self.prices.values <= 0) & (direction < 0), 0.0, direction)
-            if not slope.any():  # all fits, and nothing has a price
+            if not (priced or slope.any()):  # all fits
                 continue
             tried += 1
-            if tried > PATIENCE:
+            if tried > PATIENCE or not slope.any():
                 tried, length, direction = 0, length * SHORTER, None
                 self.prices.set(prices)
                 if length < SHORTEST * STEP:
                     break
             else:
-                target = min(known(), best + abs(best)) - bound
-                self.prices.set(np.maximum(0.0, self.prices.values + length * target / (slope @ slope) * slope))
+                step = length * (best + gap - bound) / (slope @ slope)
+                self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
         for forward in (True, False) * UNPRICED:  # until the messages suit the best prices again
             bound = self.sweep(forward=forward)
             yield tuple(self.choice), bound

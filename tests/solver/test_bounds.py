@@ -1,0 +1,122 @@
+"""Bounds never exceed the optimum, nor what options cost at least; on trees and with time they reach it."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from problems import random_problem
+
+from autoshard.errors import SolverError
+from autoshard.solver import Problem, bounds
+from autoshard.solver.bounds import Prices, Relaxation
+from autoshard.solver.problem import Edge, Live
+from autoshard.solver.simplify import simplify
+from autoshard.solver.verify import fits, verify
+
+
+def least_costs(problem: Problem) -> list[np.ndarray]:
+    """Node -> option -> the cost of the cheapest choice with that option that fits, by trying everything."""
+    least = [np.full(len(costs), np.inf) for costs in problem.costs]
+    for choice in itertools.product(*(range(len(costs)) for costs in problem.costs)):
+        cost, peak = verify(problem, choice)
+        if fits(peak, problem.limit):
+            for node, option in enumerate(choice):
+                least[node][option] = min(least[node][option], cost)
+    return least
+
+
+def parts(seeds: range) -> Iterator[tuple[Problem, list[np.ndarray]]]:
+    """Parts as a relaxation wants them, that have a choice, and their least costs."""
+    for seed in seeds:
+        try:
+            small = simplify(random_problem(seed, nodes=7, options=3))
+        except SolverError:
+            continue
+        for part in small.parts:
+            least = least_costs(part)
+            if np.isfinite(least[0]).any():
+                yield part, least
+
+
+def assert_bounds(seeds: range) -> int:
+    """Holds every bound against trying everything; how many problems there were."""
+    count = 0
+    for part, expected in parts(seeds):
+        count += 1
+        optimum = expected[0].min()
+        slack = 1e-9 * abs(optimum)
+        relaxation = Relaxation(part)
+        rng = np.random.default_rng(0)
+        for forward in (True, False) * 5:
+            assert relaxation.sweep(forward=forward) <= optimum + slack
+            for got, costs in zip(relaxation.least(forward=bool(rng.random() < 0.5)), expected, strict=True):
+                assert (got <= costs + slack).all()
+            values = relaxation.prices.values
+            relaxation.prices.set(rng.random(len(values)) * (rng.random(len(values)) < 0.3) * optimum / 100)
+    return count
+
+
+def test_bounds_hold():
+    assert assert_bounds(range(1000)) > 20
+
+
+@pytest.mark.parametrize("fault", ["refund", "share"])
+def test_the_oracle_can_fail(monkeypatch, fault):
+    if fault == "refund":  # memory is paid, and what the limit allows is not given back
+
+        def no_refund(self, values, original=Prices.set):
+            original(self, values)
+            self.refund = 0.0
+
+        monkeypatch.setattr(Prices, "set", no_refund)
+    else:  # what a node has to share is spent twice
+
+        def twice(self, costs, original=bounds._Side.least):
+            return 2 * original(self, costs)
+
+        monkeypatch.setattr(bounds._Side, "least", twice)
+    with pytest.raises(AssertionError):
+        assert_bounds(range(1000))
+
+
+def test_trees_are_tight():
+    rng = np.random.default_rng(0)
+    edges = tuple(Edge(int(rng.integers(k)), k, rng.random((5, 5))) for k in range(1, 200))
+    relaxation = Relaxation(Problem(tuple(rng.random(5) for _ in range(200)), edges, (), None))
+    *_, (choice, bound) = relaxation.rounds(lambda: np.inf)
+    assert verify(relaxation.problem, choice)[0] == pytest.approx(bound, rel=1e-9)
+
+
+def test_rounds_find_choices():
+    """Every round's bound holds; with prices on memory, most problems end with a good choice."""
+    good = cases = 0
+    for part, least in parts(range(1000)):
+        optimum, cost = least[0].min(), np.inf
+        for choice, bound in Relaxation(part).rounds(lambda: cost):  # noqa: B023  (used within this turn)
+            assert bound <= optimum * (1 + 1e-9)
+            value, peak = verify(part, choice)
+            if fits(peak, part.limit):
+                cost = min(cost, value)
+        cases += 1
+        good += cost <= 1.1 * optimum
+    assert cases > 20 and good > 0.8 * cases, (cases, good)
+
+
+def test_prices_lift_the_bound():
+    """Ten tasks, of which each costs 1 or holds a byte, and room for half of them."""
+    one = (np.array([0.0, 1.0]),) * 10
+    lives = tuple(Live(node, 0, 1, np.array([1, 0])) for node in range(10))
+    bound = max(bound for _, bound in Relaxation(Problem(one, (), lives, limit=5)).rounds(lambda: 5.0))
+    assert bound == pytest.approx(5.0, rel=1e-2)
+
+
+def test_over():
+    """Bytes over the limit, at each pressure point, as the verifier counts them."""
+    for seed in range(200):
+        problem = random_problem(seed)
+        if problem.limit is None or not len(problem.pressure_points()):
+            continue
+        choice = [len(costs) - 1 for costs in problem.costs]
+        over = Prices(problem).over(choice).max()
+        assert over == pytest.approx(verify(problem, choice)[1] - problem.limit, abs=1e-6)
