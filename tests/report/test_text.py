@@ -1,0 +1,109 @@
+"""The printed plan, compared as prose with files in tests/golden.
+
+A report that changed on purpose is written anew by ``python tests/report/test_text.py``, to be read in the diff.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from steps import mlp
+
+import autoshard
+from autoshard import Link, Topology
+from autoshard.layout import layout_of
+from autoshard.plans import Placed, Plan
+from autoshard.report.text import bytes_text, folded, plan_text, seconds_text, spec_text
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CHIP = Topology(
+    links={"data": Link(latency=1e-6, bandwidth=10e9), "model": Link(latency=1e-6, bandwidth=50e9)},
+    memory_bytes=2**30,
+    memory_bandwidth=1e12,
+    flops={"float32": 1e13},
+)
+
+
+def mlp_plan(width: int, batch: int, mesh: dict[str, int], **options) -> Plan:
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, np.float32)
+
+    weights = {"up": array(width, 4 * width), "bias": array(4 * width), "down": array(4 * width, width)}
+    data = {"x": array(batch, width), "y": array(batch, width)}
+    return autoshard.plan(
+        mlp, {"weights": weights, "momentum": weights}, data,
+        mesh=AbstractMesh(tuple(mesh.values()), tuple(mesh)), topology=CHIP, donate_argnums=0, **options,
+    )  # fmt: skip
+
+
+PLANS = {
+    "large_batch": lambda: mlp_plan(64, 65536, {"data": 8}),
+    "one_device": lambda: mlp_plan(64, 128, {"data": 1}),
+    "tight_memory": lambda: mlp_plan(512, 8192, {"data": 8}, memory="40 MB"),
+    "wide_layers": lambda: mlp_plan(2048, 16, {"data": 2, "model": 4}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_printed_plans(name):
+    assert f"{PLANS[name]()}\n" == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_the_golden_text_tells_plans_apart():
+    plan = PLANS["one_device"]()
+    other = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, peak_bytes=1))
+    assert f"{other}\n" != (GOLDEN / "one_device.txt").read_text()
+
+
+def test_notebooks_show_the_same_text():
+    plan = PLANS["one_device"]()
+    html = plan._repr_html_()
+    assert html.startswith("<pre>mlp on 1 devices") and "P(&quot;" not in plan_text(plan)
+    assert html.count("\n") == plan_text(plan).count("\n")
+
+
+@pytest.mark.parametrize("size, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (14 * 2**30, "14.0 GiB")])
+def test_bytes(size, text):
+    assert bytes_text(size) == text
+
+
+@pytest.mark.parametrize("seconds, text", [(0, "0 s"), (2e-10, "2e-10 s"), (1.5e-6, "1.5 us"), (61, "61 s")])
+def test_seconds(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize("layout", [(), ((), ()), (("a",), ()), ((), ("a", "b")), (("b",), (), ("a",))])
+def test_specs_are_python(layout):
+    assert layout_of(eval(spec_text(layout), {"P": jax.P}), len(layout)) == layout
+
+
+def arrays(*names: str, layout=((),)) -> list[Placed]:
+    return [Placed(name, (8,), "float32", layout, 32) for name in names]
+
+
+FOLDS = [  # arrays, the lines they become
+    (arrays("a/0", "a/1", "a/2"), [("a/*", 3)]),
+    (arrays("a/0/q", "a/0/k", "a/1/q", "a/1/k"), [("a/*/{q,k}", 4)]),
+    (arrays("a/0", "a/1", "b/0"), [("a/*", 2), ("b/0", 1)]),
+    (arrays("a/0", "a/2") + arrays("a/1", layout=(("x",),)), [("a/{0,2}", 2), ("a/1", 1)]),
+    (arrays("m/w", "v/w", "m/b"), [("{m,v}/w", 2), ("m/b", 1)]),
+    (arrays("loss"), [("loss", 1)]),
+]
+
+
+@pytest.mark.parametrize("placed, lines", FOLDS)
+def test_long_lists_are_folded(placed, lines):
+    found = folded(placed)
+    assert [(name, len(same)) for name, same in found] == lines
+    assert sorted(one.name for _, same in found for one in same) == sorted(one.name for one in placed)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PLANS:
+        (GOLDEN / f"{name}.txt").write_text(f"{PLANS[name]()}\n")
