@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,9 +29,10 @@ from autoshard.solver import solve
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.specs import argument_layouts, check_jit_takes, fixed_layouts, result_layouts, whole
 
-_ROUNDED_UP = 0.01  # no formulation adds a larger share of the limit to its problem's bytes; within it, solve exactly
+_ROUNDS = 5  # of solving under lower and lower limits
 
 
 def autoshard(
@@ -223,7 +225,9 @@ def evaluate(
         for i, layout in result_layouts(program, out_shardings, mesh_shape).items()
         if i not in program.carried.values() and isinstance(program.results[i], Value)
     }
-    formulation = formulate(program, rules, mesh_shape, options.topology, fixed=layouts)
+    formulation = formulate(
+        program, rules, mesh_shape, options.topology, fixed=layouts, scatters=_scatters(options.mesh)
+    )
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed))
     made = make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
@@ -273,6 +277,7 @@ def _planned(program: Program, options: Options) -> Plan:
         options.topology,
         memory=options.memory,
         fixed=fixed_layouts(program, options.fixed, mesh_shape),
+        scatters=_scatters(options.mesh),
     )
     try:
         solution = _solved(formulation, options.time_limit)
@@ -282,18 +287,51 @@ def _planned(program: Program, options: Options) -> Plan:
 
 
 def _solved(formulation: Formulation, time_limit: float) -> Solution:
+    """The cheapest solution found whose predicted peak is within the limit.
+
+    What a resharding holds depends on two choices at once, so it stands in no problem. The problem's limit is lowered
+    by as much as its solution is over, a few times; after that, or if nothing is left, the leanest choice is taken.
+
+    Raises:
+        InfeasibleError: even the leanest choice is over the limit; the error carries what that one needs.
+    """
+    problem, limit, bound = formulation.problem, formulation.problem.limit, 0.0
+    deadline = time.monotonic() + time_limit
+    for _ in range(_ROUNDS):
+        try:
+            solution = solve(problem, time_limit=max(0.0, deadline - time.monotonic()))
+        except InfeasibleError:
+            break
+        bound = bound or solution.bound  # of the first round: a lower limit costs more
+        over = formulation.peak_bytes(solution.choice) - limit
+        if over <= 0:
+            return _with_bound(solution, bound)
+        problem = replace(problem, limit=max(0.0, problem.limit - over))
+    exact = replace(problem, lives=tuple(formulation.lives), limit=0.0)
     try:
-        return solve(formulation.problem, time_limit=time_limit)
+        solution = solve(exact, time_limit=time_limit)
     except InfeasibleError as error:
-        if error.needed > (1 + _ROUNDED_UP) * error.limit:
-            raise
-    return solve(replace(formulation.problem, lives=tuple(formulation.lives)), time_limit=time_limit)
+        solution = solve(replace(exact, limit=error.needed), time_limit=time_limit)
+    peak = formulation.peak_bytes(solution.choice)
+    if peak > limit:
+        raise InfeasibleError("the leanest choice is over the limit", limit=limit, needed=peak)
+    return _with_bound(solution, bound)
+
+
+def _with_bound(solution: Solution, bound: float) -> Solution:
+    bounded = replace(solution, bound=bound)
+    return replace(bounded, status="optimal" if bounded.gap <= OPTIMAL_GAP else "feasible")
 
 
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:
     """What a plan says beside its figures: warnings, and what it is compared with."""
     comparison = Comparison(functools.partial(alternatives_of, formulation))
     return _unused_axes(formulation.program, mesh), comparison
+
+
+def _scatters(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether XLA has a reduce_scatter for these devices."""
+    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu"
 
 
 def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:

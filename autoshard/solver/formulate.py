@@ -37,7 +37,7 @@ from autoshard.solver.memory import (
 )
 from autoshard.solver.prices import Priced, Prices
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.strategies import ALL_REDUCE, Strategy
+from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the program then has far fewer choices that memory couples.
@@ -138,6 +138,7 @@ def formulate(
     *,
     memory: float | None = None,
     fixed: Mapping[int, Layout] | None = None,
+    scatters: bool = True,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -148,14 +149,18 @@ def formulate(
         topology: what the machine costs.
         memory: bytes per device that may be in use at any point; None for no limit.
         fixed: argument index -> layout that it must have.
+        scatters: whether the compiler has a reduce_scatter; XLA's CPU backend makes an all_reduce and slices of it.
     """
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
-    return _Formulator(program, groups_of(program, rules), Prices(mesh, topology), fixed or {}).formulation(memory)
+    groups, prices = groups_of(program, rules), Prices(mesh, topology)
+    return _Formulator(program, groups, prices, fixed or {}, scatters).formulation(memory)
 
 
 class _Formulator:
-    def __init__(self, program: Program, groups: list[Group], prices: Prices, fixed: Mapping[int, Layout]):
-        self.program, self.groups, self.prices, self.fixed = program, groups, prices, fixed
+    def __init__(
+        self, program: Program, groups: list[Group], prices: Prices, fixed: Mapping[int, Layout], scatters: bool
+    ):
+        self.program, self.groups, self.prices, self.fixed, self.scatters = program, groups, prices, fixed, scatters
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
         self.names: list[str] = []
@@ -291,15 +296,19 @@ class _Formulator:
         left_bytes = np.array([self.prices.local_bytes(value, layout) for layout in leaves])
         end = len(self.program.equations)
         waits = np.zeros(len(leaves), bool)
+        unfinished = np.array([self._unfinished(group, strategy) for strategy in self._strategies(group)])
+        read = held.used or (group.point, group.point + 1)
         if group.late:  # reductions that XLA combines into one wait for the last of them
-            waits = np.array([any(f.kind == ALL_REDUCE for f in s.finishes) for s in self._strategies(group)])
-            self.lives.append(Live(node, group.point, end, left_bytes * waits))
+            kinds = (ALL_REDUCE,) if self.scatters else (ALL_REDUCE, REDUCE_SCATTER)
+            waits = np.array([any(f.kind in kinds for f in s.finishes) for s in self._strategies(group)])
+            self.lives.append(Live(node, group.point, end - 1, np.maximum(left_bytes, unfinished) * waits))
+            self.lives.append(Live(node, end - 1, end, (left_bytes + unfinished) * waits))
+        until = read[0] + 1 if self.scatters else read[1]
+        self.lives.append(Live(node, group.point, max(group.point + 1, until), unfinished * ~waits))
         if value.id in outputs:
             self.lives.append(Live(node, 0, end, left_bytes))
         elif held.made and value.id not in in_place:
             self.lives.append(Live(node, *held.made, left_bytes * ~waits))
-        unfinished = np.array([self._unfinished(group, strategy) for strategy in self._strategies(group)])
-        self.lives.append(Live(node, group.point, group.point + 1, unfinished))
         for use in repeats(group):
             self.lives.append(Live(node, self.start.get(use.value.id, 0), group.point + 1, left_bytes))
         if scratch := scratch_copies(group):
@@ -314,8 +323,13 @@ class _Formulator:
             self.shared[value.id] = Shared(holder, wants)
             self.costs.append(np.zeros(len(wants)))
             self.names.append(f"{value} shared by {len(readers)} readers")
+            busy = sum(not _elementwise(reader) for reader in readers)
             for reader in readers:
-                self._connect(holder, reader.node, self._table(value, wants, reader.wants))
+                table = self._table(value, wants, reader.wants)
+                if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
+                    sizes, grown = ([self.prices.local_bytes(value, w) for w in x] for x in (wants, reader.wants))
+                    table = np.where(np.less.outer(sizes, grown), np.inf, table)
+                self._connect(holder, reader.node, table)
         table = self._table(value, leaves, wants)
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = np.where(table > 0, np.inf, table)
@@ -331,7 +345,10 @@ class _Formulator:
         return self.priced[group.index].strategies
 
     def _unfinished(self, group: Group, strategy: Strategy) -> int:
-        """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it."""
+        """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it.
+
+        Without a reduce_scatter there is the whole reduced result instead, of which every reader takes its slice.
+        """
         sizes = self.prices.finish_bytes(group, strategy)
         pieces = [1 if f.kind == ALL_REDUCE else shards(f.axes, self.prices.mesh) for f in strategy.finishes]
         return max((size * count for size, count in zip(sizes, pieces, strict=True)), default=0)
