@@ -26,6 +26,7 @@ PATIENCE = 15  # rounds of prices that do not raise the bound, after which steps
 LITTLE = 1e-2  # of the gap: a rise that does not count as one
 SHORTER, SHORTEST = 0.7, 0.05  # factor between step lengths; of the first length: the last one
 MOST = 1000  # rounds
+SLACK = 1e-11  # relative; what rounding may make of bytes, and of what they cost and get back
 PAUSE = 25  # rounds without prices between two looks at whether they pay ...
 WORTH = 0.02  # ... which they do if they closed this much of the gap
 
@@ -113,6 +114,8 @@ class Relaxation:
             over = self.prices.over(self.choice)
             direction = over if direction is None else SMOOTHING * direction + (1 - SMOOTHING) * over
             slope = np.where((self.prices.values <= 0) & (direction < 0), 0.0, direction)
+            if not np.isfinite(bound):  # nothing fits
+                return
             if not (priced or slope.any()):  # all fits
                 continue
             tried += 1
@@ -170,7 +173,10 @@ class Relaxation:
 
 
 class Prices:
-    """A price per byte at each pressure point, what options cost with them, and what the limit gives back."""
+    """A price per byte at each pressure point, what options cost with them, and what the limit gives back.
+
+    Bytes are counted beyond those of each life's leanest option, so that what is paid and given back is small.
+    """
 
     def __init__(self, problem: Problem):
         points = problem.pressure_points() if problem.limit is not None else np.zeros(0, dtype=np.int64)
@@ -179,17 +185,20 @@ class Prices:
         self._offsets = np.cumsum([0, *(len(costs) for costs in problem.costs)])
         sizes = [len(live.usage) for live in lives]
         options = [self._offsets[live.node] + np.arange(len(live.usage)) for live in lives]
-        self._usage = np.concatenate([np.zeros(0), *(live.usage for live in lives)])  # of all options of all lives
+        leanest = np.array([live.usage.min() for live in lives], dtype=np.float64)
+        start, end = (np.searchsorted(points, [getattr(live, side) for live in lives]) for side in ("start", "end"))
+        held = _over_points(start, end, leanest, len(points))
+        self._room = (0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)) - held
+        self._usage = np.concatenate([np.zeros(0), *(live.usage - live.usage.min() for live in lives)])  # all options
         self._option = np.concatenate([np.zeros(0, dtype=np.int64), *options])
-        self._start = np.repeat(np.searchsorted(points, [live.start for live in lives]), sizes)
-        self._end = np.repeat(np.searchsorted(points, [live.end for live in lives]), sizes)
-        self._limit = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
+        self._start, self._end = np.repeat(start, sizes), np.repeat(end, sizes)
         self.set(np.zeros(len(points)))
 
     def set(self, values: np.ndarray) -> None:
         """Makes these the prices: cost per byte, 0 or more, of each pressure point."""
         self.values = values
-        self.refund = self._limit * float(values.sum())
+        back = values * self._room
+        self.refund = float(back.sum() + SLACK * np.abs(back).sum())
         paid = np.append(0.0, values.cumsum())
         extra = (paid[self._end] - paid[self._start]) * self._usage
         stacked = np.bincount(self._option, extra, minlength=self._offsets[-1])
@@ -201,7 +210,15 @@ class Prices:
         chosen = np.zeros(self._offsets[-1], dtype=bool)
         chosen[self._offsets[:-1] + np.asarray(choice, dtype=np.int64)] = True
         chosen = chosen[self._option]
-        change = np.zeros(len(self.values) + 1)
-        np.add.at(change, self._start[chosen], self._usage[chosen])
-        np.subtract.at(change, self._end[chosen], self._usage[chosen])
-        return change.cumsum()[:-1] - self._limit
+        held = _over_points(self._start[chosen], self._end[chosen], self._usage[chosen], len(self.values))
+        over = held - self._room
+        over[np.abs(over) <= SLACK * np.abs(self._room)] = 0.0
+        return over
+
+
+def _over_points(start: np.ndarray, end: np.ndarray, usage: np.ndarray, points: int) -> np.ndarray:
+    """Bytes per point of what is held from start to end."""
+    change = np.zeros(points + 1)
+    np.add.at(change, start, usage)
+    np.subtract.at(change, end, usage)
+    return change.cumsum()[:-1]

@@ -26,6 +26,7 @@ from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.groups import Group, Use, groups_of
 from autoshard.solver.memory import (
+    HEAP,
     Span,
     aliased,
     copied_when_donated,
@@ -75,10 +76,11 @@ class Change:
     """A value that may be resharded. This depends on two nodes, so what it takes is no part of the `Problem`."""
 
     value: Value
-    stored: bool  # whether the readers' layout is counted already
     used: Span  # from the first to past the last use
     left: tuple[int, Sequence[Layout]]  # the node that leaves it, and the layout per option
     wanted: tuple[int, Sequence[Layout]]
+    counts_left: bool  # whether the problem counts the value as left while it is resharded
+    counts_wanted: bool  # whether it counts the resharded copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,15 +106,14 @@ class Formulation:
             change[live.start] += live.usage[choice[live.node]]
             change[live.end] -= live.usage[choice[live.node]]
         for (start, end), extra in self._resharding_lives(choice):
-            change[start] += extra
-            change[end] -= extra
+            change[start] += extra * HEAP
+            change[end] -= extra * HEAP
         return int(change.cumsum().max())
 
     def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:
         """What resharded values hold beside what is counted anyway.
 
-        At first the value as it was left, and for an all_to_all the pieces it is cut into; then, if XLA would not store
-        the value without a resharding, the resharded copy.
+        At first the value as it was left, and for an all_to_all the pieces it is cut into; then the resharded copy.
         """
         for change in self.changes:
             left, wanted = (layouts[choice[node]] for node, layouts in (change.left, change.wanted))
@@ -121,9 +122,9 @@ class Formulation:
             start, end = change.used
             kinds = [step.kind for step in self.prices.steps(change.value, left, wanted)]
             if kinds:
-                before = self.prices.local_bytes(change.value, left)
-                yield (start, start + 1), before * (2 if "all_to_all" in kinds else 1)
-            if not change.stored:
+                copies = (not change.counts_left) + ("all_to_all" in kinds)
+                yield (start, start + 1), copies * self.prices.local_bytes(change.value, left)
+            if not change.counts_wanted:
                 yield (start, end), self.prices.local_bytes(change.value, wanted)
 
     def group_node(self, group: Group) -> int:
@@ -252,7 +253,7 @@ class _Formulator:
                     bare = homes if index in copied and gradient is None else np.zeros_like(homes)
                 copies = np.array([self.prices.local_bytes(value, kept.copy) for kept in kepts])
                 extra = np.where([kept.copy == kept.home for kept in kepts], bare, copies)
-                self.lives.append(Live(index, start, end, extra))
+                self._hold(index, start, end, extra)
                 if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
                     made = gradient.made[0].value
                     alone = [
@@ -260,7 +261,7 @@ class _Formulator:
                         for strategy in self._strategies(gradient)
                     ]
                     node = len(self.program.arguments) + gradient.index
-                    self.lives.append(Live(node, start, end, np.array(alone)))
+                    self._hold(node, start, end, np.array(alone))
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
@@ -301,18 +302,18 @@ class _Formulator:
         if group.late:  # reductions that XLA combines into one wait for the last of them
             kinds = (ALL_REDUCE,) if self.scatters else (ALL_REDUCE, REDUCE_SCATTER)
             waits = np.array([any(f.kind in kinds for f in s.finishes) for s in self._strategies(group)])
-            self.lives.append(Live(node, group.point, end - 1, np.maximum(left_bytes, unfinished) * waits))
-            self.lives.append(Live(node, end - 1, end, (left_bytes + unfinished) * waits))
+            self._hold(node, group.point, end - 1, np.maximum(left_bytes, unfinished) * waits)
+            self._hold(node, end - 1, end, (left_bytes + unfinished) * waits)
         until = read[0] + 1 if self.scatters else read[1]
-        self.lives.append(Live(node, group.point, max(group.point + 1, until), unfinished * ~waits))
+        self._hold(node, group.point, max(group.point + 1, until), unfinished * ~waits)
         if value.id in outputs:
             self.lives.append(Live(node, 0, end, left_bytes))
         elif held.made and value.id not in in_place:
-            self.lives.append(Live(node, *held.made, left_bytes * ~waits))
+            self._hold(node, *held.made, left_bytes * ~waits)
         for use in repeats(group):
-            self.lives.append(Live(node, self.start.get(use.value.id, 0), group.point + 1, left_bytes))
+            self._hold(node, self.start.get(use.value.id, 0), group.point + 1, left_bytes)
         if scratch := scratch_copies(group):
-            self.lives.append(Live(node, group.point, group.point + 1, left_bytes * scratch))
+            self._hold(node, group.point, group.point + 1, left_bytes * scratch)
         if not readers:
             return
         if len(readers) == 1:
@@ -330,6 +331,10 @@ class _Formulator:
                     sizes, grown = ([self.prices.local_bytes(value, w) for w in x] for x in (wants, reader.wants))
                     table = np.where(np.less.outer(sizes, grown), np.inf, table)
                 self._connect(holder, reader.node, table)
+                if reader.use is not None:
+                    used = use_span(reader.group, reader.use)
+                    hop = (holder, wants), (reader.node, reader.wants)
+                    self.changes.append(Change(value, used, *hop, counts_left=True, counts_wanted=False))
         table = self._table(value, leaves, wants)
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = np.where(table > 0, np.inf, table)
@@ -338,8 +343,9 @@ class _Formulator:
             return
         if held.stored:
             sizes = np.array([self.prices.local_bytes(value, layout) for layout in wants])
-            self.lives.append(Live(holder, *held.used, sizes))
-        self.changes.append(Change(value, held.stored, held.used, (node, leaves), (holder, wants)))
+            self._hold(holder, *held.used, sizes)
+        hop = (node, leaves), (holder, wants)
+        self.changes.append(Change(value, held.used, *hop, counts_left=False, counts_wanted=held.stored))
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies
@@ -367,6 +373,10 @@ class _Formulator:
             self.edges.append(Edge(i, j, table))
 
     # Memory.
+
+    def _hold(self, node: int, start: int, end: int, usage: np.ndarray) -> None:
+        """Counts a temporary."""
+        self.lives.append(Live(node, start, end, usage * HEAP))
 
     def _lives(self, memory: float | None) -> list[Live]:
         if memory is None:

@@ -20,10 +20,11 @@ MOVES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "iota", "reshape",
 _VIEWS = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})  # a matrix product reads through them
 
 # What XLA does not compute twice to save a buffer (its HloInstruction cost class "expensive").
-_EXPENSIVE = frozenset(
-    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma igammac "
-    "lgamma log log1p logistic pow random_bits rem rsqrt sin sinh sqrt tan tanh threefry2x32".split()
-)
+_EXPENSIVE = frozenset({
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
+    "erf_inv", "erfc", "exp", "exp2", "expm1", "igamma", "igammac", "lgamma", "log", "log1p", "logistic", "pow",
+    "random_bits", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "threefry2x32",
+})  # fmt: skip
 
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})

@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,7 +39,8 @@ MAGNITUDE = 1e3  # what the cost still to be decided is scaled to; HiGHS works t
 TARGET_GAP = 1e-7  # of the whole cost; finer than what counts as optimal, to leave room for rounding
 FEW_ENTRIES = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
 ROWS_ADDED = 50  # at a time
-LAST_WORDS = 1.0  # s that HiGHS gets to finish after Ctrl-C, before what it last reported is taken
+LAST_WORDS = 1.0  # s that HiGHS gets to finish after its time or Ctrl-C, before what it last reported is taken
+COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,12 @@ class Outcome:
 
 def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float, seed: int) -> Outcome:
     """The cheapest choice, or the best one found in time; `first` is a feasible one, if known."""
+    start_time = time.monotonic()
     known = np.inf if first is None else verify(problem, first)[0]
     program = _encode(problem, known)
+    time_limit -= time.monotonic() - start_time
+    if time_limit < COMPILING * len(program.flow_costs):
+        return Outcome(None, program.constant, interrupted=False)
     memory = _Memory(problem if problem.limit is not None else replace(problem, lives=()))
     room = memory.room(problem.limit)
     if (room < 0).any():
@@ -76,8 +82,8 @@ def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float
             return Outcome(None, bound, highs.interrupted)
         choice = program.choice(highs.values)
         held = memory.held(highs.values[: s.size] if relaxed else program.chosen(choice))
-        if highs.interrupted:
-            return Outcome(None if relaxed or (held > room).any() else choice, bound, interrupted=True)
+        if highs.stopped:
+            return Outcome(None if relaxed or (held > room).any() else choice, bound, highs.interrupted)
         if len(points := memory.next_points(held - room)):
             highs.add(memory.usage(points, scale), (room * scale)[points])
         elif relaxed:
@@ -112,8 +118,8 @@ def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
         held = memory.held(highs.values[: s.size] if relaxed else program.chosen(choice)) + memory.least
         if not relaxed and held.max(initial=0.0) < lowest:
             best, lowest = choice, held.max(initial=0.0)
-        if highs.interrupted:
-            return Outcome(best, bound, interrupted=True)
+        if highs.stopped:
+            return Outcome(best, bound, highs.interrupted)
         if len(points := memory.next_points(held - unit * highs.values[-1])):
             flows, peaks = sparse.csr_array((len(points), x.size)), np.ones((len(points), 1))
             rows = sparse.hstack([memory.usage(points, scale), flows, -peaks], format="csr")
@@ -320,6 +326,7 @@ class _Highs:
     """A compiled cvxpy problem in HiGHS, set up so that two runs agree bit for bit unless time ends them."""
 
     def __init__(self, problem: cp.Problem, variables: list[cp.Variable], *, time_limit: float, seed: int, gap: float):
+        self._deadline = time.monotonic() + time_limit
         data, _, _ = problem.get_problem_data(cp.HIGHS)
         first_column = data["param_prob"].var_id_to_col
         self._columns = np.concatenate([first_column[v.id] + np.arange(v.size) for v in variables])
@@ -341,7 +348,7 @@ class _Highs:
         self._highs.cbMipImprovingSolution += self._on_solution
         self._highs.cbSimplexInterrupt += self._on_step
         options = {
-            "output_flag": False, "parallel": "off", "random_seed": seed, "time_limit": float(time_limit),
+            "output_flag": False, "parallel": "off", "random_seed": seed,
             "mip_rel_gap": 0.0, "mip_abs_gap": gap, "mip_feasibility_tolerance": 1e-9,
         }  # fmt: skip
         for name, value in options.items():
@@ -349,7 +356,8 @@ class _Highs:
         self._highs.passModel(model)
         self.values: np.ndarray | None = None  # of the variables, stacked; None: no solution is known
         self.bound = -np.inf  # no solution has a lower objective
-        self.interrupted = False
+        self.stopped = False  # by the clock, or
+        self.interrupted = False  # by Ctrl-C
 
     def add(self, rows: sparse.csr_array, upper: np.ndarray) -> None:
         """Adds ``rows @ values <= upper``."""
@@ -360,6 +368,9 @@ class _Highs:
     def run(self, start: np.ndarray | None, *, relaxed: bool) -> None:
         """Solves on from `start`, or only the relaxation. The time limit is on all runs together."""
         self._highs.setOptionValue("solve_relaxation", relaxed)
+        # HiGHS counts the time of all its runs, but not what passes between them.
+        left = max(0.0, self._deadline - time.monotonic())
+        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + left)
         if start is not None and not relaxed:
             solution = highspy.HighsSolution()
             solution.col_value = list(start[np.argsort(self._columns)])
@@ -379,7 +390,7 @@ class _Highs:
             self.bound = info.objective_function_value
 
     def _finish(self) -> bool:
-        """Runs HiGHS to its end; False where Ctrl-C came and it did not stop in time: then leave it alone."""
+        """Runs HiGHS to its end; False where it did not stop when it had to: then leave it alone."""
         ended = threading.Event()
 
         def run() -> None:
@@ -393,9 +404,11 @@ class _Highs:
         threading.Thread(target=run).start()
         try:
             while not ended.wait(0.1):
-                pass
+                if time.monotonic() > self._deadline + LAST_WORDS:
+                    self.stopped = True
+                    return ended.wait(LAST_WORDS)
         except KeyboardInterrupt:
-            self.interrupted = True
+            self.stopped = self.interrupted = True
             return ended.wait(LAST_WORDS)
         return True
 
@@ -407,5 +420,5 @@ class _Highs:
         self.values = np.array(event.data_out.mip_solution)[self._columns]
 
     def _on_step(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        if self.interrupted:
+        if self.stopped:
             event.interrupt()

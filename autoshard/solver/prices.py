@@ -139,10 +139,8 @@ class Prices:
         if group.only_moves or group.equations[0].primitive in _CROSSINGS:
             return 0.0
         axes = strategy.axes
-        work = [
-            flops(equation) / math.prod(shards(axes.get(factor, ()), self.mesh) for factor in group.factors_of(equation))
-            for equation in group.equations
-        ]
+        pieces = {factor: shards(axes.get(factor, ()), self.mesh) for factor in group.sizes}
+        work = [flops(e) / math.prod(pieces[factor] for factor in group.factors_of(e)) for e in group.equations]
         return compute_seconds(sum(work), self._bytes_moved(group, strategy), _dtype(group.equations), self.topology)
 
     def _bytes_moved(self, group: Group, strategy: Strategy) -> int:

@@ -27,10 +27,11 @@ FORBIDDEN = 1e18  # how a contest file writes an infinite cost
 class InfeasibleError(SolverError):
     """No choice stays within the memory limit. Carries the smallest limit found that some choice meets, in bytes."""
 
-    def __init__(self, message: str, *, limit: float, needed: float):
+    def __init__(self, message: str, *, limit: float, needed: float, choice: tuple[int, ...] | None = None):
         super().__init__(message)
         self.limit = limit
         self.needed = needed
+        self.choice = choice  # the one that needs so little, where it is known
 
 
 @dataclass(frozen=True, eq=False)

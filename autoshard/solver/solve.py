@@ -168,10 +168,13 @@ class _Search:
         a choice much better than the best one known, the rest is small, and often has an optimum that is as good as any
         choice with the others could be.
         """
+        most = _most_sum(known.problem)
         relaxation = Relaxation(known.problem)
         for choice, bound in relaxation.rounds(lambda: known.cost):
             known.offer(choice)
             known.prove(bound)
+            if known.bound > most + ENOUGH * abs(most):
+                raise _Nothing
             if known.solved:
                 return
             self.check_time()
@@ -236,6 +239,12 @@ def _least_sum(problem: Problem) -> float:
     return math.fsum(costs.min() for costs in [*problem.costs, *(edge.costs for edge in problem.edges)])
 
 
+def _most_sum(problem: Problem) -> float:
+    """Every allowed choice costs at most the dearest option of every node with the dearest pair of every edge."""
+    tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
+    return math.fsum(table[np.isfinite(table)].max(initial=-np.inf) for table in tables)
+
+
 def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
     free = replace(
@@ -250,6 +259,7 @@ def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
     ]
     if None in choices:
         return SolverError("every choice is forbidden")
-    _, needed = verify(problem, small.invert(choices))
+    choice = small.invert(choices)
+    _, needed = verify(problem, choice)
     message = f"no choice fits in {problem.limit:.0f} bytes; the least that one holds is {needed:.0f}"
-    return InfeasibleError(message, limit=problem.limit, needed=needed)
+    return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
