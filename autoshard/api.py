@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -15,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.arguments import Static, abstract, not_an_array, place, type_of
-from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
+from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, SolverError
 from autoshard.layout import MeshShape, spec_of, without_devices
 from autoshard.lower import jitted, lowered
 from autoshard.mesh.topology import Topology
@@ -28,11 +29,12 @@ from autoshard.report.text import bytes_text
 from autoshard.solver import solve
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
-from autoshard.solver.problem import InfeasibleError, Solution
-from autoshard.solver.verify import OPTIMAL_GAP
+from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.verify import OPTIMAL_GAP, verify
 from autoshard.specs import argument_layouts, check_jit_takes, fixed_layouts, result_layouts, whole
 
 _ROUNDS = 5  # of solving under lower and lower limits
+_SLACKS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)  # times the least that any choice holds: limits to seek lean choices under
 
 
 def autoshard(
@@ -290,10 +292,10 @@ def _solved(formulation: Formulation, time_limit: float) -> Solution:
     """The cheapest solution found whose predicted peak is within the limit.
 
     What a resharding holds depends on two choices at once, so it stands in no problem. The problem's limit is lowered
-    by as much as its solution is over, a few times; after that, or if nothing is left, the leanest choice is taken.
+    by as much as its solution is over, a few times; after that, or if nothing is left, lean choices are taken.
 
     Raises:
-        InfeasibleError: even the leanest choice is over the limit; the error carries what that one needs.
+        InfeasibleError: even those are over the limit; the error carries what the leanest needs.
     """
     problem, limit, bound = formulation.problem, formulation.problem.limit, 0.0
     deadline = time.monotonic() + time_limit
@@ -307,15 +309,28 @@ def _solved(formulation: Formulation, time_limit: float) -> Solution:
         if over <= 0:
             return _with_bound(solution, bound)
         problem = replace(problem, limit=max(0.0, problem.limit - over))
-    exact = replace(problem, lives=tuple(formulation.lives), limit=0.0)
+    lean = _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit)
+    peaks = [formulation.peak_bytes(solution.choice) for solution in lean]
+    within = [solution for solution, peak in zip(lean, peaks, strict=True) if peak <= limit]
+    if not within:
+        raise InfeasibleError("the leanest choice is over the limit", limit=limit, needed=min(peaks))
+    return _with_bound(min(within, key=lambda solution: solution.cost), bound)
+
+
+def _lean_solutions(problem: Problem, time_limit: float) -> list[Solution]:
+    """A choice that holds the least at its peak, which cares for nothing else, and cheaper ones that hold little more.
+
+    They do not depend on the problem's limit, nor on how much time was spent before: what one call says is needed,
+    another one finds again.
+    """
     try:
-        solution = solve(exact, time_limit=time_limit)
+        return [solve(replace(problem, limit=0.0), time_limit=time_limit)]
     except InfeasibleError as error:
-        solution = solve(replace(exact, limit=error.needed), time_limit=time_limit)
-    peak = formulation.peak_bytes(solution.choice)
-    if peak > limit:
-        raise InfeasibleError("the leanest choice is over the limit", limit=limit, needed=peak)
-    return _with_bound(solution, bound)
+        found = [Solution(error.choice, verify(problem, error.choice)[0], 0.0, "feasible")]
+        for slack in _SLACKS:
+            with contextlib.suppress(SolverError):  # none was found in no time
+                found.append(solve(replace(problem, limit=slack * error.needed), time_limit=0.0))
+        return found
 
 
 def _with_bound(solution: Solution, bound: float) -> Solution:

@@ -91,7 +91,8 @@ def test_uneven_pieces_are_padded():
 def test_any_mesh_can_have_auto_axes(axis_type):
     mesh = mesh_of(MESH, axis_type)
     assert with_auto_axes(mesh) == mesh_of(MESH)
-    assert with_auto_axes(mesh.abstract_mesh) == without_devices(mesh) == AbstractMesh((4, 2), ("x", "y"))
+    expected = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    assert with_auto_axes(mesh.abstract_mesh) == without_devices(mesh) == expected
     assert np.array_equal(with_auto_axes(mesh).devices, mesh.devices)
     assert set(with_auto_axes(mesh).axis_types) == {AxisType.Auto}
     assert jax.device_count() == mesh.size
