@@ -100,10 +100,12 @@ class Relaxation:
             for forward in (True, False):
                 bound = self.sweep(forward=forward)
                 yield tuple(self.choice), bound
+            rise, best = bound - best, max(bound, best)
             gap = min(known() - best, max(abs(best), self._spread))
-            if bound > best:
-                tried = 0 if bound > best + LITTLE * gap else tried
-                best, prices = bound, self.prices.values
+            if rise > 0:
+                prices = self.prices.values
+            if rise > LITTLE * gap:
+                tried = 0
             priced = prices.any() or self.prices.values.any()
             if count % PAUSE == 0 and not priced:
                 if best - before <= WORTH * gap:
@@ -188,7 +190,8 @@ class Prices:
         leanest = np.array([live.usage.min() for live in lives], dtype=np.float64)
         start, end = (np.searchsorted(points, [getattr(live, side) for live in lives]) for side in ("start", "end"))
         held = _over_points(start, end, leanest, len(points))
-        self._room = (0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)) - held
+        self._limit = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
+        self._room = self._limit - held
         self._usage = np.concatenate([np.zeros(0), *(live.usage - live.usage.min() for live in lives)])  # all options
         self._option = np.concatenate([np.zeros(0, dtype=np.int64), *options])
         self._start, self._end = np.repeat(start, sizes), np.repeat(end, sizes)
@@ -212,7 +215,7 @@ class Prices:
         chosen = chosen[self._option]
         held = _over_points(self._start[chosen], self._end[chosen], self._usage[chosen], len(self.values))
         over = held - self._room
-        over[np.abs(over) <= SLACK * np.abs(self._room)] = 0.0
+        over[np.abs(over) <= SLACK * self._limit] = 0.0
         return over
 
 

@@ -1,5 +1,6 @@
 """The whole core: against trying everything, against the clock, against Ctrl-C, and in two processes."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,10 +13,13 @@ import pytest
 from problems import answer, assert_same, hard_problem, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, solve
+from autoshard.solver import Problem, bounds, solve
+from autoshard.solver.bounds import Relaxation
 from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, InfeasibleError, Live
+from autoshard.solver.verify import verify
 
+module = sys.modules["autoshard.solver.solve"]  # the package's `solve` is the function
 HERE = Path(__file__).parent
 
 
@@ -33,6 +37,39 @@ def test_larger_random_problems():
     for seed in range(200):
         problem = random_problem(seed, nodes=9, options=3)
         assert_same(answer(solve, problem), answer(exhaustive, problem))
+
+
+def relax_always(monkeypatch, *, rounds: int) -> None:
+    """Bounds, and all that follows from them, however few options there are; without moves, and not for long."""
+    monkeypatch.setattr(module, "FEW_OPTIONS", 0)
+    monkeypatch.setattr(module, "good_choices", lambda problem, seed: ())
+    monkeypatch.setattr(bounds, "MOST", rounds)
+    monkeypatch.setattr(bounds, "UNPRICED", 0)
+
+
+@pytest.mark.parametrize("rounds", [1, 1000])
+def test_with_bounds_first(monkeypatch, rounds):
+    relax_always(monkeypatch, rounds=rounds)
+    for seed in range(20_000, 20_500):
+        problem = random_problem(seed)
+        assert_same(answer(solve, problem), answer(exhaustive, problem))
+    for seed in range(200):
+        problem = random_problem(seed, nodes=9, options=3)
+        assert_same(answer(solve, problem), answer(exhaustive, problem))
+
+
+def test_unsound_bounds_are_caught(monkeypatch):
+    """Options whose least cost is said to be too high are left out."""
+
+    def more(self, *, forward=True, original=Relaxation.least):
+        return [costs * 2 for costs in original(self, forward=forward)]
+
+    relax_always(monkeypatch, rounds=1)
+    monkeypatch.setattr(Relaxation, "least", more)
+    with pytest.raises((AssertionError, SolverError)):
+        for seed in range(20_000, 22_000):
+            problem = random_problem(seed)
+            assert_same(answer(solve, problem), answer(exhaustive, problem))
 
 
 def test_more_memory_never_costs_more():
@@ -67,6 +104,54 @@ def test_time_limit():
     solution = solve(hard_problem(), time_limit=2)
     assert solution.status == "feasible" and 0 < solution.bound < solution.cost
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("time_limit", [0.0, 0.5])
+def test_no_time_at_all(time_limit):
+    start = time.monotonic()
+    solution = solve(hard_problem(), time_limit=time_limit)
+    assert solution.status == "feasible" and solution.bound > 0
+    assert time.monotonic() - start < 10
+
+
+def first_options_fit(problem: Problem) -> Problem:
+    """The same problem, in which the first options hold nothing."""
+    nothing = tuple(replace(live, usage=np.append(0, live.usage[1:])) for live in problem.lives)
+    return replace(problem, lives=nothing)
+
+
+def test_never_worse_than_first_options():
+    problem = first_options_fit(hard_problem())
+    simple, _ = verify(problem, [0] * len(problem.costs))
+    assert solve(problem, time_limit=0).cost <= simple
+    assert solve(problem, time_limit=1).cost < simple
+
+
+@pytest.mark.parametrize("check", [0, 1, 2, 50, 1000, 3000])
+def test_ctrl_c_at_any_check_of_the_clock(monkeypatch, check):
+    """Simplifying, bounding, moving: whatever runs, the first options are known from the start."""
+    problem, count = first_options_fit(hard_problem(nodes=60)), itertools.count()
+
+    def press(self, original=module._Search.check_time):
+        if next(count) == check:
+            raise KeyboardInterrupt
+        original(self)
+
+    monkeypatch.setattr(module, "FEW_OPTIONS", 0)
+    monkeypatch.setattr(module._Search, "check_time", press)
+    monkeypatch.setattr(module, "cheapest", interrupted)
+    solution = solve(problem, time_limit=100)
+    assert solution.status == "feasible" and solution.cost <= verify(problem, [0] * len(problem.costs))[0]
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_before_any_choice_passes(monkeypatch):
+    monkeypatch.setattr(module._Search, "check_time", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        solve(hard_problem())
 
 
 def run_python(code: str) -> subprocess.Popen:
