@@ -23,7 +23,7 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     params, name = eqn.params, eqn.primitive.name
     if name in ("jit", "pjit"):
         return params["jaxpr"]
-    if name == "closed_call" or name in CUSTOM:
+    if name in ("closed_call", "eval_jaxpr") or name in CUSTOM:
         return params["call_jaxpr"]
     if name in REMAT:
         inner = params["jaxpr"]
