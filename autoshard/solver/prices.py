@@ -23,9 +23,9 @@ from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies
 LAUNCH_SECONDS = 1e-6
 
 # One all_reduce moves the bytes of a reduce_scatter and an all_gather, but never takes as long as the two: on 8 CPU
-# devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We assume a tenth,
+# devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We take the least,
 # so that they are chosen where they save something, and one all_reduce where they don't.
-HALF_PENALTY = 1.1
+HALF_PENALTY = 1.2
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
 _READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
