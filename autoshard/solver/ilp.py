@@ -130,11 +130,6 @@ def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
             return Outcome(best, bound, interrupted=False)
 
 
-def trivial_bound(problem: Problem) -> float:
-    """No choice costs less than the cheapest option of every node and the cheapest pair of every edge."""
-    return _encode(problem, np.inf).constant
-
-
 @dataclass(frozen=True)
 class _Program:
     """The rows that have nothing to do with memory, over stacked options s and flows x; and the way there and back."""

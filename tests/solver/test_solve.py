@@ -72,6 +72,15 @@ def test_unsound_bounds_are_caught(monkeypatch):
             assert_same(answer(solve, problem), answer(exhaustive, problem))
 
 
+def test_sums_enclose_every_choice():
+    for seed in range(300):
+        problem = random_problem(seed)
+        kind, cost = answer(exhaustive, problem)
+        if kind == "costs":
+            slack = 1e-9 * abs(cost)
+            assert module._least_sum(problem) - slack <= cost <= module._most_sum(problem) + slack
+
+
 def test_more_memory_never_costs_more():
     problem = replace(hard_problem(nodes=12, options=4), limit=None)
     costs = []
