@@ -102,6 +102,15 @@ class _Emitter:
             return self.constrained(held.array, want)
         return held.copy if want == held.copy_layout else self.constrained(held.copy, want)
 
+    def behind_barrier(self, held: _Held) -> _Held:
+        """Says the shardings again: propagation passes through a barrier, and would pick others behind it."""
+        array, copy = jax.lax.optimization_barrier((held.array, held.copy))
+        if held.layout is not None:
+            array = self.constrained(array, held.layout)
+        if held.copy_layout is not None:
+            copy = self.constrained(copy, held.copy_layout)
+        return _Held(array, held.layout, copy, held.copy_layout)
+
     def made(self, equation: Equation | None, arrays: Sequence[Any]) -> list[_Held]:
         if equation is None:  # nobody reads these
             return [_Held(array) for array in arrays]
@@ -168,7 +177,8 @@ class _Emitter:
         opened, prevent_cse = called_jaxpr(eqn), eqn.params["prevent_cse"]
         if eqn.params["differentiated"]:
             guarded = prevent_cse if isinstance(prevent_cse, tuple) else [prevent_cse] * len(operands)
-            entries = [_behind_barrier(held) if guard else held for held, guard in zip(operands, guarded, strict=True)]
+            pairs = zip(operands, guarded, strict=True)
+            entries = [self.behind_barrier(held) if guard else held for held, guard in pairs]
             return self.call(opened, entries, path)
         results: list[_Held] = []
 
@@ -266,8 +276,3 @@ def _pinned(program: Program, annotations: Annotations) -> frozenset[int]:
 
 def _operand(env: Mapping, atom: Any) -> _Held:
     return _Held(atom.val) if isinstance(atom, Literal) else env[atom]
-
-
-def _behind_barrier(held: _Held) -> _Held:
-    array, copy = jax.lax.optimization_barrier((held.array, held.copy))
-    return _Held(array, held.layout, copy, held.copy_layout)

@@ -1,0 +1,66 @@
+"""XLA does what the plan says: collectives by kind, axes and bytes, and the peak of memory, also under a limit."""
+
+from dataclasses import replace
+
+import pytest
+from oracles import MESHES, SMALL, mesh_of, slow_chips, smallest_limit, v5e
+
+from autoshard import Plan
+from autoshard import plan as plan_of
+
+MACHINES = {"v5e": v5e, "slow chips": slow_chips}
+MODELS = [name for name in SMALL if name != "mlp"]
+# Every model where everything is split, and half of them on each mesh; the rest of the product is slow.
+CHOSEN = {
+    *((name, "4x2" if i % 2 else "8", "slow chips") for i, name in enumerate(MODELS)),
+    ("gpt scan", "8", "v5e"),
+    ("cnn", "4x2", "v5e"),
+}
+CASES = [
+    pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow, id="-".join(case))
+    for case in ((name, mesh, machine) for name in MODELS for mesh in MESHES if mesh != "1" for machine in MACHINES)
+]
+TIGHT = [
+    pytest.param(name, machine, share, marks=() if chosen else pytest.mark.slow, id=f"{name}-{machine}-{share}")
+    for name in MODELS
+    for machine in MACHINES
+    for share in (0.3, 0.7)
+    for chosen in [(machine, share) == ("v5e", 0.3) and name != "gpt remat"]
+]
+
+
+def planned(name: str, mesh: str, machine: str, memory: float | None = None) -> Plan:
+    model, axes = SMALL[name](), MESHES[mesh]
+    options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0, "time_limit": 20}
+    if memory is not None:  # this far from the least to what the plan takes that is free to take all
+        free = plan_of(model.step, model.state, model.batches(0), **options).predicted.peak_bytes
+        least = smallest_limit(model, **options)
+        options["memory"] = least + memory * (free - least)
+    return plan_of(model.step, model.state, model.batches(0), **options)
+
+
+def assert_confirmed(made: Plan) -> None:
+    found = made.verify()
+    assert found.collectives_agree and found.memory_agrees, f"\n{found}"
+    assert found.actual_peak <= made.memory
+
+
+@pytest.mark.parametrize("name, mesh, machine", CASES)
+def test_predictions_are_confirmed(name, mesh, machine):
+    assert_confirmed(planned(name, mesh, machine))
+
+
+@pytest.mark.parametrize("name, machine, share", TIGHT)
+def test_memory_limits_are_kept(name, machine, share):
+    made = planned(name, "8", machine, share)
+    found = made.verify()
+    assert found.actual_peak <= made.memory, f"\n{found}"
+    assert found.memory_agrees, f"\n{found}"
+
+
+@pytest.mark.parametrize("fault", ["collectives", "peak_bytes"])
+def test_the_oracle_sees_a_wrong_prediction(fault):
+    made = planned("mlp", "8", "slow chips")
+    wrong = {"collectives": made.predicted.collectives[1:], "peak_bytes": made.predicted.peak_bytes // 2}[fault]
+    with pytest.raises(AssertionError, match="differs"):
+        assert_confirmed(replace(made, predicted=replace(made.predicted, **{fault: wrong})))
