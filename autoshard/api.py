@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import time
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.arguments import Static, abstract, not_an_array, place, type_of
-from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, SolverError
+from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape, spec_of, without_devices
 from autoshard.lower import jitted, lowered
 from autoshard.mesh.topology import Topology
@@ -26,15 +24,11 @@ from autoshard.program import Program, Value, trace
 from autoshard.propagation import Propagated, PropagatedValue, propagate_layouts, rules_for
 from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
-from autoshard.solver import solve
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
-from autoshard.solver.problem import InfeasibleError, Problem, Solution
-from autoshard.solver.verify import OPTIMAL_GAP, verify
+from autoshard.solver.problem import InfeasibleError
+from autoshard.solver.within import solve_within
 from autoshard.specs import argument_layouts, check_jit_takes, fixed_layouts, result_layouts, whole
-
-_ROUNDS = 5  # of solving under lower and lower limits
-_SLACKS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)  # times the least that any choice holds: limits to seek lean choices under
 
 
 def autoshard(
@@ -282,60 +276,10 @@ def _planned(program: Program, options: Options) -> Plan:
         scatters=_scatters(options.mesh),
     )
     try:
-        solution = _solved(formulation, options.time_limit)
+        solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error) from None
     return make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
-
-
-def _solved(formulation: Formulation, time_limit: float) -> Solution:
-    """The cheapest solution found whose predicted peak is within the limit.
-
-    What a resharding holds depends on two choices at once, so it stands in no problem. The problem's limit is lowered
-    by as much as its solution is over, a few times; after that, or if nothing is left, lean choices are taken.
-
-    Raises:
-        InfeasibleError: even those are over the limit; the error carries what the leanest needs.
-    """
-    problem, limit, bound = formulation.problem, formulation.problem.limit, 0.0
-    deadline = time.monotonic() + time_limit
-    for _ in range(_ROUNDS):
-        try:
-            solution = solve(problem, time_limit=max(0.0, deadline - time.monotonic()))
-        except InfeasibleError:
-            break
-        bound = bound or solution.bound  # of the first round: a lower limit costs more
-        over = formulation.peak_bytes(solution.choice) - limit
-        if over <= 0:
-            return _with_bound(solution, bound)
-        problem = replace(problem, limit=max(0.0, problem.limit - over))
-    lean = _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit)
-    peaks = [formulation.peak_bytes(solution.choice) for solution in lean]
-    within = [solution for solution, peak in zip(lean, peaks, strict=True) if peak <= limit]
-    if not within:
-        raise InfeasibleError("the leanest choice is over the limit", limit=limit, needed=min(peaks))
-    return _with_bound(min(within, key=lambda solution: solution.cost), bound)
-
-
-def _lean_solutions(problem: Problem, time_limit: float) -> list[Solution]:
-    """A choice that holds the least at its peak, which cares for nothing else, and cheaper ones that hold little more.
-
-    They do not depend on the problem's limit, nor on how much time was spent before: what one call says is needed,
-    another one finds again.
-    """
-    try:
-        return [solve(replace(problem, limit=0.0), time_limit=time_limit)]
-    except InfeasibleError as error:
-        found = [Solution(error.choice, verify(problem, error.choice)[0], 0.0, "feasible")]
-        for slack in _SLACKS:
-            with contextlib.suppress(SolverError):  # none was found in no time
-                found.append(solve(replace(problem, limit=slack * error.needed), time_limit=0.0))
-        return found
-
-
-def _with_bound(solution: Solution, bound: float) -> Solution:
-    bounded = replace(solution, bound=bound)
-    return replace(bounded, status="optimal" if bounded.gap <= OPTIMAL_GAP else "feasible")
 
 
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:

@@ -1,0 +1,71 @@
+"""A formulation with a memory limit in, the cheapest choice out that was found within it, all it holds counted."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+
+from autoshard.errors import SolverError
+from autoshard.solver.formulate import Formulation
+from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.solve import solve
+from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
+
+# The share of the limit that a plan may fill: predictions are off by a few percent, and a plan that does not fit is no
+# plan.
+USABLE = 0.95
+ROUNDS = 5  # of solving under lower and lower limits
+SLACKS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)  # times the least that any choice holds: limits to seek lean choices under
+
+
+def solve_within(formulation: Formulation, time_limit: float) -> Solution:
+    """The cheapest solution found whose predicted peak is within the limit.
+
+    What a resharding holds depends on two choices at once, so it stands in no problem. The problem's limit is lowered
+    by as much as its solution is over, a few times; after that, or if nothing is left, lean choices are taken.
+
+    Raises:
+        InfeasibleError: even those are over the limit; the error carries what the leanest needs.
+    """
+    limit, bound = formulation.problem.limit * USABLE, 0.0
+    problem = replace(formulation.problem, limit=limit)
+    deadline = time.monotonic() + time_limit
+    for _ in range(ROUNDS):
+        try:
+            solution = solve(problem, time_limit=max(0.0, deadline - time.monotonic()))
+        except InfeasibleError:
+            break
+        bound = bound or solution.bound  # of the first round: a lower limit costs more
+        peak = formulation.peak_bytes(solution.choice)
+        if fits(peak, limit):
+            return _with_bound(solution, bound)
+        problem = replace(problem, limit=max(0.0, problem.limit + limit - peak))
+    lean = _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit)
+    peaks = [formulation.peak_bytes(solution.choice) for solution in lean]
+    within = [solution for solution, peak in zip(lean, peaks, strict=True) if fits(peak, limit)]
+    if not within:
+        given = formulation.problem.limit
+        raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=min(peaks) / USABLE)
+    return _with_bound(min(within, key=lambda solution: solution.cost), bound)
+
+
+def _lean_solutions(problem: Problem, time_limit: float) -> list[Solution]:
+    """A choice that holds the least at its peak, which cares for nothing else, and cheaper ones that hold little more.
+
+    They do not depend on the problem's limit, nor on how much time was spent before: what one call says is needed,
+    another one finds again.
+    """
+    try:
+        return [solve(replace(problem, limit=0.0), time_limit=time_limit)]
+    except InfeasibleError as error:
+        found = [Solution(error.choice, verify(problem, error.choice)[0], 0.0, "feasible")]
+        for slack in SLACKS:
+            with contextlib.suppress(SolverError):  # none was found in no time
+                found.append(solve(replace(problem, limit=slack * error.needed), time_limit=0.0))
+        return found
+
+
+def _with_bound(solution: Solution, bound: float) -> Solution:
+    bounded = replace(solution, bound=bound)
+    return replace(bounded, status="optimal" if bounded.gap <= OPTIMAL_GAP else "feasible")
