@@ -59,9 +59,10 @@ def solve(problem: Problem, *, time_limit: float = 60.0, seed: int = 0) -> Solut
     except _Nothing:
         raise _infeasible(problem, seed, search.deadline) from None
     if known.choice is None:
+        limit = "" if problem.limit is None else f" that fits in {problem.limit:.0f} bytes"
         raise SolverError(
-            f"no choice that fits in {problem.limit:.0f} bytes was found in {time_limit:.0f} s, nor was it proven that "
-            "there is none; raise time_limit or the memory limit"
+            f"no choice{limit} was found in {time_limit:g} s, nor was it proven that there is none; "
+            "raise time_limit or the memory limit"
         )
     bound = min(known.bound, known.cost)
     solution = Solution(known.choice, known.cost, bound, "feasible")
@@ -254,12 +255,15 @@ def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
         limit=0.0,  # every point matters
     )
     small = simplify(free)
-    choices = [
-        leanest(part, time_limit=max(1.0, deadline - time.monotonic()), seed=seed).choice for part in small.parts
-    ]
-    if None in choices:
+    time_limit = max(1.0, deadline - time.monotonic())
+    outcomes = [leanest(part, time_limit=time_limit, seed=seed) for part in small.parts]
+    if any(outcome.interrupted for outcome in outcomes):
+        raise KeyboardInterrupt
+    if any(outcome.bound == math.inf for outcome in outcomes):
         return SolverError("every choice is forbidden")
-    choice = small.invert(choices)
+    choices = [outcome.choice for outcome in outcomes]
+    if None in choices:
+        return SolverError(f"no choice fits in {problem.limit} bytes; how much memory would do was not found in time")
     _, needed = verify(problem, choice)
     message = f"no choice fits in {problem.limit:.0f} bytes; the least that one holds is {needed:.0f}"
     return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)

@@ -212,3 +212,10 @@ def test_two_processes_agree_bit_for_bit():
     processes = [run_python(code), run_python(code)]
     first, second = (process.communicate(timeout=300)[0] for process in processes)
     assert first == second and first.count("status='optimal'") == 2
+
+
+def test_no_choice_in_time_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(module._Search, "solve", lambda *_, **__: None)
+    for problem in (hard_problem(), replace(hard_problem(), limit=None).restrict({0: [1]})):
+        with pytest.raises(SolverError, match="raise time_limit or the memory limit"):
+            solve(problem, time_limit=0.5)
