@@ -4,7 +4,8 @@
     python benchmarks/planning.py --layers 2 --mesh 4x2 --share 0.25
 
 Prints a table: seconds to trace, to find rules, to formulate and to solve; nodes and options of the problem; cost, and
-how far it may be from the best. Each under a loose and a tight memory limit: `share` is the limit as a share of what the step holds where nothing is split.
+how far it may be from the best. Each under a loose and a tight memory limit: `share` is the limit as a share of what
+the step holds where nothing is split.
 """
 
 import argparse

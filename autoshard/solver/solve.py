@@ -264,6 +264,7 @@ def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
     choices = [outcome.choice for outcome in outcomes]
     if None in choices:
         return SolverError(f"no choice fits in {problem.limit} bytes; how much memory would do was not found in time")
+    choice = small.invert(choices)
     _, needed = verify(problem, choice)
     message = f"no choice fits in {problem.limit:.0f} bytes; the least that one holds is {needed:.0f}"
     return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
