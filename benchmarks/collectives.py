@@ -1,6 +1,6 @@
 """How one all_reduce compares with the reduce_scatter and all_gather that it is made of, on 8 CPU devices.
 
-Prints a table: bytes per device, seconds of each, their ratio. Both run in turns, so that a noisy machine disturbs both.
+Prints a table: bytes per device, seconds of each, their ratio. Both run in turns: noise disturbs both.
 """
 
 import statistics
