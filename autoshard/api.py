@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.arguments import Static, abstract, not_an_array, place, type_of
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
-from autoshard.layout import MeshShape, spec_of, without_devices
+from autoshard.layout import MeshShape, spec_of
 from autoshard.lower import jitted, lowered
 from autoshard.mesh.topology import Topology
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
@@ -180,7 +180,7 @@ class Autosharded:
 
     def _trace(self, static: tuple, in_tree: Any, types: tuple) -> Program:
         args, kwargs = self._static.join(static, jax.tree.unflatten(in_tree, map(abstract, types)))
-        with jax.sharding.use_abstract_mesh(without_devices(self._options.mesh)):
+        with jax.sharding.use_abstract_mesh(self._options.mesh.abstract_mesh):
             return trace(self._fn, args, kwargs, **self._trace_keywords)
 
 

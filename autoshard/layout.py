@@ -25,20 +25,15 @@ MeshShape = Mapping[str, int]
 
 
 def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same mesh with Auto axes: constraints inside a step are errors on Explicit ones."""
-    if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return without_devices(mesh)
+    """The same mesh with Auto axes: constraints inside a step are errors on Explicit ones.
 
-
-def without_devices(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-    """The same axes, as Auto axes, of no devices in particular.
-
-    >>> without_devices(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
+    >>> with_auto_axes(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
     AbstractMesh('x': 4, axis_types=(Auto,))
     """
-    sizes = tuple(mesh.shape.values())
-    return AbstractMesh(sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
 
 
 def replicated(ndim: int) -> Layout:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from autoshard.jaxprs import CUSTOM, REMAT, ClosedJaxpr, JaxprEqn, Literal, called_jaxpr, run, scan_counts
-from autoshard.layout import Layout, spec_of, without_devices
+from autoshard.layout import Layout, spec_of
 from autoshard.plans import Annotations, Plan
 from autoshard.program import Equation, Program
 
@@ -62,7 +62,7 @@ class _Emitter:
         self.pinned = _pinned(program, annotations)
 
     def run(self, *arguments: Any) -> list:
-        with jax.sharding.use_abstract_mesh(without_devices(self.mesh)):  # whatever mesh the caller has set
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # whatever mesh the caller has set
             return self.results(arguments)
 
     def results(self, arguments: Sequence[Any]) -> list:
