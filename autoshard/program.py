@@ -29,6 +29,7 @@ import math
 import os
 import re
 import sysconfig
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -147,9 +148,39 @@ def trace(fn: Callable, args: tuple, kwargs: Mapping[str, Any], **jit_keywords) 
         args: its positional arguments; arrays are only looked at for shape and dtype.
         kwargs: its keyword arguments.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
+
+    Warns:
+        UserWarning: `fn` changes an argument in place, say an nnx module, and does not return what it changed.
     """
-    traced = jax.jit(fn, **jit_keywords).trace(*args, **kwargs)
+    traced = jax.jit(_watched(fn), **jit_keywords).trace(*args, **kwargs)
     return _Reader(traced).program()
+
+
+def _watched(fn: Callable) -> Callable:
+    """`fn`, with a warning if it changes an argument in place and the change gets lost, as `jax.jit` loses it."""
+
+    @functools.wraps(fn)
+    def watched(*args, **kwargs):
+        before = jax.tree.leaves((args, kwargs))
+        result = fn(*args, **kwargs)
+        after, _ = tree_flatten_with_path((args, kwargs))
+        returned = {id(leaf) for leaf in jax.tree.leaves(result)}
+        changed = [
+            slashed(path[2:])
+            for (path, leaf), old in zip(after, before, strict=False)
+            if leaf is not old and id(leaf) not in returned
+        ]
+        if changed:
+            name = getattr(fn, "__name__", "the step")
+            warnings.warn(
+                f"{name} changes {len(changed)} arrays of its arguments in place and does not return them, "
+                f"{changed[0]!r} for one: the changes are lost, as under jax.jit.\n"
+                f"Return what it changes, as in `return (model, optimizer), loss`, and go on with what comes back.",
+                stacklevel=2,
+            )
+        return result
+
+    return watched
 
 
 class _Reader:
