@@ -1,0 +1,243 @@
+"""Which equations are planned as one: by hand for small functions, and what holds for every group of every model."""
+
+import math
+from collections import Counter, defaultdict
+
+import jax
+import jax.numpy as jnp
+import pytest
+from oracles import SMALL
+from programs import f32, grouped, model_program
+
+from autoshard.program import Program, Value, trace
+from autoshard.propagation import rules_for
+from autoshard.solver import groups as module
+from autoshard.solver.groups import Group, groups_of
+
+
+def adamw(w, m, v, g):
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return w - 0.1 * (m / (jnp.sqrt(v) + 1e-8) + 0.01 * w), m, v
+
+
+def layers(x, ws):
+    return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), jnp.exp(x)), x, ws)
+
+
+def sgd(w, x):
+    return w - 0.1 * (x.T @ jnp.sin(x @ w))
+
+
+def either(p, x):
+    return jax.lax.cond(p, lambda x: jnp.exp(jnp.sin(x)), lambda x: -x, x)
+
+
+X, W, SQUARE = f32(8, 4), f32(4, 6), f32(4, 4)
+
+# What each group is made of, in order, and what is said of it: `fuses` and `late` are left out where a chain of
+# elementwise equations is both, since that is what every chain before a result is.
+TABLE = {
+    "a chain": (lambda x: jnp.tanh(jnp.exp(x) + 1) * x, [X], ["exp add tanh mul"]),
+    "adamw": (adamw, [X] * 4, ["mul mul add mul mul mul add sqrt add div mul add mul sub"]),
+    "not through a product": (
+        lambda x, w: jnp.tanh(jnp.exp(x) @ w) * 2,
+        [X, W],
+        ["exp: early", "dot_general: late", "tanh mul"],
+    ),
+    "two readers that are two groups": (
+        lambda x, w, v: (lambda h: (h @ w, h @ v))(-x),
+        [X, W, W],
+        ["neg: early", "dot_general: late", "dot_general: late"],
+    ),
+    "two readers that are one group": (lambda x: (lambda h: jnp.sin(h) + jnp.cos(h))(x * x), [X], ["mul sin cos add"]),
+    "a broadcast bias": (lambda x, b: jnp.tanh(x + b), [X, f32(4)], ["broadcast_in_dim add tanh"]),
+    "both ways round": (lambda x: jnp.exp(x).T + jnp.sin(x), [SQUARE], ["exp transpose sin add"]),
+    "not the same value both ways round": (
+        lambda x: (lambda h: h.T + h)(jnp.exp(x)),
+        [SQUARE],
+        ["exp: repeated", "transpose add"],
+    ),
+    "a dim in two": (lambda x, y: jnp.exp(x).reshape(4, 2, 4) * y, [X, f32(4, 2, 4)], ["exp: repeated", "reshape mul"]),
+    "products are folded into sums": (
+        lambda x: jnp.sum(x * x, axis=1),
+        [X],
+        ["mul: early folded repeated", "reduce_sum: late"],
+    ),
+    "others are not": (lambda x: jnp.sum(jnp.exp(x), axis=1), [X], ["exp: early", "reduce_sum: late"]),
+    "nor into a maximum": (lambda x: jnp.max(x * x, axis=1), [X], ["mul: early", "reduce_max: late"]),
+    "a view of a product's operand": (
+        lambda x, w: x.T @ w,
+        [X, X],
+        ["transpose: early repeated view", "dot_general: late"],
+    ),
+    "a view that is a result": (
+        lambda x, w: (lambda t: (t, t @ w))(x.T),
+        [X, X],
+        ["transpose: early view", "dot_general: late"],
+    ),
+    "an update": (
+        sgd,
+        [W, X],
+        ["transpose: early repeated view", "dot_general: early", "sin: early", "dot_general: late", "mul sub"],
+    ),
+    "cheap ones are repeated in many groups": (
+        lambda x: (lambda h: (h.reshape(4, 2, 4) * 2, h.reshape(2, 4, 4) * 3))(x + 1),
+        [X],
+        ["add: repeated", "reshape mul", "reshape mul"],
+    ),
+    "dear ones are not": (
+        lambda x: (lambda h: (h.reshape(4, 2, 4) * 2, h.reshape(2, 4, 4) * 3))(jnp.exp(x)),
+        [X],
+        ["exp", "reshape mul", "reshape mul"],
+    ),
+    "a scan": (
+        layers,
+        [X, f32(3, 4, 4)],
+        [
+            "scan_carry: early", "scan_slice: early", "dot_general: early", "sin: early", "exp: early repeated",
+            "scan_stack: late stacks",
+        ],
+    ),
+    "branches": (
+        either,
+        [jax.ShapeDtypeStruct((), bool), X],
+        [
+            "convert_element_type", "branch_const: early", "neg: early", "branch_const: early", "sin exp: early",
+            "branch_join: late",
+        ],
+    ),
+}  # fmt: skip
+
+
+def described(group: Group) -> str:
+    said = [] if group.late and group.fuses else ["late" if group.late else "early"]
+    said += [name for name in ("folded", "repeated", "stacks") if getattr(group, name)]
+    said += ["view"] if group.is_view and group.equations[0].primitive != "reshape" else []
+    primitives = " ".join(equation.primitive for equation in group.equations)
+    return f"{primitives}: {' '.join(sorted(said))}" if said else primitives
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_by_hand(case):
+    fn, args, expected = TABLE[case]
+    assert [described(group) for group in grouped(fn, *args)] == expected
+
+
+def assert_grouped(program: Program, groups: list[Group]) -> None:
+    """What makes groups a program of its own: each equation in one, all that crosses them named, no dim in doubt."""
+    home = {equation.index: group for group in groups for equation in group.equations}
+    assert sum(len(group.equations) for group in groups) == len(home) == len(program.equations)
+    assert [group.index for group in groups] == list(range(len(groups)))
+    maker = {output.id: home[equation.index] for equation in program.equations for output in equation.outputs}
+    readers: dict[int, set[Group]] = defaultdict(set)
+    for equation in program.equations:
+        for value in equation.inputs:
+            if isinstance(value, Value):
+                readers[value.id].add(home[equation.index])
+    results = {value.id for value in program.results if isinstance(value, Value)}
+    dims: dict[tuple[Group, int], set] = defaultdict(set)
+    for group in groups:
+        for equation in group.equations:
+            assert equation.trips == group.trips
+            operands, outputs = group.operands[equation.index], group.results[equation.index]
+            values = *equation.inputs, *equation.outputs
+            for value, of in zip(values, operands + outputs, strict=True):
+                assert len(of) == len(value.shape)
+                if isinstance(value, Value):
+                    dims[group, value.id].add(of)
+                for size, factors in zip(value.shape, of, strict=True):
+                    assert all(group.sizes[factor] > 1 for factor in factors)
+                    if factors and group.splittable.issuperset(factors):
+                        assert math.prod(group.sizes[factor] for factor in factors) == size
+    for group in groups:
+        inside = {output.id for equation in group.equations for output in equation.outputs}
+        read = {value.id for e in group.equations for value in e.inputs if isinstance(value, Value)} - inside
+        if group.equations[0].primitive == "scan_carry" and group.equations[0].inputs[1] in group.equations[0].outputs:
+            read.add(group.equations[0].inputs[1].id)  # a carry that the body hands on untouched
+        assert {use.value.id for use in group.uses} == read
+        assert len({(use.value.id, use.dims) for use in group.uses}) == len(group.uses)
+        assert all({use.dims for use in group.uses if use.value.id == value} == dims[group, value] for value in read)
+        crossing = {value for value in inside if value in results or readers[value] - {group}}
+        named = {made.value.id for made in group.made}
+        assert crossing == named or (len(group.equations) == 1 and crossing <= named)
+        assert all({made.dims} == dims[group, made.value.id] for made in group.made)
+        # nothing moves inside: whoever makes or reads a value in here sees its dims alike
+        assert all(len(dims[group, value]) == 1 for value in inside)
+        for use in group.uses:
+            if use.value.id in maker and not (use.equation.primitive == "scan_carry" and use.operand == 1):
+                assert maker[use.value.id].index < group.index
+    for group in groups:
+        assert group.late == all(after.fuses for after in _downstream(group, groups, readers, lambda _: True))
+        if group.repeated:
+            runs = _downstream(group, groups, readers, lambda after: after.repeated)
+            assert group.last == max(after.point for after in runs)
+            assert not any(made.value.id in results for made in group.made)
+        else:
+            assert group.last == group.point
+        if not (group.stacks or (group.late and group.fuses) or not group.uses):
+            assert group.point == group.equations[-1].index
+        if group.equations[0].primitive == "scan_stack" or group.fuses:
+            made = (maker[use.value.id] for use in group.uses if use.value.id in maker)
+            assert all(before.point <= group.point for before in made)
+
+
+def _downstream(group: Group, groups: list[Group], readers: dict[int, set[Group]], passes) -> set[Group]:
+    """All that `group` flows into, through groups that `passes` allows; a carry handed on untouched flows nowhere."""
+    found, queue = set(), [group]
+    while queue:
+        now = queue.pop()
+        if now is group or passes(now):
+            ahead = {reader for made in now.made for reader in readers[made.value.id]} - found - {now}
+            found |= ahead
+            queue += ahead
+    return found
+
+
+SMALL_STEPS = {name: lambda fn=fn, args=args: trace(fn, tuple(args), {}) for name, (fn, args, _) in TABLE.items()}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_groups_of_models(name):
+    program = model_program(name)
+    groups = groups_of(program, rules_for(program))
+    assert_grouped(program, groups)
+    assert len(groups) < len(program.equations) * 0.9
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_groups_of_small_functions(name):
+    program = SMALL_STEPS[name]()
+    assert_grouped(program, groups_of(program, rules_for(program)))
+
+
+@pytest.mark.parametrize("case", ["both ways round", "not the same value both ways round"])
+def test_factors_matched_by_position_are_caught(case, monkeypatch):
+    """As if a transpose were no move: its factors are the host's in the order in which they stand."""
+
+    def by_position(rule, read_as):
+        return {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+
+    monkeypatch.setattr(module, "_mapping", by_position)
+    program = SMALL_STEPS[case]()
+    with pytest.raises(AssertionError):
+        assert_grouped(program, groups_of(program, rules_for(program)))
+
+
+def test_a_group_that_forgets_a_value_is_caught():
+    program = SMALL_STEPS["adamw"]()
+    for forget in ("uses", "made"):
+        groups = groups_of(program, rules_for(program))
+        getattr(groups[0], forget).pop()
+        with pytest.raises(AssertionError):
+            assert_grouped(program, groups)
+
+
+def test_an_update_of_each_parameter_is_one_group():
+    """Adam in optax, on a model of flax: three results per parameter come from one late group."""
+    program = model_program("gpt")
+    groups = groups_of(program, rules_for(program))
+    maker = {made.value.id: group for group in groups for made in group.made}
+    homes = Counter(maker[program.results[result].id].index for result in program.carried.values())
+    updates = [index for index, results in homes.items() if results == 3]
+    assert all(groups[index].late and groups[index].fuses for index in updates)
+    assert len(updates) * 3 >= len(program.carried) - 5  # and a few counters
