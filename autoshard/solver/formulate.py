@@ -31,6 +31,7 @@ from autoshard.solver.memory import (
     aliased,
     copied_when_donated,
     holding,
+    is_kernel_gradient,
     repeats,
     scratch_copies,
     transposes,
@@ -312,6 +313,8 @@ class _Formulator:
             self._hold(node, *held.made, left_bytes * ~waits)
         for use in repeats(group):
             self._hold(node, self.start.get(use.value.id, 0), group.point + 1, left_bytes)
+        if is_kernel_gradient(group.equations[0]):
+            self._hold(node, group.point, group.point + 1, self._operand_bytes(group))
         if scratch := scratch_copies(group):
             self._hold(node, group.point, group.point + 1, left_bytes * scratch)
         if not readers:
@@ -349,6 +352,13 @@ class _Formulator:
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies
+
+    def _operand_bytes(self, group: Group) -> np.ndarray:
+        """Of all operands together, per strategy."""
+        values = [use.value for use in group.uses]
+        return np.array(
+            [sum(map(self.prices.local_bytes, values, strategy.wants)) for strategy in self._strategies(group)]
+        )
 
     def _unfinished(self, group: Group, strategy: Strategy) -> int:
         """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it.

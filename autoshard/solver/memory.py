@@ -78,11 +78,16 @@ def scratch_copies(group: Group) -> int:
     return 0
 
 
+def is_kernel_gradient(equation: Equation) -> bool:
+    """Whether it is a convolution that takes the batch for the features: XLA transposes both operands before it."""
+    return equation.primitive == "conv_general_dilated" and equation.params["dimension_numbers"].lhs_spec[0] != 0
+
+
 def transposes(use: Use) -> bool:
     """Whether XLA's CPU backend makes a transposed copy of this operand; it reads matrices either way round."""
     dims = use.equation.params.get("dimension_numbers")
-    if use.equation.primitive == "conv_general_dilated":  # a kernel's gradient takes the batch for the features
-        return use.operand == 0 and dims.lhs_spec[0] != 0
+    if use.equation.primitive == "conv_general_dilated":
+        return use.operand == 0 and is_kernel_gradient(use.equation)
     if use.equation.primitive != "dot_general" or len(use.value.shape) <= 2:
         return False
     contracted, batched = (sides[use.operand] for sides in dims)

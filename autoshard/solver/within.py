@@ -12,9 +12,9 @@ from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.solve import solve
 from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 
-# The share of the limit that a plan may fill: predictions are off by a few percent, and a plan that does not fit is no
+# The share of the limit that a plan may fill: predictions are off by up to a tenth, and a plan that does not fit is no
 # plan.
-USABLE = 0.95
+USABLE = 0.9
 ROUNDS = 5  # of solving under lower and lower limits
 SLACKS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)  # times the least that any choice holds: limits to seek lean choices under
 
