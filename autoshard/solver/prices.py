@@ -29,7 +29,9 @@ HALF_PENALTY = 1.2
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
 _READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
-_WRITES_PART = frozenset({"dynamic_update_slice", "scan_stack", "scatter", "scatter-add"})  # as much as they insert
+# Touch as much as they insert, which is this operand.
+_WRITES_PART = {"dynamic_update_slice": 1, "scan_stack": 0, "scatter": 2, "scatter-add": 2, "scatter-max": 2,
+                "scatter-min": 2, "scatter-mul": 2, "scatter-sub": 2}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,13 @@ class Prices:
     def _bytes_moved(self, group: Group, strategy: Strategy) -> int:
         read = [self.local_bytes(use.value, want) for use, want in zip(group.uses, strategy.wants, strict=True)]
         written = [self.local_bytes(made.value, left) for made, left in zip(group.made, strategy.leaves, strict=True)]
-        primitive = group.equations[0].primitive
-        if primitive in _READS_PART:
+        first = group.equations[0]
+        if first.primitive in _READS_PART:
             return 2 * sum(written)
-        if primitive in _WRITES_PART:
-            return 2 * (read[-1] if read else sum(written))
+        if first.primitive in _WRITES_PART:
+            part = first, _WRITES_PART[first.primitive]
+            inserted = [size for use, size in zip(group.uses, read, strict=True) if (use.equation, use.operand) == part]
+            return 2 * sum(inserted or written)
         return sum(read) + sum(written)
 
 
