@@ -1,0 +1,251 @@
+"""Seconds of groups and reshardings, each worked out by hand from the roofline and from the alpha-beta model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import f32, grouped, round_topology
+
+from autoshard.errors import MeshError
+from autoshard.mesh.topology import Link, Topology
+from autoshard.program import Value
+from autoshard.solver import prices as module
+from autoshard.solver.prices import Prices, itemsize
+from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER
+
+LINE = {"x": 4}
+TOPOLOGY = Topology({"x": Link(1e-3, 1e6)}, memory_bytes=1e9, memory_bandwidth=1e9, flops={"float32": 1e9, "int8": 4e9})
+INDEX = jax.ShapeDtypeStruct((), np.int32)
+INDICES = jax.ShapeDtypeStruct((10,), np.int32)
+LAUNCH, HALF = 1e-6, 1.2  # s; how much dearer than half an all_reduce
+
+
+def prices(mesh=LINE) -> Prices:
+    return Prices(mesh, TOPOLOGY)
+
+
+def adam(m, g, w):
+    m = 0.9 * m + 0.1 * g
+    return m, w - m
+
+
+def write(cache, new, at):
+    return jax.lax.dynamic_update_slice(cache, new, (at, 0))
+
+
+def read(cache, at):
+    return jax.lax.dynamic_slice(cache, (at, 0), (10, 64))
+
+
+# At 1 GFLOP/s and 1 GB/s, FLOPs and bytes are both nanoseconds, and the larger counts.
+COMPUTE = {  # function, arguments, axes of factors (of the last group), nanoseconds on one device
+    "bytes of a thin matmul": (jnp.matmul, [f32(8, 4), f32(4, 6)], {}, 4 * (8 * 4 + 4 * 6 + 8 * 6)),
+    "FLOPs of a thick one": (jnp.matmul, [f32(64, 64), f32(64, 64)], {}, 2 * 64**3),
+    "in four, by rows": (jnp.matmul, [f32(64, 64), f32(64, 64)], {0: ("x",)}, 2 * 64**3 / 4),
+    "bytes in four": (jnp.matmul, [f32(8, 4), f32(4, 6)], {0: ("x",)}, 4 * (8 * 4 / 4 + 4 * 6 + 8 * 6 / 4)),
+    "partial sums are written whole": (
+        jnp.matmul, [f32(8, 4), f32(4, 6)], {1: ("x",)}, 4 * (8 * 4 / 4 + 4 * 6 / 4 + 8 * 6)
+    ),
+    "a chain reads and writes its ends only": (adam, [f32(8, 4)] * 3, {}, 4 * 32 * (3 + 2)),
+    "a chain in four": (adam, [f32(8, 4)] * 3, {0: ("x",)}, 4 * 32 * (3 + 2) / 4),
+    "FLOPs of a chain of 20": (lambda x: sum([x] * 21, 0.0), [f32(8, 4)], {}, 32 * 21),
+    "a broadcast operand is read once": (jnp.add, [f32(8, 4), f32(4)], {}, 4 * (32 + 4 + 32)),
+    "a reduction": (lambda x: x.sum(0), [f32(64, 4)], {}, 4 * (256 + 4)),
+    "moves": (lambda x: x.T, [f32(64, 4)], {}, 0),
+    "a slice": (read, [f32(1000, 64), INDEX], {}, 4 * 2 * 640),
+    "rows of a table": (lambda x, i: x[i], [f32(1000, 64), INDICES], {}, 4 * 2 * 640),
+    "a write at a computed place": (write, [f32(1000, 64), f32(10, 64), INDEX], {}, 4 * 2 * 640),
+    "rows added": (lambda x, n, i: x.at[i].add(n), [f32(1000, 64), f32(10, 64), INDICES], {}, 4 * 2 * 640),
+    "rows compared": (lambda x, n, i: x.at[i].max(n), [f32(1000, 64), f32(10, 64), INDICES], {}, 4 * 2 * 640),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPUTE)
+def test_compute_by_hand(case):
+    fn, args, split, nanoseconds = COMPUTE[case]
+    priced = prices().group(grouped(fn, *args)[-1])
+    found = {
+        seconds.compute
+        for strategy, seconds in zip(priced.strategies, priced.seconds, strict=True)
+        if strategy.axes == split and all(finish.kind == ALL_REDUCE for finish in strategy.finishes)
+    }
+    assert [second * 1e9 for second in found] == pytest.approx([nanoseconds])
+
+
+def test_each_dtype_has_its_rate():
+    many = jax.ShapeDtypeStruct((512, 512), np.int8)
+    (group,) = grouped(jnp.matmul, many, many)
+    assert prices().group(group).seconds[0].compute == pytest.approx(2 * 512**3 / 4e9)
+
+
+def test_costs_are_the_sums():
+    priced = prices().group(grouped(jnp.matmul, f32(64, 64), f32(64, 64))[0])
+    assert priced.costs.tolist() == [s.compute + s.communication for s in priced.seconds]
+
+
+# Communication: 4 devices in a ring, 1 ms a message, 1 MB/s. A gradient, say, of 8 x 6 floats: 192 bytes, of which
+# 3/4 go through each link, once to reduce and once to gather. 144 bytes are 0.144 ms.
+RING = 3 * 1e-3 + 144e-6
+
+
+def early(x, w):
+    return jnp.sum(x @ w @ w.T)
+
+
+def contracted(fn, *args, mesh=LINE):
+    """Strategies and seconds of the first product where it splits what it contracts."""
+    group = next(group for group in grouped(fn, *args) if group.contracts)
+    priced = prices(mesh).group(group)
+    (factor,) = group.reduction
+    pairs = zip(priced.strategies, priced.seconds, strict=True)
+    return group, [(strategy, seconds) for strategy, seconds in pairs if factor in strategy.axes]
+
+
+def test_collectives_that_are_waited_for():
+    group, found = contracted(early, f32(8, 4), f32(4, 6))
+    assert not group.late
+    expected = {(ALL_REDUCE, 48): LAUNCH + 2 * RING, (REDUCE_SCATTER, 12): LAUNCH + HALF * RING}
+    assert {strategy.finishes[0].kind for strategy, _ in found} == {ALL_REDUCE, REDUCE_SCATTER}
+    for strategy, seconds in found:
+        (finish,) = strategy.finishes
+        assert seconds.communication == pytest.approx(expected[finish.kind, finish.elements])
+        assert prices().finish_bytes(group, strategy) == [4 * finish.elements]
+
+
+def test_late_all_reduces_pay_no_latency():
+    """XLA makes one of them all."""
+    group, found = contracted(jnp.matmul, f32(8, 4), f32(4, 6))
+    assert group.late
+    expected = {ALL_REDUCE: 2 * 144e-6, REDUCE_SCATTER: LAUNCH + HALF * RING}
+    for strategy, seconds in found:
+        assert seconds.communication == pytest.approx(expected[strategy.finishes[0].kind])
+
+
+def test_what_needs_no_reduction_talks_to_nobody():
+    group = grouped(jnp.matmul, f32(8, 4), f32(4, 8))[0]
+    priced = prices().group(group)
+    for strategy, seconds in zip(priced.strategies, priced.seconds, strict=True):
+        assert (seconds.communication == 0) == (not group.reduction & strategy.axes.keys())
+
+
+def value(*shape: int, trips: int = 1, dtype=np.float32) -> Value:
+    return Value(0, shape, np.dtype(dtype), int(np.prod(shape)) * np.dtype(dtype).itemsize, trips=trips)
+
+
+X, Y, NONE = (("x",), ()), ((), ("x",)), ((), ())
+RESHARDINGS = {  # from, to, seconds for 8 x 8 floats: 256 bytes, 64 per device
+    "nothing": (X, X, 0.0),
+    "a slice": (NONE, X, 0.0),
+    "gathered": (X, NONE, LAUNCH + HALF * (3 * 1e-3 + 192e-6)),
+    "all_to_all": (X, Y, LAUNCH + 3 * 1e-3 + 48e-6),
+}
+
+
+@pytest.mark.parametrize("case", RESHARDINGS)
+def test_reshardings_by_hand(case):
+    source, target, seconds = RESHARDINGS[case]
+    assert prices().resharding(value(8, 8), source, target) == pytest.approx(seconds)
+
+
+def test_a_table_is_every_pair_as_often_as_the_value_is_made():
+    layouts = [NONE, X, Y]
+    table = prices().table(value(8, 8, trips=3), layouts, layouts[1:])
+    expected = [[prices().resharding(value(8, 8), a, b) * 3 for b in layouts[1:]] for a in layouts]
+    np.testing.assert_allclose(table, expected)
+    assert table[1, 0] == 0 and table[2, 0] == pytest.approx(3 * RESHARDINGS["all_to_all"][2])
+
+
+@pytest.mark.parametrize("layout, bytes", [(NONE, 256), (X, 64), (Y, 64)])
+def test_bytes_and_writing(layout, bytes):
+    assert prices().local_bytes(value(8, 8), layout) == bytes
+    assert prices().writing(value(8, 8), layout) == pytest.approx(bytes * 1e-9)
+
+
+def test_uneven_shards_are_padded():
+    assert prices().local_bytes(value(9, 8), X) == 3 * 8 * 4
+
+
+@pytest.mark.parametrize("dtype, size", [(np.float16, 2), (np.int8, 1), (np.complex64, 8)])
+def test_itemsize(dtype, size):
+    assert itemsize(value(3, 5, dtype=dtype)) == itemsize(value(0, 5, dtype=dtype)) == size
+
+
+def test_itemsize_of_keys():
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 6))
+    (group,) = grouped(lambda keys: jnp.reshape(keys, (2, 3)), key)
+    assert itemsize(group.made[0].value) == 8
+
+
+def repeated(x, ws):
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+
+
+def test_a_loops_body_is_paid_every_time():
+    once, often = (
+        prices().group(next(group for group in grouped(repeated, f32(8, 4), f32(trips, 4, 4)) if group.contracts))
+        for trips in (1, 5)
+    )
+    assert once.strategies == often.strategies
+    np.testing.assert_allclose(often.costs, 5 * once.costs)
+    ring = 3e-3 + 96e-6
+    reductions = [seconds.communication for seconds in often.seconds if seconds.communication]
+    assert reductions == pytest.approx([5 * (LAUNCH + 2 * ring)] + [5 * (LAUNCH + HALF * ring)] * 2)
+
+
+# Groups that look alike share their prices.
+
+
+def test_layers_share_prices():
+    groups = [g for g in grouped(lambda x, w: x @ w @ w @ w, f32(8, 4), f32(4, 4)) if g.contracts]
+    asked = prices()
+    first, second, last = map(asked.group, groups)
+    assert first is second and last is not first  # the last one is late
+    fresh = [prices().group(group) for group in groups]
+    for remembered, again in zip((first, second, last), fresh, strict=True):
+        assert remembered == again
+
+
+DIFFERENT = {  # pairs that differ in one thing only
+    "shape": (jnp.add, [f32(8, 4)] * 2, jnp.add, [f32(4, 8)] * 2),
+    "dtype": (jnp.add, [f32(8, 4)] * 2, jnp.add, [jax.ShapeDtypeStruct((8, 4), np.float16)] * 2),
+    "work": (lambda x: x + 1, [f32(8, 4)], lambda x: x + 1 + 2, [f32(8, 4)]),
+    "operands": (lambda x: x * x, [f32(8, 4)], jnp.multiply, [f32(8, 4)] * 2),
+    "dims": (lambda x: x + x.T, [f32(4, 4)], jnp.add, [f32(4, 4)] * 2),
+    "late": (jnp.matmul, [f32(4, 4)] * 2, lambda x, w: (x @ w) @ w, [f32(4, 4)] * 2),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_groups_that_differ_do_not_share(case):
+    f, xs, g, ys = DIFFERENT[case]
+    assert module._signature(grouped(f, *xs)[0]) != module._signature(grouped(g, *ys)[0])
+
+
+# Wrong prices are caught.
+
+
+@pytest.mark.parametrize(
+    "name, wrong", [("LAUNCH_SECONDS", 1e-3), ("HALF_PENALTY", 1.0), ("collective_seconds", lambda *_: 3e-3)]
+)
+def test_wrong_prices_are_caught(monkeypatch, name, wrong):
+    monkeypatch.setattr(module, name, wrong)
+    with pytest.raises(AssertionError):
+        test_reshardings_by_hand("gathered")
+    with pytest.raises(AssertionError):
+        test_collectives_that_are_waited_for()
+
+
+def test_bytes_of_inner_values_are_caught(monkeypatch):
+    """As if every equation of a chain went through memory."""
+
+    def unfused(self, group, strategy):
+        return sum(x.bytes for e in group.equations for x in (*e.inputs, *e.outputs) if isinstance(x, Value))
+
+    monkeypatch.setattr(Prices, "_bytes_moved", unfused)
+    with pytest.raises(AssertionError):
+        test_compute_by_hand("a chain reads and writes its ends only")
+
+
+def test_a_mesh_needs_its_links():
+    with pytest.raises(MeshError, match=r"'y' .2 devices. has no link"):
+        Prices({"y": 2}, round_topology("x"))
