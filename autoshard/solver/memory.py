@@ -140,13 +140,16 @@ def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, 
                 argument = watched[use.value.id]
                 users[argument] = users.get(argument, 0) | bit
     above: dict[int, int] = {}  # value -> bits of the groups it depends on
-    for equation in program.equations:
-        mask = own[home[equation.index].index]
-        for value in equation.inputs:
-            if isinstance(value, Value):
-                mask |= above.get(value.id, 0)
-        for output in equation.outputs:
-            above[output.id] = mask
+    before = None
+    while above != before:  # once more for each loop around a loop: what it hands on is defined after it is read
+        before = dict(above)
+        for equation in program.equations:
+            mask = own[home[equation.index].index]
+            for value in equation.inputs:
+                if isinstance(value, Value):
+                    mask |= above.get(value.id, 0)
+            for output in equation.outputs:
+                above[output.id] = mask
     results = program.results
     maker = {made.value.id: group for group in groups for made in group.made}
     copied: dict[int, Group | None] = {}
