@@ -131,7 +131,8 @@ def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, 
     users: dict[int, int] = {}  # argument -> its using groups, one bit each
     bits = itertools.count()
     own: dict[int, int] = defaultdict(int)  # group -> its bits
-    watched = {program.arguments[a].id: a for a in program.carried if a in program.donated}
+    pairs = ((program.arguments[a], a, program.results[r]) for a, r in program.carried.items() if a in program.donated)
+    watched = {value.id: a for value, a, result in pairs if result is not value}
     for group in groups:
         for use in group.uses:
             if use.value.id in watched:
