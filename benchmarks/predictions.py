@@ -40,6 +40,7 @@ def main() -> None:
         free = None
         for share in (None, *chosen.shares):
             if share is not None:
+                options.pop("memory", None)
                 least = smallest_limit(model, **options)
                 options["memory"] = least + share * (free - least)
             start = time.perf_counter()

@@ -16,7 +16,8 @@ from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 # plan.
 USABLE = 0.9
 ROUNDS = 5  # of solving under lower and lower limits
-SLACKS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)  # times the least that any choice holds: limits to seek lean choices under
+SLACKS = (1.0, 1.2, 1.5, 2.0)  # times the least that any choice holds: limits to seek lean choices under
+LEAN_SECONDS = 1.0  # for each of them, at most
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
@@ -53,16 +54,17 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
 def _lean_solutions(problem: Problem, time_limit: float) -> list[Solution]:
     """A choice that holds the least at its peak, which cares for nothing else, and cheaper ones that hold little more.
 
-    They do not depend on the problem's limit, nor on how much time was spent before: what one call says is needed,
-    another one finds again.
+    The cheaper ones reshard less, so that what they hold in all is often less. They do not depend on the problem's
+    limit, nor on how much time was spent before: what one call says is needed, another one finds again.
     """
+    seconds = min(time_limit, LEAN_SECONDS)
     try:
-        return [solve(replace(problem, limit=0.0), time_limit=time_limit)]
+        return [solve(replace(problem, limit=0.0), time_limit=seconds)]
     except InfeasibleError as error:
         found = [Solution(error.choice, verify(problem, error.choice)[0], 0.0, "feasible")]
         for slack in SLACKS:
-            with contextlib.suppress(SolverError):  # none was found in no time
-                found.append(solve(replace(problem, limit=slack * error.needed), time_limit=0.0))
+            with contextlib.suppress(SolverError):  # none was found in time
+                found.append(solve(replace(problem, limit=slack * error.needed), time_limit=seconds))
         return found
 
 

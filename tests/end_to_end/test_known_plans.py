@@ -134,7 +134,7 @@ def test_less_memory_shards_optimizer_state_then_gradients_then_parameters():
     free = plan(*arguments, **options)
     assert bytes_by(free, over=("x",)) == {"all_reduce": layers * width * width * 4}
     seconds, found = free.predicted.step_seconds, []
-    for limit in (0.8, 0.7, 0.6, 0.5):
+    for limit in (0.85, 0.75, 0.62, 0.56):
         made = plan(*arguments, memory=limit * free.predicted.peak_bytes, **options)
         assert made.predicted.peak_bytes <= limit * free.predicted.peak_bytes
         assert made.predicted.step_seconds >= seconds  # less memory never costs less time
@@ -144,8 +144,8 @@ def test_less_memory_shards_optimizer_state_then_gradients_then_parameters():
     states, gradients, parameters = zip(*found, strict=True)
     assert all(state >= parameter for state, parameter in zip(states, parameters, strict=True))
     assert list(states) == sorted(states) and list(gradients) == sorted(gradients)
-    assert states[0] > 0.2 and parameters[0] == 0  # optimizer state alone
-    assert gradients[2] > 0.5 and parameters[2] < 0.5  # most gradients scattered, most parameters whole
+    assert states[1] > 0.5 and parameters[1] < 0.2  # optimizer state, hardly a parameter
+    assert gradients[2] == pytest.approx(1) and parameters[2] < 0.5  # all gradients scattered, most parameters whole
     assert parameters[3] == pytest.approx(7 / 8)  # everything
     with pytest.raises(MemoryLimitError):
         plan(*arguments, memory=0.1 * free.predicted.peak_bytes, **options)

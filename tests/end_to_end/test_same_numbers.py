@@ -13,7 +13,7 @@ CHOSEN = {
     ("cnn", "8", "v5e", "free"),
     ("cnn", "4x2", "slow chips", "free"),
     ("gpt", "4x2", "slow chips", "free"),
-    ("moe", "2x2x2", "slow chips", "tight"),
+    ("tied", "2x2x2", "v5e", "tight"),
     ("gpt", "1", "slow chips", "free"),
     ("gpt scan", "8", "slow chips", "free"),
     ("gpt scan", "8", "v5e", "tight"),
@@ -23,7 +23,7 @@ CHOSEN = {
     ("mlp", "2x2x2", "slow chips", "free"),
     ("mlp", "4x2", "v5e", "tight"),
     ("moe", "4x2", "slow chips", "free"),
-    ("moe", "8", "slow chips", "tight"),
+    ("moe", "8", "v5e", "tight"),
     ("tied", "4x2", "slow chips", "free"),
     ("tied", "8", "v5e", "tight"),
 }
@@ -48,7 +48,10 @@ def test_five_steps_equal_one_device(name, mesh, machine, memory):
     step = autoshard(model.step, time_limit=10, **options)
     if memory == "tight":
         free = step.plan(*arguments)
-        limit = (smallest_limit(model, **options) + free.predicted.peak_bytes) / 2
+        least = smallest_limit(model, **options)
+        if least >= free.predicted.peak_bytes:
+            pytest.skip("everything is split already, so that no limit forces another plan")
+        limit = (least + free.predicted.peak_bytes) / 2
         step = autoshard(model.step, memory=limit, time_limit=10, **options)
         assert step.plan(*arguments).annotations != free.annotations
     assert_same_numbers(name, step)
