@@ -271,7 +271,8 @@ class _Formulator:
         from_home = self.prices.table(value, tuple(homes), tuple(wants))
         from_copy = self.prices.table(value, tuple(copies), tuple(wants))
         bare = np.array([kept.home == kept.copy for kept in kepts])[:, None]
-        table = np.where(bare & (from_home > 0), np.inf, np.minimum(from_home, from_copy))
+        at_home = np.array([[home == want for want in wants] for home in homes])  # others read the copy
+        table = np.where(bare & (from_home > 0), np.inf, np.where(at_home, 0.0, from_copy))
         column = {want: i for i, want in enumerate(wants)}
         return table[:, [column[want] for want in reader.wants]]
 
