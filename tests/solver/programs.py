@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from oracles import SMALL
 from autoshard.mesh.topology import Link, Topology
 from autoshard.program import Program, trace
 from autoshard.propagation import rules_for
+from autoshard.solver import solve
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.groups import Group, groups_of
 
@@ -45,3 +47,14 @@ def formulated(
 def round_topology(*axes: str) -> Topology:
     """Figures that are easily reckoned with: 1 ms and 1 MB/s per link, 1 GB/s of memory, 1 GFLOP/s."""
     return Topology(dict.fromkeys(axes, Link(latency=1e-3, bandwidth=1e6)), 1e9, 1e9, {"float32": 1e9})
+
+
+def random_choices(formulation: Formulation, count: int) -> list[tuple[int, ...]]:
+    """Choices that nothing forbids: the cheapest where every option costs something at random."""
+    rng, problem = np.random.default_rng(0), replace(formulation.problem, limit=None, lives=())
+    free = tuple(replace(edge, costs=np.where(np.isinf(edge.costs), np.inf, 0.0)) for edge in problem.edges)
+    found = []
+    for _ in range(count):
+        costs = tuple(np.where(np.isinf(costs), np.inf, rng.random(len(costs))) for costs in problem.costs)
+        found.append(solve(replace(problem, costs=costs, edges=free), time_limit=5).choice)
+    return found
