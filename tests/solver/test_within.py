@@ -1,0 +1,118 @@
+"""Plans within a limit: none fills more than its usable share, and every limit that an error names can be kept."""
+
+import functools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import f32, formulated, random_choices, round_topology
+
+from autoshard.solver import within
+from autoshard.solver.formulate import Formulation
+from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.solver.verify import verify
+from autoshard.solver.within import USABLE, solve_within
+
+SECONDS = 10.0  # far more than any of these takes
+PLANE = {"x": 4, "y": 2}
+TOPOLOGY = round_topology("x", "y")
+
+
+def two_layers(w, v, x):
+    h = jnp.tanh(x @ w)
+    return w - x.T @ ((h @ v) @ v.T), v - h.T @ (h @ v)
+
+
+def one_layer(w, x):
+    return w - x.T @ jnp.sin(x @ w)
+
+
+PROGRAMS = {  # function, arguments, donated
+    "one layer": (one_layer, [f32(16, 32), f32(64, 16)], (0,)),
+    "two layers": (two_layers, [f32(16, 32), f32(32, 16), f32(64, 16)], (0, 1)),
+}
+
+
+def formulation_of(name: str, memory: float) -> Formulation:
+    fn, args, donate = PROGRAMS[name]
+    return formulated(fn, *args, mesh=PLANE, topology=TOPOLOGY, memory=memory, donate=donate)
+
+
+def assert_within(formulation: Formulation, solution: Solution) -> None:
+    """The choice is allowed, what it costs and holds is so, and nothing better than its bound is claimed."""
+    cost, _ = verify(formulation.problem, solution.choice)
+    assert np.isfinite(cost) and cost == pytest.approx(solution.cost)
+    assert formulation.peak_bytes(solution.choice) <= USABLE * formulation.problem.limit * (1 + 1e-9)
+    assert solution.bound <= cost
+    assert solution.status == ("optimal" if solution.gap <= 1e-6 else "feasible")
+
+
+@functools.cache
+def least(name: str) -> float:
+    with pytest.raises(InfeasibleError) as error:
+        solve_within(formulation_of(name, 1.0), SECONDS)
+    assert error.value.limit == 1.0
+    return error.value.needed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_limits_from_what_is_needed_to_all_there_is(name):
+    needed = least(name)
+    free = formulation_of(name, 1e9)
+    best = solve_within(free, SECONDS)
+    most = 1.01 * free.peak_bytes(best.choice) / USABLE  # small values are counted at their largest
+    assert needed < most
+    costs = []
+    for share in (0.0, 0.25, 0.5, 1.0):
+        formulation = formulation_of(name, needed + share * (most - needed))
+        solution = solve_within(formulation, SECONDS)
+        assert_within(formulation, solution)
+        costs.append(solution.cost)
+    assert costs == sorted(costs, reverse=True)  # more memory never costs more
+    assert costs[0] > costs[-1] == pytest.approx(best.cost)
+
+
+def test_what_is_needed_does_not_depend_on_what_there_is():
+    needed = least("two layers")
+    with pytest.raises(InfeasibleError) as error:
+        solve_within(formulation_of("two layers", needed * 0.8), SECONDS)
+    assert error.value.needed == pytest.approx(needed)
+
+
+def test_what_is_needed_is_little():
+    """No choice at random is leaner."""
+    formulation = formulation_of("two layers", 1.0)
+    assert USABLE * least("two layers") <= min(map(formulation.peak_bytes, random_choices(formulation, 20))) * 1.01
+
+
+def test_reshardings_count(monkeypatch):
+    """As if what reshardings hold were no matter: some plan is over its limit."""
+    needed = least("two layers")
+    real = Formulation.peak_bytes
+    monkeypatch.setattr(Formulation, "peak_bytes", lambda self, choice: int(verify(self.problem, choice)[1]))
+    with pytest.raises(AssertionError):
+        for share in np.linspace(0.8, 1.6, 9):
+            formulation = formulation_of("two layers", share * needed)
+            try:
+                solution = solve_within(formulation, SECONDS)
+            except InfeasibleError:
+                continue
+            assert real(formulation, solution.choice) <= USABLE * formulation.problem.limit
+
+
+def test_a_choice_over_the_limit_is_caught():
+    formulation = formulation_of("two layers", 1e9)
+    solution = solve_within(formulation, SECONDS)
+    tight = replace(formulation, problem=replace(formulation.problem, limit=formulation.peak_bytes(solution.choice)))
+    with pytest.raises(AssertionError):
+        assert_within(tight, solution)
+
+
+def test_any_number_of_rounds(monkeypatch):
+    """However few rounds there are, what comes out is within the limit."""
+    needed = least("one layer")
+    for rounds in (0, 1, 2):
+        monkeypatch.setattr(within, "ROUNDS", rounds)
+        formulation = formulation_of("one layer", 1.2 * needed)
+        assert_within(formulation, solve_within(formulation, SECONDS))
