@@ -27,7 +27,7 @@ from autoshard.report.text import bytes_text
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import InfeasibleError
-from autoshard.solver.within import solve_within
+from autoshard.solver.within import USABLE, solve_within
 from autoshard.specs import argument_layouts, check_jit_takes, fixed_layouts, result_layouts, whole
 
 
@@ -279,7 +279,19 @@ def _planned(program: Program, options: Options) -> Plan:
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error) from None
-    return make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
+    made = make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
+    return replace(made, warnings=made.warnings + _tight(made))
+
+
+def _tight(made: Plan) -> tuple[str, ...]:
+    """A remark if the plan leaves less of the limit than predictions may be off by."""
+    share = made.predicted.peak_bytes / made.memory if made.memory else 0.0
+    if share <= USABLE:
+        return ()
+    return (
+        f"the plan is predicted to fill {share:.0%} of the memory limit, and nothing leaner was found. Predictions are "
+        "off by up to a tenth: see plan.verify().",
+    )
 
 
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:
@@ -307,11 +319,12 @@ def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
 def _memory_error(program: Program, error: InfeasibleError) -> MemoryLimitError:
     largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
     listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
-    unit, size = ("KiB", 2**10) if error.needed < 2**20 else ("MiB", 2**20)
+    needed = math.ceil(error.needed)
+    unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
     return MemoryLimitError(
         f"no sharding fits in {bytes_text(error.limit)} per device; the smallest that does needs "
-        f"{bytes_text(error.needed)}.\nLargest values, before sharding:\n{listed}\n"
-        f"Try memory='{math.ceil(error.needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
+        f"{bytes_text(needed)}.\nLargest values, before sharding:\n{listed}\n"
+        f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
         budget=error.limit,
-        needed=error.needed,
+        needed=needed,
     )

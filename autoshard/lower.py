@@ -41,13 +41,13 @@ def jitted(program: Program, plan: Plan, **jit_keywords: Any) -> Any:
 
 
 def lowered(program: Program, plan: Plan, step: Any) -> jax.stages.Lowered:
-    """`jitted` lowered for arguments as the plan places them."""
-    return step.lower(
-        *(
-            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-            for value, sharding in zip(program.arguments, plan.flat_in_shardings, strict=True)
-        )
-    )
+    """`jitted` lowered for arguments as the plan places them; on a mesh without devices, lowered for TPU."""
+    arguments = [
+        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        for value, sharding in zip(program.arguments, plan.flat_in_shardings, strict=True)
+    ]
+    platforms = None if isinstance(plan.mesh, Mesh) else ("tpu",)
+    return step.trace(*arguments).lower(lowering_platforms=platforms)
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:

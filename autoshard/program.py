@@ -37,6 +37,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, called_jaxpr, key_bytes, scan_counts
@@ -396,8 +397,9 @@ def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[in
 
 
 def _printed(params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The parameters that print alike in every process: not sets, not objects with an address."""
-    texts = ((name, str(value)) for name, value in sorted(params.items()))
+    """The parameters that print alike in every process and on all devices: not sets, not objects with an address."""
+    bare = ((name, value.spec if isinstance(value, NamedSharding) else value) for name, value in sorted(params.items()))
+    texts = ((name, str(dict(x.shape) if isinstance(x, Mesh | AbstractMesh) else x)) for name, x in bare)
     return [(name, text) for name, text in texts if " at 0x" not in text and "set(" not in text]
 
 

@@ -419,7 +419,7 @@ def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
     plan = autoshard.plan(step, WEIGHTS, BATCH, **options, memory=error.needed)
     assert plan.predicted.peak_bytes <= error.needed
     free = autoshard.plan(step, WEIGHTS, BATCH, **options)
-    assert error.needed < free.predicted.peak_bytes
+    assert error.needed <= free.predicted.peak_bytes
     text, needed = str(error), f"{error.needed / 1024:.1f} KiB"
     assert text.startswith(f"no sharding fits in 700 B per device; the smallest that does needs {needed}")
     assert "value float32[16, 32] 2.0 KiB (test_api.py:" in text and "Try memory='" in text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.errors import SolverError
@@ -17,7 +17,8 @@ _TIME_LIMIT = 20.0  # s; with the layouts given, little is left to choose
 def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> Solution:
     """What a step costs whose values lie as `layouts` (value id -> layout) say.
 
-    A group that cannot leave its results so is free to do its best. The solution claims no bound: it was not searched
+    Operands are read as they lie, where that leaves the results so. A group that cannot leave them so is free to do its
+    best. The solution claims no bound: it was not searched
     for among all shardings.
     """
     mesh = formulation.mesh
@@ -25,18 +26,22 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
     allowed = {}
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
         ends = [_on_mesh(layouts.get(made.value.id), mesh) for made in group.made]
-        fitting = [
-            option
-            for option, strategy in enumerate(priced.strategies)
-            if all(end is None or end == left for end, left in zip(ends, strategy.leaves, strict=True))
+        fitting = [option for option, strategy in enumerate(priced.strategies) if _agree(ends, strategy.leaves)]
+        reads = [_on_mesh(layouts.get(use.value.id), mesh) for use in group.uses]
+        as_they_lie = [  # as XLA does: it moves no operand where it can work on it as it lies
+            option for option in fitting if _agree(reads, priced.strategies[option].wants)
         ]
         if fitting:
-            allowed[formulation.group_node(group)] = fitting
+            allowed[formulation.group_node(group)] = as_they_lie or fitting
     try:
         solution = solve(free.restrict(allowed), time_limit=_TIME_LIMIT)
     except SolverError:  # some value would have to be resharded in a way that no strategy has
         solution = solve(free, time_limit=_TIME_LIMIT)
     return replace(solution, bound=0.0, status="feasible")
+
+
+def _agree(given: Sequence[Layout | None], found: Sequence[Layout]) -> bool:
+    return all(layout is None or layout == other for layout, other in zip(given, found, strict=True))
 
 
 def _on_mesh(layout: Layout | None, mesh: Mapping[str, int]) -> Layout | None:

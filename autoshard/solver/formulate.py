@@ -219,9 +219,10 @@ class _Formulator:
                     f"with its axes in the order of the mesh {dict(mesh)}"
                 )
             homes = [home]
-        wanted = dict.fromkeys(
-            layout for reader in self.readers[value.id] if not _elementwise(reader) for layout in reader.wants
-        )
+        readers = self.readers[value.id]
+        if index not in self.fixed:  # a home that elementwise readers like is among the options
+            readers = [reader for reader in readers if not _elementwise(reader)]
+        wanted = dict.fromkeys(layout for reader in readers for layout in reader.wants)
         options = []
         for home in homes:
             options.append(Kept(home, home))

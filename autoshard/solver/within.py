@@ -16,20 +16,21 @@ from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 # plan.
 USABLE = 0.9
 ROUNDS = 5  # of solving under lower and lower limits
-SLACKS = (1.0, 1.2, 1.5, 2.0)  # times the least that any choice holds: limits to seek lean choices under
+SLACKS = (1.0, 1.1, 1.2, 1.4, 1.7, 2.0)  # times the least that any choice holds: limits to seek lean choices under
 LEAN_SECONDS = 1.0  # for each of them, at most
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
-    """The cheapest solution found whose predicted peak is within the limit.
+    """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
     What a resharding holds depends on two choices at once, so it stands in no problem. The problem's limit is lowered
-    by as much as its solution is over, a few times; after that, or if nothing is left, lean choices are taken.
+    by as much as its solution is over, a few times; after that, or if nothing is left, lean choices are taken. If none
+    is within the usable share, one that is within the limit will do.
 
     Raises:
-        InfeasibleError: even those are over the limit; the error carries what the leanest needs.
+        InfeasibleError: even the leanest choice found is over the limit; the error carries what it needs.
     """
-    limit, bound = formulation.problem.limit * USABLE, 0.0
+    given, limit, bound = formulation.problem.limit, formulation.problem.limit * USABLE, 0.0
     problem = replace(formulation.problem, limit=limit)
     deadline = time.monotonic() + time_limit
     for _ in range(ROUNDS):
@@ -42,13 +43,15 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         if fits(peak, limit):
             return _with_bound(solution, bound)
         problem = replace(problem, limit=max(0.0, problem.limit + limit - peak))
-    lean = _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit)
-    peaks = [formulation.peak_bytes(solution.choice) for solution in lean]
-    within = [solution for solution, peak in zip(lean, peaks, strict=True) if fits(peak, limit)]
-    if not within:
-        given = formulation.problem.limit
-        raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=min(peaks) / USABLE)
-    return _with_bound(min(within, key=lambda solution: solution.cost), bound)
+    found = _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit)
+    with contextlib.suppress(SolverError):
+        found.append(solve(formulation.problem, time_limit=max(LEAN_SECONDS, deadline - time.monotonic())))
+    peaks = [formulation.peak_bytes(solution.choice) for solution in found]
+    for most in (limit, given):
+        within = [solution for solution, peak in zip(found, peaks, strict=True) if fits(peak, most)]
+        if within:
+            return _with_bound(min(within, key=lambda solution: solution.cost), bound)
+    raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=min(peaks))
 
 
 def _lean_solutions(problem: Problem, time_limit: float) -> list[Solution]:

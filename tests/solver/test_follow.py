@@ -60,16 +60,18 @@ def test_what_choices_leave_is_left_so(mesh):
 
 @pytest.mark.parametrize("hidden", [WHOLE, ROWS, COLUMNS, None])
 @pytest.mark.parametrize("out", [WHOLE, ROWS, COLUMNS, None])
-def test_the_cheapest_of_all_that_leave_values_so(hidden, out):
+def test_the_cheapest_of_all_that_read_and_leave_values_so(hidden, out):
     formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS, 1: WHOLE, 2: WHOLE})
     made = [group.made[0].value.id for group in formulation.groups]
     layouts = {value: layout for value, layout in zip(made, (hidden, hidden, out), strict=True) if layout is not None}
-    allowed = {
-        formulation.group_node(group): [
-            i for i, strategy in enumerate(priced.strategies) if layouts.get(value) in (None, strategy.leaves[0])
-        ]
-        for group, priced, value in zip(formulation.groups, formulation.priced, made, strict=True)
-    }
+    allowed = {}
+    for group, priced, value in zip(formulation.groups, formulation.priced, made, strict=True):
+        options = [i for i, s in enumerate(priced.strategies) if layouts.get(value) in (None, s.leaves[0])]
+        reads = [layouts.get(use.value.id) for use in group.uses]
+        wants = [priced.strategies[i].wants for i in options]
+        fits = [all(a in (None, b) for a, b in zip(reads, want, strict=True)) for want in wants]
+        ready = [i for i, fit in zip(options, fits, strict=True) if fit]
+        allowed[formulation.group_node(group)] = ready or options
     assert_followed(formulation, layouts)
     expected = exhaustive(formulation.problem.restrict(allowed)).cost
     assert as_propagated(formulation, layouts).cost == pytest.approx(expected)

@@ -43,7 +43,7 @@ def assert_within(formulation: Formulation, solution: Solution) -> None:
     """The choice is allowed, what it costs and holds is so, and nothing better than its bound is claimed."""
     cost, _ = verify(formulation.problem, solution.choice)
     assert np.isfinite(cost) and cost == pytest.approx(solution.cost)
-    assert formulation.peak_bytes(solution.choice) <= USABLE * formulation.problem.limit * (1 + 1e-9)
+    assert formulation.peak_bytes(solution.choice) <= formulation.problem.limit
     assert solution.bound <= cost
     assert solution.status == ("optimal" if solution.gap <= 1e-6 else "feasible")
 
@@ -104,7 +104,8 @@ def test_reshardings_count(monkeypatch):
 def test_a_choice_over_the_limit_is_caught():
     formulation = formulation_of("two layers", 1e9)
     solution = solve_within(formulation, SECONDS)
-    tight = replace(formulation, problem=replace(formulation.problem, limit=formulation.peak_bytes(solution.choice)))
+    peak = formulation.peak_bytes(solution.choice)
+    tight = replace(formulation, problem=replace(formulation.problem, limit=peak - 1))
     with pytest.raises(AssertionError):
         assert_within(tight, solution)
 
