@@ -5,6 +5,7 @@ A rule function takes an equation and returns its `Rule`; writing it under `@rul
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -82,7 +83,7 @@ def register_rule(
         except RuleError as error:
             raise RuleError(f"the rule registered for {equation}: {error}") from error
 
-    Rule.check_notation(notation)
+    Rule.check_notation(notation, (*itertools.chain(*kinds), *given))
     rule(getattr(primitive, "name", primitive))(rule_of_equation)
 
 

@@ -79,9 +79,12 @@ class Rule:
         return _Notation(notation).rule(shapes, reduction, need_replication, permutation, sizes or {})
 
     @staticmethod
-    def check_notation(notation: str) -> None:
-        """Raises RuleError where `notation` is not in the grammar, whatever the shapes."""
+    def check_notation(notation: str, factors: Iterable[str] = ()) -> None:
+        """Raises RuleError where `notation` is not in the grammar, whatever the shapes, or does not name a factor."""
         _Notation(notation)
+        unknown = [factor for factor in factors if factor not in re.findall(r"[^\s,()>-]+", notation)]
+        if unknown:
+            raise RuleError(f"{notation!r} has no factor {unknown[0]!r}")
 
 
 class RuleBuilder:

@@ -69,6 +69,8 @@ def test_registered_rule_that_does_not_fit():
     (equation,) = trace(primitive.bind, (X, Y), {}).equations
     with pytest.raises(RuleError, match=r"my_wrong_matmul(.|\n)*'k' has size 8 here and 6 elsewhere"):
         rule_of(equation)
+    with pytest.raises(RuleError, match="'b i -> b i' has no factor 'q'"):
+        register_rule("my_unknown_factor", "b i -> b i", reduction="q")
     with pytest.raises(RuleError, match="never closed"):
         register_rule("my_other", "i -> (i j")
     assert not has_rule("my_other")
