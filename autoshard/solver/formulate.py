@@ -27,6 +27,7 @@ from autoshard.propagation.rule import Rule
 from autoshard.solver.groups import Group, Use, groups_of
 from autoshard.solver.memory import (
     HEAP,
+    Holding,
     Span,
     aliased,
     copied_when_donated,
@@ -96,8 +97,8 @@ class Formulation:
     priced: Sequence[Priced]  # per group
     shared: Mapping[int, Shared]  # value id -> its node
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
-    lives: Sequence[Live]  # what holds memory, exactly; the problem's own lives are rounded up
-    changes: Sequence[Change]
+    lives: Sequence[Live]  # what nodes hold, exactly; the problem's own lives are rounded up
+    changes: Sequence[Change]  # what may hold more, beside the lives
     problem: Problem
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
@@ -297,60 +298,69 @@ class _Formulator:
     def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
         readers = self.readers[value.id]
         held = holding(value, group, [(reader.group, reader.use) for reader in readers if reader.use])
-        left_bytes = np.array([self.prices.local_bytes(value, layout) for layout in leaves])
-        end = len(self.program.equations)
-        waits = np.zeros(len(leaves), bool)
-        unfinished = np.array([self._unfinished(group, strategy) for strategy in self._strategies(group)])
-        read = held.used or (group.point, group.point + 1)
-        if group.late:  # reductions that XLA combines into one wait for the last of them
-            kinds = (ALL_REDUCE,) if self.scatters else (ALL_REDUCE, REDUCE_SCATTER)
-            waits = np.array([any(f.kind in kinds for f in s.finishes) for s in self._strategies(group)])
-            self._hold(node, group.point, end - 1, np.maximum(left_bytes, unfinished) * waits)
-            self._hold(node, end - 1, end, (left_bytes + unfinished) * waits)
-        until = read[0] + 1 if self.scatters else read[1]
-        self._hold(node, group.point, max(group.point + 1, until), unfinished * ~waits)
+        kept = value.id in outputs or value.id in in_place  # a result, whose buffer is there all the time
+        self._hold_made(node, group, held, [self.prices.local_bytes(value, layout) for layout in leaves], kept)
         if value.id in outputs:
-            self.lives.append(Live(node, 0, end, left_bytes))
-        elif held.made and value.id not in in_place:
-            self._hold(node, *held.made, left_bytes * ~waits)
-        for use in repeats(group):
-            self._hold(node, self.start.get(use.value.id, 0), group.point + 1, left_bytes)
-        if is_kernel_gradient(group.equations[0]):
-            self._hold(node, group.point, group.point + 1, self._operand_bytes(group))
-        if scratch := scratch_copies(group):
-            self._hold(node, group.point, group.point + 1, left_bytes * scratch)
+            result = np.array([self.prices.local_bytes(value, layout) for layout in leaves])
+            self.lives.append(Live(node, 0, len(self.program.equations), result))
         if not readers:
             return
-        if len(readers) == 1:
-            ((holder, wants),) = ((reader.node, reader.wants) for reader in readers)
-        else:
-            wants = tuple(dict.fromkeys(layout for reader in readers for layout in reader.wants))
-            holder = len(self.costs)
-            self.shared[value.id] = Shared(holder, wants)
-            self.costs.append(np.zeros(len(wants)))
-            self.names.append(f"{value} shared by {len(readers)} readers")
-            busy = sum(not _elementwise(reader) for reader in readers)
-            for reader in readers:
-                table = self._table(value, wants, reader.wants)
-                if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
-                    sizes, grown = ([self.prices.local_bytes(value, w) for w in x] for x in (wants, reader.wants))
-                    table = np.where(np.less.outer(sizes, grown), np.inf, table)
-                self._connect(holder, reader.node, table)
-                if reader.use is not None:
-                    used = use_span(reader.group, reader.use)
-                    hop = (holder, wants), (reader.node, reader.wants)
-                    self.changes.append(Change(value, used, *hop, counts_left=True, counts_wanted=False))
+        holder, wants = self._shared_by(readers, value)
         table = self._table(value, leaves, wants)
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = np.where(table > 0, np.inf, table)
         self._connect(node, holder, table)
-        if held.used is None or value.id in outputs or value.id in in_place:
+        if held.used is None or kept:
             return
         if held.stored:
             sizes = np.array([self.prices.local_bytes(value, layout) for layout in wants])
             self._hold(holder, *held.used, sizes)
         hop = (node, leaves), (holder, wants)
         self.changes.append(Change(value, held.used, *hop, counts_left=False, counts_wanted=held.stored))
+
+    def _shared_by(self, readers: Sequence[Reader], value: Value) -> tuple[int, tuple[Layout, ...]]:
+        """The node that decides in which layout the readers of a value see it, and that layout per option."""
+        if len(readers) == 1:
+            return readers[0].node, readers[0].wants
+        wants = tuple(dict.fromkeys(layout for reader in readers for layout in reader.wants))
+        holder = len(self.costs)
+        self.shared[value.id] = Shared(holder, wants)
+        self.costs.append(np.zeros(len(wants)))
+        self.names.append(f"{value} shared by {len(readers)} readers")
+        busy = sum(not _elementwise(reader) for reader in readers)
+        for reader in readers:
+            table = self._table(value, wants, reader.wants)
+            if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
+                sizes, grown = ([self.prices.local_bytes(value, w) for w in x] for x in (wants, reader.wants))
+                table = np.where(np.less.outer(sizes, grown), np.inf, table)
+            self._connect(holder, reader.node, table)
+            if reader.use is not None:
+                used = use_span(reader.group, reader.use)
+                hop = (holder, wants), (reader.node, reader.wants)
+                self.changes.append(Change(value, used, *hop, counts_left=True, counts_wanted=False))
+        return holder, wants
+
+    def _hold_made(self, node: int, group: Group, held: Holding, made: Sequence[int], kept: bool) -> None:
+        """What a group holds to make a value of `made` bytes per strategy, and until the value is first used."""
+        left, end = np.array(made), len(self.program.equations)
+        strategies = self._strategies(group)
+        unfinished = np.array([self._unfinished(group, strategy) for strategy in strategies])
+        waits = np.zeros(len(strategies), bool)
+        if group.late:  # reductions that XLA combines into one wait for the last of them
+            combined = {ALL_REDUCE} if self.scatters else {ALL_REDUCE, REDUCE_SCATTER}
+            waits = np.array([any(finish.kind in combined for finish in s.finishes) for s in strategies])
+            self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)
+            self._hold(node, end - 1, end, (left + unfinished) * waits)
+        first, last = held.used or (group.point, group.point + 1)
+        self._hold(node, group.point, max(group.point, first if self.scatters else last - 1) + 1, unfinished * ~waits)
+        if held.made and not kept:
+            self._hold(node, *held.made, left * ~waits)
+        for use in repeats(group):
+            self._hold(node, self.start.get(use.value.id, 0), group.point + 1, left)
+        if is_kernel_gradient(group.equations[0]):
+            self._hold(node, group.point, group.point + 1, self._operand_bytes(group))
+        if scratch := scratch_copies(group):
+            self._hold(node, group.point, group.point + 1, left * scratch)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies
