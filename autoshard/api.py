@@ -17,6 +17,7 @@ from autoshard.arguments import Static, abstract, not_an_array, place, type_of
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape, spec_of
 from autoshard.lower import jitted, lowered
+from autoshard.mesh.collectives import has_reduce_scatter
 from autoshard.mesh.topology import Topology
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
@@ -222,7 +223,7 @@ def evaluate(
         if i not in program.carried.values() and isinstance(program.results[i], Value)
     }
     formulation = formulate(
-        program, rules, mesh_shape, options.topology, fixed=layouts, scatters=_scatters(options.mesh)
+        program, rules, mesh_shape, options.topology, fixed=layouts, scatters=has_reduce_scatter(options.mesh)
     )
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed))
@@ -273,7 +274,7 @@ def _planned(program: Program, options: Options) -> Plan:
         options.topology,
         memory=options.memory,
         fixed=fixed_layouts(program, options.fixed, mesh_shape),
-        scatters=_scatters(options.mesh),
+        scatters=has_reduce_scatter(options.mesh),
     )
     try:
         solution = solve_within(formulation, options.time_limit)
@@ -298,11 +299,6 @@ def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...]
     """What a plan says beside its figures: warnings, and what it is compared with."""
     comparison = Comparison(functools.partial(alternatives_of, formulation))
     return _unused_axes(formulation.program, mesh), comparison
-
-
-def _scatters(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether XLA has a reduce_scatter for these devices."""
-    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu"
 
 
 def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:

@@ -57,6 +57,15 @@ def layout_of(spec: PartitionSpec | None, ndim: int) -> Layout:
     return layout + replicated(ndim - len(entries))
 
 
+def without_idle_axes(layout: Layout, mesh: MeshShape) -> Layout:
+    """The layout on a mesh that leaves out some axes: those of one device, which split nothing.
+
+    >>> without_idle_axes((("x", "one"), ("one",)), {"x": 4})
+    (('x',), ())
+    """
+    return tuple(tuple(axis for axis in dim if axis in mesh) for dim in layout)
+
+
 def spec_of(layout: Layout) -> PartitionSpec:
     """The shortest PartitionSpec that means `layout`."""
     entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout]

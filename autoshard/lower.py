@@ -79,8 +79,8 @@ class _Emitter:
 
     # Arrays and their shardings.
 
-    def constrained(self, array: Any, layout: Layout) -> Any:
-        if not layout:
+    def constrained(self, array: Any, layout: Layout | None) -> Any:
+        if not layout:  # nothing is said of it, or it has no dims
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec_of(layout)))
 
@@ -105,10 +105,7 @@ class _Emitter:
     def behind_barrier(self, held: _Held) -> _Held:
         """Says the shardings again: propagation passes through a barrier, and would pick others behind it."""
         array, copy = jax.lax.optimization_barrier((held.array, held.copy))
-        if held.layout is not None:
-            array = self.constrained(array, held.layout)
-        if held.copy_layout is not None:
-            copy = self.constrained(copy, held.copy_layout)
+        array, copy = self.constrained(array, held.layout), self.constrained(copy, held.copy_layout)
         return _Held(array, held.layout, copy, held.copy_layout)
 
     def made(self, equation: Equation | None, arrays: Sequence[Any]) -> list[_Held]:

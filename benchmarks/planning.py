@@ -17,29 +17,20 @@ from pathlib import Path
 import jax
 
 jax.config.update("jax_platforms", "cpu")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from autoshard import Link, Topology  # noqa: E402  (needs the path above)
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+from models import MODELS  # noqa: E402  (needs the path above)
+from oracles import v5e  # noqa: E402
+
 from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.program import trace  # noqa: E402
 from autoshard.propagation import rules_for  # noqa: E402
 from autoshard.solver import solve  # noqa: E402
 from autoshard.solver.formulate import formulate  # noqa: E402
-from tests.models import MODELS  # noqa: E402
 
 COLUMNS = (
     ("layers", 6), ("mesh", 6), ("share", 6), ("equations", 10), ("nodes", 6), ("options", 8), ("trace", 6),
     ("rules", 6), ("formulate", 10), ("solve", 7), ("cost", 11), ("gap", 9), ("status", 11),
 )  # fmt: skip
-
-
-def v5e(axes: list[str]) -> Topology:
-    """Eight chips of Google's TPU v5e."""
-    return Topology(
-        links={axis: Link(latency=1e-6, bandwidth=45e9) for axis in axes},
-        memory_bytes=16e9,
-        memory_bandwidth=8.1e11,
-        flops={"float32": 4.9e13},
-    )
 
 
 def print_row(*cells: object) -> None:
@@ -63,11 +54,11 @@ def main() -> None:
         rules = rules_for(program)
         times.append(time.perf_counter())
         traced, ruled = (f"{later - sooner:.1f}" for sooner, later in itertools.pairwise(times))
-        whole = formulate(program, rules, mesh, v5e(list(mesh)))
+        whole = formulate(program, rules, mesh, v5e(mesh))
         most = whole.peak_bytes([0] * len(whole.problem.costs))
         for share in options.share:
             start = time.perf_counter()
-            problem = formulate(program, rules, mesh, v5e(list(mesh)), memory=int(share * most)).problem
+            problem = formulate(program, rules, mesh, v5e(mesh), memory=int(share * most)).problem
             formulated = time.perf_counter() - start
             start = time.perf_counter()
             try:

@@ -18,11 +18,9 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
-from oracles import MESHES, SMALL, mesh_of, slow_chips, smallest_limit, v5e  # noqa: E402  (needs the path above)
+from oracles import MACHINES, MESHES, SMALL, limit_between, mesh_of  # noqa: E402  (needs the path above)
 
 from autoshard import AutoshardError, plan  # noqa: E402
-
-MACHINES = {"v5e": v5e, "slow chips": slow_chips}
 
 
 def main() -> None:
@@ -37,20 +35,15 @@ def main() -> None:
     for name, mesh, machine in itertools.product(chosen.models, chosen.meshes, MACHINES):
         model, axes = SMALL[name](), MESHES[mesh]
         options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0}
-        free = None
         for share in (None, *chosen.shares):
-            if share is not None:
-                options.pop("memory", None)
-                least = smallest_limit(model, **options)
-                options["memory"] = least + share * (free - least)
+            limit = {} if share is None else {"memory": limit_between(model, share, **options)}
             start = time.perf_counter()
             try:
-                made = plan(model.step, model.state, model.batches(0), **options)
+                made = plan(model.step, model.state, model.batches(0), **options, **limit)
             except AutoshardError as error:
                 print(f"{name:10} {mesh:6} {machine:11} {share or 'none':>6} {type(error).__name__}")
                 continue
             seconds = time.perf_counter() - start
-            free = free or made.predicted.peak_bytes
             found = made.verify()
             errors.append(found.predicted_peak / found.actual_peak - 1)
             agreed += found.collectives_agree

@@ -42,6 +42,9 @@ def slow_chips(axes: Iterable[str]) -> Topology:
     return Topology(links, memory_bytes=16e9, memory_bandwidth=1e9, flops={"float32": 1e9})
 
 
+MACHINES = {"v5e": v5e, "slow chips": slow_chips}
+
+
 def run(step: Callable, model: Model, steps: int = 5) -> tuple[list[float], list[np.ndarray], list]:
     """Losses, the final state's leaves, and the state's shardings after each step; the model's own state survives."""
     state = jax.tree.map(np.asarray, model.state)
@@ -78,6 +81,13 @@ def smallest_limit(model: Model, **options) -> float:
     with pytest.raises(MemoryLimitError) as caught:
         plan(model.step, model.state, model.batches(0), memory=1, **options)
     return caught.value.needed
+
+
+def limit_between(model: Model, share: float, **options) -> float:
+    """A memory limit this far from the least that will do (0) to what a plan takes that is free to take all (1)."""
+    free = plan(model.step, model.state, model.batches(0), **options).predicted.peak_bytes
+    least = smallest_limit(model, **options)
+    return least + share * (free - least)
 
 
 def tally(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], int]:

@@ -9,22 +9,22 @@ from jax.sharding import Mesh
 
 from autoshard.errors import MeshError, PlanError
 from autoshard.layout import MeshShape, shards
-from autoshard.mesh.collectives import Collective
+from autoshard.mesh.collectives import Collective, has_reduce_scatter
 from autoshard.plans import Plan
 from autoshard.report.hlo import peak_bytes, read_collectives
 from autoshard.report.text import bytes_text, table_text
 
 _TOLERANCE = 0.20  # share by which the peak may be off
 
-Traffic = dict[tuple[str, tuple[str, ...]], int]  # (kind, axes) -> bytes per step on one device
+Traffic = Mapping[tuple[str, tuple[str, ...]], int]  # (kind, axes) -> bytes per step on one device
 
 
 @dataclass(frozen=True)
 class Verification:
     """Predicted beside compiled, for one device and one step."""
 
-    predicted: Mapping[tuple[str, tuple[str, ...]], int]  # (kind, axes) -> bytes, as this backend shows them
-    actual: Mapping[tuple[str, tuple[str, ...]], int]
+    predicted: Traffic  # as this backend shows it
+    actual: Traffic
     predicted_peak: int  # bytes
     actual_peak: int  # bytes; arguments + outputs - aliased + temporaries
 
@@ -69,10 +69,10 @@ def verify(plan: Plan) -> Verification:
         raise MeshError(f"{plan.mesh} has no devices to compile for; plan on a mesh of devices to verify")
     compiled = plan.lowering().compile()
     mesh = dict(plan.mesh.shape)
-    on_cpu = plan.mesh.devices.flat[0].platform == "cpu"
     predicted = plan.predicted.collectives
+    shown = predicted if has_reduce_scatter(plan.mesh) else as_cpu_shows(predicted, mesh)
     return Verification(
-        predicted=traffic(as_cpu_shows(predicted, mesh) if on_cpu else predicted),
+        predicted=traffic(shown),
         actual=traffic(read_collectives(compiled.as_text(), mesh)),
         predicted_peak=plan.predicted.peak_bytes,
         actual_peak=peak_bytes(compiled),
@@ -81,7 +81,7 @@ def verify(plan: Plan) -> Verification:
 
 def traffic(collectives: Iterable[Collective]) -> Traffic:
     """Bytes by kind and axes."""
-    found: Traffic = {}
+    found: dict[tuple[str, tuple[str, ...]], int] = {}
     for one in collectives:
         found[one.kind, one.axes] = found.get((one.kind, one.axes), 0) + one.bytes
     return found

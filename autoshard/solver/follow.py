@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.errors import SolverError
-from autoshard.layout import Layout
+from autoshard.layout import Layout, without_idle_axes
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import solve
@@ -18,16 +18,15 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
     """What a step costs whose values lie as `layouts` (value id -> layout) say.
 
     Operands are read as they lie, where that leaves the results so. A group that cannot leave them so is free to do its
-    best. The solution claims no bound: it was not searched
-    for among all shardings.
+    best. The solution claims no bound: it was not searched for among all shardings.
     """
-    mesh = formulation.mesh
+    given = {value: without_idle_axes(layout, formulation.mesh) for value, layout in layouts.items()}
     free = replace(formulation.problem, limit=None, lives=())
     allowed = {}
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
-        ends = [_on_mesh(layouts.get(made.value.id), mesh) for made in group.made]
+        ends = [given.get(made.value.id) for made in group.made]
         fitting = [option for option, strategy in enumerate(priced.strategies) if _agree(ends, strategy.leaves)]
-        reads = [_on_mesh(layouts.get(use.value.id), mesh) for use in group.uses]
+        reads = [given.get(use.value.id) for use in group.uses]
         as_they_lie = [  # as XLA does: it moves no operand where it can work on it as it lies
             option for option in fitting if _agree(reads, priced.strategies[option].wants)
         ]
@@ -42,8 +41,3 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
 
 def _agree(given: Sequence[Layout | None], found: Sequence[Layout]) -> bool:
     return all(layout is None or layout == other for layout, other in zip(given, found, strict=True))
-
-
-def _on_mesh(layout: Layout | None, mesh: Mapping[str, int]) -> Layout | None:
-    """Without the axes of one device, which the formulation does not know."""
-    return layout and tuple(tuple(axis for axis in dim if axis in mesh) for dim in layout)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.errors import ConflictError
-from autoshard.layout import Layout, MeshShape, layouts_of, shards, spec_of
+from autoshard.layout import Layout, MeshShape, layouts_of, shards, spec_of, without_idle_axes
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
@@ -191,17 +191,17 @@ class _Formulator:
             tuple(self.costs), tuple(self.edges), tuple(self._lives(memory)), memory, names=tuple(self.names)
         )
         return Formulation(
-            self.program,
-            self.prices.mesh,
-            self.prices,
-            self.groups,
-            homes,
-            self.priced,
-            self.shared,
-            self.readers,
-            self.lives,
-            self.changes,
-            problem,
+            program=self.program,
+            mesh=self.prices.mesh,
+            prices=self.prices,
+            groups=self.groups,
+            arguments=homes,
+            priced=self.priced,
+            shared=self.shared,
+            readers=self.readers,
+            lives=self.lives,
+            changes=self.changes,
+            problem=problem,
         )
 
     # Arguments.
@@ -213,7 +213,7 @@ class _Formulator:
         mesh = self.prices.mesh
         homes = layouts_of(value.shape, mesh)
         if index in self.fixed:
-            home = tuple(tuple(axis for axis in dim if axis in mesh) for dim in self.fixed[index])
+            home = without_idle_axes(self.fixed[index], mesh)
             if home not in homes:
                 raise ConflictError(
                     f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
@@ -244,7 +244,7 @@ class _Formulator:
             for reader in self.readers[value.id]:
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader))
             points = len(self.program.equations)
-            homes = np.array([self.prices.local_bytes(value, kept.home) for kept in kepts])
+            homes = self._sizes(value, [kept.home for kept in kepts])
             self.lives.append(Live(index, 0, points, homes))
             spans = [use_span(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
             if spans:
@@ -254,7 +254,7 @@ class _Formulator:
                     start, gradient, bare = 0, None, homes
                 else:
                     bare = homes if index in copied and gradient is None else np.zeros_like(homes)
-                copies = np.array([self.prices.local_bytes(value, kept.copy) for kept in kepts])
+                copies = self._sizes(value, [kept.copy for kept in kepts])
                 extra = np.where([kept.copy == kept.home for kept in kepts], bare, copies)
                 self._hold(index, start, end, extra)
                 if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
@@ -299,13 +299,13 @@ class _Formulator:
         readers = self.readers[value.id]
         held = holding(value, group, [(reader.group, reader.use) for reader in readers if reader.use])
         kept = value.id in outputs or value.id in in_place  # a result, whose buffer is there all the time
-        self._hold_made(node, group, held, [self.prices.local_bytes(value, layout) for layout in leaves], kept)
+        left = self._sizes(value, leaves)
+        self._hold_made(node, group, held, left, kept)
         if value.id in outputs:
-            result = np.array([self.prices.local_bytes(value, layout) for layout in leaves])
-            self.lives.append(Live(node, 0, len(self.program.equations), result))
+            self.lives.append(Live(node, 0, len(self.program.equations), left))
         if not readers:
             return
-        holder, wants = self._shared_by(readers, value)
+        holder, wants = self._connect_readers(readers, value)
         table = self._table(value, leaves, wants)
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = np.where(table > 0, np.inf, table)
@@ -313,13 +313,15 @@ class _Formulator:
         if held.used is None or kept:
             return
         if held.stored:
-            sizes = np.array([self.prices.local_bytes(value, layout) for layout in wants])
-            self._hold(holder, *held.used, sizes)
+            self._hold(holder, *held.used, self._sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         self.changes.append(Change(value, held.used, *hop, counts_left=False, counts_wanted=held.stored))
 
-    def _shared_by(self, readers: Sequence[Reader], value: Value) -> tuple[int, tuple[Layout, ...]]:
-        """The node that decides in which layout the readers of a value see it, and that layout per option."""
+    def _connect_readers(self, readers: Sequence[Reader], value: Value) -> tuple[int, tuple[Layout, ...]]:
+        """The node that decides in which layout the readers of a value see it, and that layout per option.
+
+        Several readers get a node between them and the value; a single one decides for itself.
+        """
         if len(readers) == 1:
             return readers[0].node, readers[0].wants
         wants = tuple(dict.fromkeys(layout for reader in readers for layout in reader.wants))
@@ -331,8 +333,8 @@ class _Formulator:
         for reader in readers:
             table = self._table(value, wants, reader.wants)
             if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
-                sizes, grown = ([self.prices.local_bytes(value, w) for w in x] for x in (wants, reader.wants))
-                table = np.where(np.less.outer(sizes, grown), np.inf, table)
+                grows = np.less.outer(self._sizes(value, wants), self._sizes(value, reader.wants))
+                table = np.where(grows, np.inf, table)
             self._connect(holder, reader.node, table)
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
@@ -340,9 +342,9 @@ class _Formulator:
                 self.changes.append(Change(value, used, *hop, counts_left=True, counts_wanted=False))
         return holder, wants
 
-    def _hold_made(self, node: int, group: Group, held: Holding, made: Sequence[int], kept: bool) -> None:
-        """What a group holds to make a value of `made` bytes per strategy, and until the value is first used."""
-        left, end = np.array(made), len(self.program.equations)
+    def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:
+        """What a group holds to make a value of `left` bytes per strategy, and until the value is first used."""
+        end = len(self.program.equations)
         strategies = self._strategies(group)
         unfinished = np.array([self._unfinished(group, strategy) for strategy in strategies])
         waits = np.zeros(len(strategies), bool)
@@ -395,6 +397,10 @@ class _Formulator:
             self.edges.append(Edge(i, j, table))
 
     # Memory.
+
+    def _sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of the value on one device, per layout."""
+        return np.array([self.prices.local_bytes(value, layout) for layout in layouts])
 
     def _hold(self, node: int, start: int, end: int, usage: np.ndarray) -> None:
         """Counts a temporary."""

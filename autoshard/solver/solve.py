@@ -64,12 +64,15 @@ def solve(problem: Problem, *, time_limit: float = 60.0, seed: int = 0) -> Solut
             f"no choice{limit} was found in {time_limit:g} s, nor was it proven that there is none; "
             "raise time_limit or the memory limit"
         )
-    bound = min(known.bound, known.cost)
-    solution = Solution(known.choice, known.cost, bound, "feasible")
-    if solution.gap <= OPTIMAL_GAP:
-        solution = replace(solution, status="optimal")
+    solution = with_bound(Solution(known.choice, known.cost, 0.0, "feasible"), min(known.bound, known.cost))
     check(problem, solution)
     return solution
+
+
+def with_bound(solution: Solution, bound: float) -> Solution:
+    """The solution with this proven bound, and the status that follows from it."""
+    bounded = replace(solution, bound=bound)
+    return replace(bounded, status="optimal" if bounded.gap <= OPTIMAL_GAP else "feasible")
 
 
 class _TimeUp(Exception):

@@ -9,8 +9,8 @@ from dataclasses import replace
 from autoshard.errors import SolverError
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
-from autoshard.solver.solve import solve
-from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
+from autoshard.solver.solve import solve, with_bound
+from autoshard.solver.verify import fits, verify
 
 # The share of the limit that a plan may fill: predictions are off by up to a tenth, and a plan that does not fit is no
 # plan.
@@ -41,7 +41,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         bound = bound or solution.bound  # of the first round: a lower limit costs more
         peak = formulation.peak_bytes(solution.choice)
         if fits(peak, limit):
-            return _with_bound(solution, bound)
+            return with_bound(solution, bound)
         problem = replace(problem, limit=max(0.0, problem.limit + limit - peak))
     found = _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit)
     with contextlib.suppress(SolverError):
@@ -50,7 +50,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     for most in (limit, given):
         within = [solution for solution, peak in zip(found, peaks, strict=True) if fits(peak, most)]
         if within:
-            return _with_bound(min(within, key=lambda solution: solution.cost), bound)
+            return with_bound(min(within, key=lambda solution: solution.cost), bound)
     raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=min(peaks))
 
 
@@ -69,8 +69,3 @@ def _lean_solutions(problem: Problem, time_limit: float) -> list[Solution]:
             with contextlib.suppress(SolverError):  # none was found in time
                 found.append(solve(replace(problem, limit=slack * error.needed), time_limit=seconds))
         return found
-
-
-def _with_bound(solution: Solution, bound: float) -> Solution:
-    bounded = replace(solution, bound=bound)
-    return replace(bounded, status="optimal" if bounded.gap <= OPTIMAL_GAP else "feasible")

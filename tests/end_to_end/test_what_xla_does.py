@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from oracles import MESHES, SMALL, mesh_of, slow_chips, smallest_limit, v5e
+from oracles import MACHINES, MESHES, SMALL, limit_between, mesh_of
 
 from autoshard import Plan
 from autoshard import plan as plan_of
 
-MACHINES = {"v5e": v5e, "slow chips": slow_chips}
 MODELS = [name for name in SMALL if name != "mlp"]
 # Every model where everything is split, and half of them on each mesh; the rest of the product is slow.
 CHOSEN = {
@@ -29,13 +28,11 @@ TIGHT = [
 ]
 
 
-def planned(name: str, mesh: str, machine: str, memory: float | None = None) -> Plan:
+def planned(name: str, mesh: str, machine: str, share: float | None = None) -> Plan:
     model, axes = SMALL[name](), MESHES[mesh]
     options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0, "time_limit": 20}
-    if memory is not None:  # this far from the least to what the plan takes that is free to take all
-        free = plan_of(model.step, model.state, model.batches(0), **options).predicted.peak_bytes
-        least = smallest_limit(model, **options)
-        options["memory"] = least + memory * (free - least)
+    if share is not None:
+        options["memory"] = limit_between(model, share, **options)
     return plan_of(model.step, model.state, model.batches(0), **options)
 
 
