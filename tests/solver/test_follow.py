@@ -110,7 +110,7 @@ def test_models_as_propagated(name):
 
 
 def test_a_layout_that_is_not_followed_is_caught(monkeypatch):
-    monkeypatch.setattr("autoshard.solver.follow._on_mesh", lambda layout, mesh: None)
+    monkeypatch.setattr("autoshard.solver.follow.without_idle_axes", lambda layout, mesh: None)
     formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS})
     with pytest.raises(AssertionError):
         assert_followed(formulation, {formulation.groups[0].made[0].value.id: COLUMNS})
