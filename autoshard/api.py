@@ -60,7 +60,8 @@ def autoshard(
     Args:
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
-        memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default.
+        memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
+            predicted to fill at most 85% of it, since predictions can be off.
         topology: what the machine costs, or the name of a preset; guessed from the mesh by default.
         fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``.
         time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
@@ -280,19 +281,7 @@ def _planned(program: Program, options: Options) -> Plan:
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error) from None
-    made = make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
-    return replace(made, warnings=made.warnings + _tight(made))
-
-
-def _tight(made: Plan) -> tuple[str, ...]:
-    """A remark if the plan leaves less of the limit than predictions may be off by."""
-    share = made.predicted.peak_bytes / made.memory if made.memory else 0.0
-    if share <= USABLE:
-        return ()
-    return (
-        f"the plan is predicted to fill {share:.0%} of the memory limit, and nothing leaner was found. Predictions are "
-        "off by up to a tenth: see plan.verify().",
-    )
+    return make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
 
 
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:
@@ -318,8 +307,9 @@ def _memory_error(program: Program, error: InfeasibleError) -> MemoryLimitError:
     needed = math.ceil(error.needed)
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
     return MemoryLimitError(
-        f"no sharding fits in {bytes_text(error.limit)} per device; the smallest that does needs "
-        f"{bytes_text(needed)}.\nLargest values, before sharding:\n{listed}\n"
+        f"no sharding fits in {bytes_text(error.limit)} per device; the smallest limit that does is "
+        f"{bytes_text(needed)}, of which {1 - USABLE:.0%} stay free, as far as predictions can be off.\n"
+        f"Largest values, before sharding:\n{listed}\n"
         f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
         budget=error.limit,
         needed=needed,

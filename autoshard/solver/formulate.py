@@ -83,6 +83,7 @@ class Change:
     wanted: tuple[int, Sequence[Layout]]
     counts_left: bool  # whether the problem counts the value as left while it is resharded
     counts_wanted: bool  # whether it counts the resharded copy
+    fused: bool  # whether elementwise readers take their slices themselves
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,8 @@ class Formulation:
     def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:
         """What resharded values hold beside what is counted anyway.
 
-        At first the value as it was left, and for an all_to_all the pieces it is cut into; then the resharded copy.
+        At first the value as it was left, and for an all_to_all the pieces it is cut into; then the resharded copy. A
+        slice that is taken on the way costs nothing, but the value as it was left has to stay.
         """
         for change in self.changes:
             left, wanted = (layouts[choice[node]] for node, layouts in (change.left, change.wanted))
@@ -123,11 +125,15 @@ class Formulation:
                 continue
             start, end = change.used
             kinds = [step.kind for step in self.prices.steps(change.value, left, wanted)]
+            before, after = (self.prices.local_bytes(change.value, layout) for layout in (left, wanted))
             if kinds:
                 copies = (not change.counts_left) + ("all_to_all" in kinds)
-                yield (start, start + 1), copies * self.prices.local_bytes(change.value, left)
-            if not change.counts_wanted:
-                yield (start, end), self.prices.local_bytes(change.value, wanted)
+                transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
+                yield (start, start + 1), copies * before + transposed * after
+                if not change.counts_wanted:
+                    yield (start, end), after
+            elif change.fused:
+                yield (start, end), before - after
 
     def group_node(self, group: Group) -> int:
         return len(self.arguments) + group.index
@@ -315,7 +321,10 @@ class _Formulator:
         if held.stored:
             self._hold(holder, *held.used, self._sizes(value, wants))
         hop = (node, leaves), (holder, wants)
-        self.changes.append(Change(value, held.used, *hop, counts_left=False, counts_wanted=held.stored))
+        fused = held.stored and any(reader.group.fuses for reader in readers if reader.group)
+        self.changes.append(
+            Change(value, held.used, *hop, counts_left=False, counts_wanted=held.stored, fused=fused)
+        )
 
     def _connect_readers(self, readers: Sequence[Reader], value: Value) -> tuple[int, tuple[Layout, ...]]:
         """The node that decides in which layout the readers of a value see it, and that layout per option.
@@ -339,7 +348,7 @@ class _Formulator:
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
                 hop = (holder, wants), (reader.node, reader.wants)
-                self.changes.append(Change(value, used, *hop, counts_left=True, counts_wanted=False))
+                self.changes.append(Change(value, used, *hop, counts_left=True, counts_wanted=False, fused=False))
         return holder, wants
 
     def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:
@@ -348,13 +357,15 @@ class _Formulator:
         strategies = self._strategies(group)
         unfinished = np.array([self._unfinished(group, strategy) for strategy in strategies])
         waits = np.zeros(len(strategies), bool)
+        reduced = left if self.scatters else np.maximum(left, unfinished)  # what the collectives write
         if group.late:  # reductions that XLA combines into one wait for the last of them
             combined = {ALL_REDUCE} if self.scatters else {ALL_REDUCE, REDUCE_SCATTER}
             waits = np.array([any(finish.kind in combined for finish in s.finishes) for s in strategies])
             self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)
-            self._hold(node, end - 1, end, (left + unfinished) * waits)
+            self._hold(node, end - 1, end, (reduced + unfinished) * waits)
         first, last = held.used or (group.point, group.point + 1)
-        self._hold(node, group.point, max(group.point, first if self.scatters else last - 1) + 1, unfinished * ~waits)
+        self._hold(node, group.point, max(group.point + 1, first), unfinished * ~waits)
+        self._hold(node, group.point, max(group.point + 1, last), (reduced - left) * ~waits)
         if held.made and not kept:
             self._hold(node, *held.made, left * ~waits)
         for use in repeats(group):
@@ -424,6 +435,16 @@ class _Formulator:
 def _gathers_to(home: Layout, copy: Layout) -> bool:
     """Whether all_gathers alone make the copy. Any other copy holds as much as its home, and had better be the home."""
     return all(whole == split[: len(whole)] for split, whole in zip(home, copy, strict=True))
+
+
+def _gathers_inside(source: Layout, target: Layout) -> bool:
+    """Whether a dim other than the first is gathered: XLA then gathers it as the first, and transposes.
+
+    A matrix is read either way round, and stays as it is.
+    """
+    return len(source) > 2 and any(
+        len(split) > len(whole) for split, whole in zip(source[1:], target[1:], strict=True)
+    )
 
 
 def _elementwise(reader: Reader) -> bool:

@@ -11,10 +11,14 @@ Program point `t` is the moment equation `t` runs. What holds memory:
   or convolution reads it with its dims where XLA does not want them;
 * what a product repeats of a smaller value, in full, until the reduction that the product is folded into;
 * every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
-  while it is used in the layout it is used in.
+  while it is used in the layout it is used in; but in the layout it is made in also then, if all that is between the
+  two is a slice that elementwise readers take themselves;
+* a result that a reduction has yet to finish, until its first use: XLA runs reductions together where none waits for
+  another. Where there is no reduce_scatter, the whole result too, until its last use.
 
-A value is not stored if XLA computes it again inside each of its readers (`Group.repeated`); then what it is computed
-from is held until the last of them. Values inside a group are never stored.
+What depends on the options that are chosen, slices and collectives, `formulate.py` counts. A value is not stored if XLA
+computes it again inside each of its readers (`Group.repeated`); then what it is computed from is held until the last of
+them. Values inside a group are never stored.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def mlp_plan(width: int, batch: int, mesh: dict[str, int], **options) -> Plan:
 PLANS = {
     "large_batch": lambda: mlp_plan(64, 65536, {"data": 8}),
     "one_device": lambda: mlp_plan(64, 128, {"data": 1}),
-    "tight_memory": lambda: mlp_plan(512, 8192, {"data": 8}, memory="46 MB"),
+    "tight_memory": lambda: mlp_plan(512, 8192, {"data": 8}, memory="50 MB"),
     "wide_layers": lambda: mlp_plan(2048, 16, {"data": 2, "model": 4}),
 }
 

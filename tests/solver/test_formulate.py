@@ -16,7 +16,7 @@ from autoshard.propagation import rules_for
 from autoshard.solver import formulate as module
 from autoshard.solver import solve
 from autoshard.solver.exhaustive import exhaustive
-from autoshard.solver.formulate import Formulation, formulate
+from autoshard.solver.formulate import Change, Formulation, formulate
 from autoshard.solver.prices import Prices
 from autoshard.solver.verify import verify
 
@@ -118,6 +118,51 @@ def test_what_a_resharding_holds():
     arrive = 4e-9 * (16 + 24 + 24)
     rest = 4e-9 * (32 + 24 + 48 + 48 + 48 + 48 + 24 + 32)
     assert verify(formulation.problem, choice)[0] == pytest.approx(gather + arrive + rest)
+
+
+def chosen(formulation: Formulation, group: int, leaves, finish: str | None = None) -> tuple[int, int]:
+    """The node of a group, and its first option that leaves its result so, finished by this kind of collective."""
+    node = formulation.group_node(formulation.groups[group])
+    for option, strategy in enumerate(formulation.priced[group].strategies):
+        if strategy.leaves == (leaves,) and {f.kind for f in strategy.finishes} == ({finish} if finish else set()):
+            return node, option
+    raise LookupError(f"group {group} has no such strategy")
+
+
+def test_reductions_wait_for_each_other():
+    """None of three unreduced products is read before all are made: XLA's CPU backend reduces them together."""
+    def three(x, a, b, c):
+        return (jnp.sin(x @ a) * (x @ b) + x @ c).sum(0)
+
+    fixed = {0: ((), ("x",)), 1: (("x",), ()), 2: (("x",), ()), 3: (("x",), ())}
+    formulation = formulated(three, X, W, W, W, mesh=LINE, topology=TOPOLOGY, fixed=fixed, scatters=False)
+    choice = zeros(formulation)
+    for group in range(4):  # three products and what reads them, all by rows
+        node, option = chosen(formulation, group, (("x",), ()), *["reduce_scatter"] * (group < 3))
+        choice[node] = option
+    # point 2: each product before and after its reduction, both whole
+    assert formulation.peak_bytes(choice) == int(4 * (16 + 3 * 12 + 6) + HEAP * 4 * 3 * (48 + 48))
+
+
+def test_a_gather_of_an_inner_dim_is_transposed():
+    formulation = formulated(jnp.sin, f32(4, 6, 8), mesh=LINE, topology=TOPOLOGY)
+    value = formulation.program.results[0]
+    whole, inside, ahead = ((), (), ()), ((), (), ("x",)), (("x",), (), ())
+    hop = (0, [inside, ahead]), (1, [whole])
+    change = Change(value, (0, 2), *hop, counts_left=False, counts_wanted=True, fused=False)
+    formulation = replace(formulation, changes=[change], lives=[])
+    # beside the gathered copy: the half that was gathered, and once the whole with its dims the other way round
+    assert formulation.peak_bytes([0, 0]) == int(HEAP * 4 * (96 + 192))
+    assert formulation.peak_bytes([1, 0]) == int(HEAP * 4 * 96)
+
+
+def test_a_slice_that_a_loop_reads_holds_the_whole():
+    """The sine of half a product: XLA reads the half inside the loop that makes the sine."""
+    formulation = formulation_of("forward", fixed=dict.fromkeys(range(3), ((), ())))
+    choice = zeros(formulation)
+    node, option = chosen(formulation, 1, (("x",), ()))
+    choice[node] = option
+    assert formulation.peak_bytes(choice) == int(4 * (32 + 24 + 24 + 32) + HEAP * 4 * (48 + 24))
 
 
 # Costs against what a plan reports, on choices of all kinds.
