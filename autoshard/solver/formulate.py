@@ -35,6 +35,7 @@ from autoshard.solver.memory import (
     is_kernel_gradient,
     repeats,
     scratch_copies,
+    summed_in_loops,
     transposes,
     use_span,
 )
@@ -292,7 +293,7 @@ class _Formulator:
         outputs = {
             value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
         }
-        in_place = {self.program.results[i].id for i in aliases}
+        in_place = {self.program.results[i].id for i in aliases} | summed_in_loops(self.groups)
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs.copy())
@@ -353,12 +354,11 @@ class _Formulator:
 
     def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:
         """What a group holds to make a value of `left` bytes per strategy, and until the value is first used."""
-        end = len(self.program.equations)
         strategies = self._strategies(group)
         unfinished = np.array([self._unfinished(group, strategy) for strategy in strategies])
         waits = np.zeros(len(strategies), bool)
         reduced = left if self.scatters else np.maximum(left, unfinished)  # what the collectives write
-        if group.late:  # reductions that XLA combines into one wait for the last of them
+        if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
             combined = {ALL_REDUCE} if self.scatters else {ALL_REDUCE, REDUCE_SCATTER}
             waits = np.array([any(finish.kind in combined for finish in s.finishes) for s in strategies])
             self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)

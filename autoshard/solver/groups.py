@@ -64,6 +64,7 @@ class Group:
     uses: list[Use] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
     late: bool = False  # whether what it makes goes into results only, through nothing but elementwise groups
+    ends: int | None = None  # the point at which the program is over, if late, or the loop that hands on all it makes
     point: int = 0  # the program point at which it runs
     last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
     repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
@@ -121,6 +122,7 @@ def groups_of(program: Program, rules: Sequence[Rule]) -> list[Group]:
     users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
     for group in reversed(groups):
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
+        group.ends = _end(group, readers, home, len(program.equations))
     _schedule(groups)
     for group in reversed(groups):
         group.last = group.point
@@ -195,14 +197,26 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
     return mapping if len(set(mapping.values())) == len(mapping) else None
 
 
+def _end(group: Group, readers, home, last: int) -> int | None:
+    """`Group.ends`, once all later groups have theirs."""
+    found = set()
+    for made in group.made:
+        for reader, operand in readers[made.value.id]:
+            if reader.primitive == "scan_stack" or (reader.primitive == "scan_carry" and operand == 1):
+                found.add(reader.loop[1])
+            elif home[reader.index] is not group:
+                found.add(home[reader.index].ends if home[reader.index].fuses else None)
+    return last if not found else found.pop() if len(found) == 1 else None
+
+
 def _schedule(groups: list[Group]) -> None:
-    """What XLA runs as soon as it can: late elementwise groups (optimizer updates), what a loop stacks, and what reads
-    nothing. Others run in program order.
+    """What XLA runs as soon as it can: elementwise groups at an end (optimizer updates, sums of gradients in a loop),
+    what a loop stacks, and what reads nothing. Others run in program order.
     """
     available: dict[int, int] = {}  # value -> the point from which it is there
     for group in groups:
         group.point = group.equations[-1].index
-        if (group.late and group.fuses) or group.stacks or not group.uses:
+        if (group.ends is not None and group.fuses) or group.stacks or not group.uses:
             group.point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
         available.update((made.value.id, group.point + 1) for made in group.made)
 

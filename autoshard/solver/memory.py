@@ -10,6 +10,7 @@ Program point `t` is the moment equation `t` runs. What holds memory:
 * an argument of more than two dims a second time, transposed, from the start to its last use, if a matrix product
   or convolution reads it with its dims where XLA does not want them;
 * what a product repeats of a smaller value, in full, until the reduction that the product is folded into;
+* nothing more for a sum that a loop carries on: it is written over the one before, if nothing else reads that;
 * every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
   while it is used in the layout it is used in; but in the layout it is made in also then, if all that is between the
   two is a slice that elementwise readers take themselves;
@@ -56,8 +57,8 @@ def use_span(group: Group, use: Use) -> Span:
         start, end = equation.loop
         if equation.primitive in ("scan_const", "scan_slice"):
             return start, end
-        if equation.primitive == "scan_carry" and use.operand == 1:
-            return end - 1, end
+        if equation.primitive == "scan_carry":  # what goes in becomes the loop's own buffer
+            return (end - 1, end) if use.operand == 1 else (start, start)
     return group.point, group.last + 1
 
 
@@ -116,12 +117,33 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holdi
         return Holding(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
     if producer.primitive in _SEEN_THROUGH or group.repeated:
         return Holding(None, used, stored=False)
+    if used and group.only_moves and all(math.prod(use.value.shape) == 1 for use in group.uses):
+        return Holding(None, (min(start, used[0]), used[1]), stored=True)  # a fill, which XLA makes as it is wanted
     return Holding((start, max(start, used[0]) if used else start + 1), used, stored=True)
 
 
 def aliased(program: Program) -> set[int]:
     """The results that are written into the buffer of the donated argument they replace."""
     return {result for argument, result in program.carried.items() if argument in program.donated}
+
+
+def summed_in_loops(groups: Sequence[Group]) -> set[int]:
+    """The values that a loop hands on and that are written over what they replace, which nothing else reads."""
+    readers: dict[int, set[Group]] = defaultdict(set)
+    maker = {made.value.id: group for group in groups for made in group.made}
+    for group in groups:
+        for use in group.uses:
+            readers[use.value.id].add(group)
+    found = set()
+    for group in groups:
+        carry = group.equations[0]
+        if carry.primitive != "scan_carry" or not isinstance(carry.inputs[1], Value):
+            continue
+        taken, handed_on = carry.outputs[0].id, carry.inputs[1].id
+        update = maker.get(handed_on)
+        if update and update.fuses and readers[taken] == {update} and readers[handed_on] == {group}:
+            found.add(handed_on)
+    return found
 
 
 def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, Group | None]:

@@ -104,12 +104,23 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tup
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
     for scattered_factor, axes in partial:
+        if _uses_idle_devices(group, assignment, axes, mesh):
+            continue
         others = tuple(Finish(ALL_REDUCE, other, 0, local) for factor, other in partial if factor != scattered_factor)
         finishes = (*others, Finish(REDUCE_SCATTER, axes, 0, local // shards(axes, mesh)))
         for targets in itertools.product(range(len(shape)), repeat=len(axes)):
             scattered = _scattered(layout, axes, targets, shape, mesh)
             if scattered is not None:
                 yield (scattered,), finishes
+
+
+def _uses_idle_devices(group: Group, assignment, axes: tuple[str, ...], mesh: MeshShape) -> bool:
+    """Whether XLA splits the result over devices that are idle and then moves it, instead of scattering it over `axes`.
+
+    So it does with convolutions, if as many are idle.
+    """
+    idle = math.prod(mesh.values()) // math.prod(shards(used, mesh) for used in assignment.values())
+    return group.equations[0].primitive == "conv_general_dilated" and idle % shards(axes, mesh) == 0
 
 
 def _scattered(layout: Layout, axes, targets, shape, mesh: MeshShape) -> Layout | None:

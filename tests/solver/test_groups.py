@@ -168,13 +168,15 @@ def assert_grouped(program: Program, groups: list[Group]) -> None:
                 assert maker[use.value.id].index < group.index
     for group in groups:
         assert group.late == all(after.fuses for after in _downstream(group, groups, readers, lambda _: True))
+        expected = len(program.equations) if group.late else _handed_on(group, groups, results)
+        assert group.ends == expected
         if group.repeated:
             runs = _downstream(group, groups, readers, lambda after: after.repeated)
             assert group.last == max(after.point for after in runs)
             assert not any(made.value.id in results for made in group.made)
         else:
             assert group.last == group.point
-        if not (group.stacks or (group.late and group.fuses) or not group.uses):
+        if not (group.stacks or (group.ends is not None and group.fuses) or not group.uses):
             assert group.point == group.equations[-1].index
         if group.equations[0].primitive == "scan_stack" or group.fuses:
             made = (maker[use.value.id] for use in group.uses if use.value.id in maker)
@@ -191,6 +193,22 @@ def _downstream(group: Group, groups: list[Group], readers: dict[int, set[Group]
             found |= ahead
             queue += ahead
     return found
+
+
+def _handed_on(group: Group, groups: list[Group], results: set[int]) -> int | None:
+    """The end of the loop that stacks or carries on all that `group` flows into through elementwise groups."""
+    ends, queue = set(), [group]
+    while queue:
+        made = {one.value.id for one in queue.pop().made}
+        ends.update([None] * bool(made & results))
+        for after in groups:
+            for use in after.uses:
+                if use.value.id in made and (after.stacks or (use.equation.primitive == "scan_carry" and use.operand)):
+                    ends.add(use.equation.loop[1])
+                elif use.value.id in made:
+                    ends.update([] if after.fuses else [None])
+                    queue += [after] * after.fuses
+    return ends.pop() if len(ends) == 1 else None
 
 
 SMALL_STEPS = {name: lambda fn=fn, args=args: trace(fn, tuple(args), {}) for name, (fn, args, _) in TABLE.items()}

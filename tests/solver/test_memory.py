@@ -68,12 +68,12 @@ HOLDINGS = {
         layers,
         [X, f32(3, 4, 4)],
         [
-            ("scan_carry", (0, 6), (2, 6), False),  # the loop's own buffer
+            ("scan_carry", (0, 6), (1, 3), False),  # the loop's own buffer
             ("scan_carry", (6, 7), None, True),  # after the loop
             ("scan_slice", (1, 2), (2, 3), True),
             ("dot_general", (2, 3), (3, 4), True),
             ("sin", (3, 5), (5, 6), True),  # handed on when the body ends
-            ("exp", None, (5, 6), False),  # computed where it is stacked
+            ("exp", None, (2, 3), False),  # computed where it is stacked, as soon as it can be
             ("scan_stack", (0, 1), None, True),  # written into from the loop's start on
         ],
     ),
@@ -109,7 +109,7 @@ def test_uses_of_a_loop():
     ((start, end),) = {equation.loop for group in groups for equation in group.equations if equation.loop}
     assert (start, end) == (1, 9)  # after `x * 3`: const, carry, slice, product, sin, add, mul, stack
     assert spans["scan_const", 0] == spans["scan_slice", 0] == (start, end)
-    assert spans["scan_carry", 0] == (start + 1, start + 2) and spans["scan_carry", 1] == (end - 1, end)
+    assert spans["scan_carry", 0] == (start, start) and spans["scan_carry", 1] == (end - 1, end)
 
 
 # Operands that XLA transposes, worked out from what it wants: batch, kept, contracted; or batch, contracted, kept.
@@ -246,6 +246,45 @@ def test_donated_arguments_of_models(name):
         assert_copied(program, groups, set(found) ^ {0})
 
 
+# Sums in loops: the total is in the loop's buffer, and each gradient goes as soon as it is added.
+
+
+def total(x, ws):
+    return jax.lax.scan(lambda t, w: (t + w.T @ x, None), jnp.zeros((4, 4)), ws)[0]
+
+
+def total_that_is_read(x, ws):
+    return jax.lax.scan(lambda t, w: (t + w.T @ x, t.sum()), jnp.zeros((4, 4)), ws)
+
+
+SUMS = {"alone": (total, True), "read otherwise": (total_that_is_read, False), "no sum": (layers, False)}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sums_in_loops(case):
+    fn, expected = SUMS[case]
+    program, groups = grouping(fn, f32(4, 4), f32(3, 4, 4))
+    (carry,) = (e for e in program.equations if e.primitive == "scan_carry")
+    assert memory.summed_in_loops(groups) == ({carry.inputs[1].id} if expected else set())
+
+
+def test_a_gradient_is_added_at_once():
+    program, groups = grouping(lambda x, ws: total(jnp.sin(x), ws), f32(4, 4), f32(3, 4, 4))
+    by_primitive = {group.equations[-1].primitive: group for group in groups}
+    product, add, carry = (by_primitive[name] for name in ("dot_general", "add", "scan_carry"))
+    assert product.ends == add.ends == carry.equations[0].loop[1] and carry.ends == len(program.equations)
+    assert add.point == product.point + 1
+
+
+def test_a_fill_is_made_as_it_is_wanted():
+    _, groups = grouping(total, f32(4, 4), f32(3, 4, 4))
+    fill = next(group for group in groups if group.equations[0].primitive == "broadcast_in_dim")
+    zeros = fill.made[0].value
+    ((carry, use),) = ((group, use) for group in groups for use in group.uses if use.value is zeros)
+    start, _ = use.equation.loop
+    assert holding(zeros, fill, [(carry, use)]) == memory.Holding(None, (0, start), stored=True)
+
+
 # What must hold whatever the program.
 
 
@@ -266,7 +305,7 @@ def assert_held(groups: list[Group]) -> None:
             points = [t for user, use in users if use.equation.loop is None for t in runs[user.index]]
             assert all(held.used[0] <= t < held.used[1] for t in points)
             if held.stored:
-                start, end = held.made
+                start, end = held.made or (held.used[0], held.used[0])
                 assert held.used[0] <= end if users else start < end  # never away in between
                 assert start <= group.point or group.equations[0].primitive == "scan_carry"
 

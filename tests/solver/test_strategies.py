@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from programs import f32, grouped, model_program
@@ -52,6 +53,18 @@ COUNTS = [  # function, shapes, mesh, strategies
     # both dims that are summed, one over each axis: one of the two may scatter
     (total, [(8, 4, 4)], {"x": 2, "y": 2}, (1 + 8 + 4 + 6) + (1 + 2 + 2) + (1 + 1 + 1) + 1),
 ]
+
+
+@pytest.mark.parametrize("mesh, axes", [({"x": 4}, {"x"}), ({"x": 4, "y": 2}, {"x"}), ({"x": 2, "y": 4}, {"y"})])
+def test_convolutions_scatter_unless_as_many_devices_are_idle(mesh, axes):
+    """Two axes: a sum over one leaves the other idle, or splits something else with it."""
+    def convolved(x, kernel):
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    (group,) = grouped(convolved, f32(8, 4, 4, 8), f32(3, 3, 8, 8))
+    scattered = [s for s in strategies_of(group, mesh) if any(finish.kind == REDUCE_SCATTER for finish in s.finishes)]
+    alone = {axis for s in scattered if len(s.axes) == 1 for used in s.axes.values() if len(used) == 1 for axis in used}
+    assert scattered and alone == axes
 
 
 @pytest.mark.parametrize("fn, shapes, mesh, count", COUNTS)
