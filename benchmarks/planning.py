@@ -4,8 +4,8 @@
     python benchmarks/planning.py --layers 2 --mesh 4x2 --share 0.25
 
 Prints a table: seconds to trace, to find rules, to formulate and to solve; nodes and options of the problem; cost, and
-how far it may be from the best. Each under a loose and a tight memory limit: `share` is the limit as a share of what
-the step holds where nothing is split.
+how far it may be from the best. Each under a memory limit that forces nothing and a tight one: `share` is the limit as
+a share of what the step holds where nothing is split.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from oracles import v5e  # noqa: E402
 from autoshard.errors import AutoshardError  # noqa: E402
 from autoshard.program import trace  # noqa: E402
 from autoshard.propagation import rules_for  # noqa: E402
-from autoshard.solver import solve  # noqa: E402
 from autoshard.solver.formulate import formulate  # noqa: E402
+from autoshard.solver.within import solve_within  # noqa: E402
 
 COLUMNS = (
     ("layers", 6), ("mesh", 6), ("share", 6), ("equations", 10), ("nodes", 6), ("options", 8), ("trace", 6),
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 12])
     parser.add_argument("--mesh", nargs="+", default=["8", "4x2", "2x2x2"])
-    parser.add_argument("--share", type=float, nargs="+", default=[1.0, 0.25])
+    parser.add_argument("--share", type=float, nargs="+", default=[2.0, 0.25])
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each solve")
     options = parser.parse_args()
     print_row(*(name for name, _ in COLUMNS))
@@ -58,11 +58,12 @@ def main() -> None:
         most = whole.peak_bytes([0] * len(whole.problem.costs))
         for share in options.share:
             start = time.perf_counter()
-            problem = formulate(program, rules, mesh, v5e(mesh), memory=int(share * most)).problem
+            formulation = formulate(program, rules, mesh, v5e(mesh), memory=share * most)
+            problem = formulation.problem
             formulated = time.perf_counter() - start
             start = time.perf_counter()
             try:
-                solution = solve(problem, time_limit=options.time_limit)
+                solution = solve_within(formulation, options.time_limit)
                 cost, gap, status = f"{solution.cost:.3e}", f"{solution.gap:.1e}", solution.status
             except AutoshardError as error:
                 cost, gap, status = "-", "-", type(error).__name__

@@ -19,6 +19,7 @@ from autoshard.propagation.rule import Dims
 from autoshard.solver.groups import Group
 
 ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
+_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def _layouts(tensors: list[Dims], assignment, group: Group, mesh: MeshShape) -> 
 def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tuple]:
     """The ways to finish unreduced results: (layouts, collectives) pairs.
 
-    XLA reduces factor by factor, each time the whole local result, and slices at the end; so a reduce_scatter can take
-    the place of one all_reduce, if it scatters over all the axes of that factor.
+    XLA reduces factor by factor, so a reduce_scatter can take the place of one all_reduce, if it scatters over all the
+    axes of that factor. A contraction scatters first and reduces slices then; a plain sum reduces the whole each time.
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     if not partial:
@@ -106,8 +107,10 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tup
     for scattered_factor, axes in partial:
         if _uses_idle_devices(group, assignment, axes, mesh):
             continue
-        others = tuple(Finish(ALL_REDUCE, other, 0, local) for factor, other in partial if factor != scattered_factor)
-        finishes = (*others, Finish(REDUCE_SCATTER, axes, 0, local // shards(axes, mesh)))
+        slice_ = local // shards(axes, mesh)
+        size = slice_ if group.equations[0].primitive in _CONTRACTIONS else local
+        others = tuple(Finish(ALL_REDUCE, other, 0, size) for factor, other in partial if factor != scattered_factor)
+        finishes = (*others, Finish(REDUCE_SCATTER, axes, 0, slice_))
         for targets in itertools.product(range(len(shape)), repeat=len(axes)):
             scattered = _scattered(layout, axes, targets, shape, mesh)
             if scattered is not None:

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import f32, grouped, model_program
@@ -122,9 +123,14 @@ def flat(x):
     return x.reshape(-1)
 
 
+def two_dims(x, w):
+    return (np if isinstance(x, np.ndarray) else jnp).tensordot(x, w, 2)
+
+
 RUN = {  # function, shapes, and what joins partial results
     "matmul": (matmul, [(8, 12), (12, 24)], np.sum),
     "batched matmul": (matmul, [(4, 8, 2), (4, 2, 6)], np.sum),
+    "matmul over two dims": (two_dims, [(8, 12, 6), (12, 6, 24)], np.sum),
     "bias": (add, [(8, 6), (6,)], None),
     "one dim of two": (flat, [(4, 6)], None),
     "sum over two dims": (total, [(6, 4, 12)], np.sum),
@@ -172,7 +178,7 @@ def assert_computes(fn, join, group, strategy: Strategy, mesh, arrays) -> None:
         shard(whole, left, device, mesh)
     for finish in strategy.finishes:
         assert finish.kind in (ALL_REDUCE, REDUCE_SCATTER) and finish.made == 0
-        layout = left if finish.kind == REDUCE_SCATTER else unscattered
+        layout = left if finish.kind == REDUCE_SCATTER or group.contracts else unscattered
         assert finish.elements == shard(whole, layout, devices[0], mesh).size
 
 
