@@ -91,7 +91,8 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tup
     """The ways to finish unreduced results: (layouts, collectives) pairs.
 
     XLA reduces factor by factor, so a reduce_scatter can take the place of one all_reduce, if it scatters over all the
-    axes of that factor. A contraction scatters first and reduces slices then; a plain sum reduces the whole each time.
+    axes of that factor, on one dim. A contraction scatters on a whole dim first and then reduces slices; else the whole
+    is reduced each time.
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     if not partial:
@@ -104,33 +105,32 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tup
     if len(group.made) != 1:
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
+    contracts = group.equations[0].primitive in _CONTRACTIONS
     for scattered_factor, axes in partial:
-        if _uses_idle_devices(group, assignment, axes, mesh):
+        if contracts and _uses_idle_devices(assignment, axes, mesh):
             continue
-        slice_ = local // shards(axes, mesh)
-        size = slice_ if group.equations[0].primitive in _CONTRACTIONS else local
-        others = tuple(Finish(ALL_REDUCE, other, 0, size) for factor, other in partial if factor != scattered_factor)
-        finishes = (*others, Finish(REDUCE_SCATTER, axes, 0, slice_))
-        for targets in itertools.product(range(len(shape)), repeat=len(axes)):
-            scattered = _scattered(layout, axes, targets, shape, mesh)
-            if scattered is not None:
-                yield (scattered,), finishes
+        for dim in range(len(shape)):
+            scattered = _scattered(layout, axes, dim, shape, mesh)
+            if scattered is None:
+                continue
+            slice_ = local // shards(axes, mesh)
+            size = slice_ if contracts and not layout[dim] else local
+            others = (Finish(ALL_REDUCE, other, 0, size) for factor, other in partial if factor != scattered_factor)
+            yield (scattered,), (*others, Finish(REDUCE_SCATTER, axes, 0, slice_))
 
 
-def _uses_idle_devices(group: Group, assignment, axes: tuple[str, ...], mesh: MeshShape) -> bool:
-    """Whether XLA splits the result over devices that are idle and then moves it, instead of scattering it over `axes`.
+def _uses_idle_devices(assignment, axes: tuple[str, ...], mesh: MeshShape) -> bool:
+    """Whether XLA splits a contraction's result over idle devices and then moves it, instead of scattering over `axes`.
 
-    So it does with convolutions, if as many are idle.
+    So it does if there are a multiple of as many.
     """
     idle = math.prod(mesh.values()) // math.prod(shards(used, mesh) for used in assignment.values())
-    return group.equations[0].primitive == "conv_general_dilated" and idle % shards(axes, mesh) == 0
+    return idle % shards(axes, mesh) == 0
 
 
-def _scattered(layout: Layout, axes, targets, shape, mesh: MeshShape) -> Layout | None:
-    """`layout` with each axis appended to its target dim; None if a dim comes out uneven or out of mesh order."""
+def _scattered(layout: Layout, axes: tuple[str, ...], dim: int, shape, mesh: MeshShape) -> Layout | None:
+    """`layout` with the axes appended to a dim; None if it comes out uneven or out of mesh order."""
     dims = list(layout)
-    for axis, dim in zip(axes, targets, strict=True):
-        dims[dim] = (*dims[dim], axis)
-        if shape[dim] % shards(dims[dim], mesh):
-            return None
-    return tuple(dims) if in_mesh_order(tuple(dims), mesh) else None
+    dims[dim] += axes
+    found = tuple(dims)
+    return found if shape[dim] % shards(dims[dim], mesh) == 0 and in_mesh_order(found, mesh) else None
