@@ -13,6 +13,7 @@ how it is wanted. A result that takes an argument's place in the next step ends 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +34,11 @@ from autoshard.solver.memory import (
     copied_when_donated,
     holding,
     is_kernel_gradient,
+    looped,
     repeats,
     scratch_copies,
-    summed_in_loops,
     transposes,
+    updated_in_loops,
     use_span,
 )
 from autoshard.solver.prices import Priced, Prices
@@ -246,32 +248,42 @@ class _Formulator:
                 costs += [self.prices.writing(value, kept.home) for kept in kepts]
             self.costs.append(costs)
         copied = copied_when_donated(self.program, self.groups)
+        in_loops = set(looped(self.program).values())
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
             for reader in self.readers[value.id]:
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader))
-            points = len(self.program.equations)
-            homes = self._sizes(value, [kept.home for kept in kepts])
-            self.lives.append(Live(index, 0, points, homes))
-            spans = [use_span(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
-            if spans:
-                start, end = min(s for s, _ in spans), max(e for _, e in spans)
-                gradient = copied.get(index)
-                if any(transposes(reader.use) for reader in self.readers[value.id] if reader.use):
-                    start, gradient, bare = 0, None, homes
-                else:
-                    bare = homes if index in copied and gradient is None else np.zeros_like(homes)
-                copies = self._sizes(value, [kept.copy for kept in kepts])
-                extra = np.where([kept.copy == kept.home for kept in kepts], bare, copies)
-                self._hold(index, start, end, extra)
-                if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
-                    made = gradient.made[0].value
-                    alone = [
-                        0 if strategy.finishes else self.prices.local_bytes(made, strategy.leaves[0])
-                        for strategy in self._strategies(gradient)
-                    ]
-                    node = len(self.program.arguments) + gradient.index
-                    self._hold(node, start, end, np.array(alone))
+            self.lives.append(
+                Live(index, 0, len(self.program.equations), self._sizes(value, [kept.home for kept in kepts]))
+            )
+            uses = [(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
+            if index in in_loops:  # a copy of it is the loop's own buffer
+                self._hold_copies(index, kepts, [use.equation.loop for _, use in uses], index in copied, None)
+            elif any(transposes(use) for _, use in uses):
+                self._hold_copies(index, kepts, [(0, 0), *itertools.starmap(use_span, uses)], True, None)
+            elif uses:
+                spans = list(itertools.starmap(use_span, uses))
+                self._hold_copies(index, kepts, spans, index in copied, copied.get(index))
+
+    def _hold_copies(
+        self, index: int, kepts: tuple[Kept, ...], spans: Sequence[Span], copied: bool, gradient: Group | None
+    ) -> None:
+        """What an argument holds beside its home while it is used: its gathered copy, or, if `copied`, XLA's own.
+
+        XLA makes none while an all_reduce finishes the gradient.
+        """
+        value = self.program.arguments[index]
+        start, end = min(start for start, _ in spans), max(end for _, end in spans)
+        own = self._sizes(value, [kept.home for kept in kepts]) * (copied and gradient is None)
+        gathered = self._sizes(value, [kept.copy for kept in kepts])
+        self._hold(index, start, end, np.where([kept.copy == kept.home for kept in kepts], own, gathered))
+        if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
+            made = gradient.made[0].value
+            alone = [
+                0 if strategy.finishes else self.prices.local_bytes(made, strategy.leaves[0])
+                for strategy in self._strategies(gradient)
+            ]
+            self._hold(len(self.program.arguments) + gradient.index, start, end, np.array(alone))
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
@@ -293,7 +305,8 @@ class _Formulator:
         outputs = {
             value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
         }
-        in_place = {self.program.results[i].id for i in aliases} | summed_in_loops(self.groups)
+        in_place = {self.program.results[i].id for i in aliases}
+        in_place |= looped(self.program).keys() | updated_in_loops(self.program, self.groups)
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs.copy())
@@ -317,15 +330,14 @@ class _Formulator:
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = np.where(table > 0, np.inf, table)
         self._connect(node, holder, table)
-        if held.used is None or kept:
+        if held.used is None:
             return
-        if held.stored:
+        stored = held.stored and not kept
+        if stored:
             self._hold(holder, *held.used, self._sizes(value, wants))
         hop = (node, leaves), (holder, wants)
-        fused = held.stored and any(reader.group.fuses for reader in readers if reader.group)
-        self.changes.append(
-            Change(value, held.used, *hop, counts_left=False, counts_wanted=held.stored, fused=fused)
-        )
+        fused = stored and any(reader.group.fuses for reader in readers if reader.group)
+        self.changes.append(Change(value, held.used, *hop, counts_left=kept, counts_wanted=stored, fused=fused))
 
     def _connect_readers(self, readers: Sequence[Reader], value: Value) -> tuple[int, tuple[Layout, ...]]:
         """The node that decides in which layout the readers of a value see it, and that layout per option.

@@ -10,7 +10,8 @@ Program point `t` is the moment equation `t` runs. What holds memory:
 * an argument of more than two dims a second time, transposed, from the start to its last use, if a matrix product
   or convolution reads it with its dims where XLA does not want them;
 * what a product repeats of a smaller value, in full, until the reduction that the product is folded into;
-* nothing more for a sum that a loop carries on: it is written over the one before, if nothing else reads that;
+* nothing more for a donated argument that a loop carries on, nor for what the loop hands on by elementwise operations:
+  it is written over the value before, if every use of that comes first;
 * every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
   while it is used in the layout it is used in; but in the layout it is made in also then, if all that is between the
   two is a slice that elementwise readers take themselves;
@@ -24,10 +25,12 @@ them. Values inside a group are never stored.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.program import Equation, Program, Value
@@ -127,23 +130,31 @@ def aliased(program: Program) -> set[int]:
     return {result for argument, result in program.carried.items() if argument in program.donated}
 
 
-def summed_in_loops(groups: Sequence[Group]) -> set[int]:
-    """The values that a loop hands on and that are written over what they replace, which nothing else reads."""
-    readers: dict[int, set[Group]] = defaultdict(set)
-    maker = {made.value.id: group for group in groups for made in group.made}
-    for group in groups:
-        for use in group.uses:
-            readers[use.value.id].add(group)
-    found = set()
-    for group in groups:
-        carry = group.equations[0]
-        if carry.primitive != "scan_carry" or not isinstance(carry.inputs[1], Value):
-            continue
-        taken, handed_on = carry.outputs[0].id, carry.inputs[1].id
-        update = maker.get(handed_on)
-        if update and update.fuses and readers[taken] == {update} and readers[handed_on] == {group}:
-            found.add(handed_on)
+def looped(program: Program) -> dict[int, int]:
+    """The donated arguments that a loop carries on in their own buffer: value that it carries -> argument."""
+    readers = Counter(x.id for equation in program.equations for x in equation.inputs if isinstance(x, Value))
+    index = {program.arguments[a].id: a for a in program.carried if a in program.donated}
+    found = {}
+    for equation in program.equations:
+        entering = equation.inputs[0] if equation.primitive == "scan_carry" else None
+        if isinstance(entering, Value) and entering.id in index and readers[entering.id] == 1:
+            argument = index[entering.id]
+            if program.results[program.carried[argument]] is equation.outputs[1]:
+                found[equation.outputs[0].id] = argument
     return found
+
+
+def updated_in_loops(program: Program, groups: Sequence[Group]) -> set[int]:
+    """The values that a loop hands on and that are written over what they replace: every use of that comes before."""
+    maker = {made.value.id: group for group in groups for made in group.made}
+    replaced = {}
+    for equation in program.equations:
+        if equation.primitive == "scan_carry" and isinstance(equation.inputs[1], Value):
+            taken, handed_on = equation.outputs[0].id, equation.inputs[1].id
+            if handed_on != taken and handed_on in maker and maker[handed_on].fuses:
+                replaced[taken] = handed_on
+    late = _used_beside(program, groups, replaced, around_loops=False)
+    return {handed_on for taken, handed_on in replaced.items() if taken not in late}
 
 
 def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, Group | None]:
@@ -151,38 +162,43 @@ def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, 
 
     With each the group whose all_reduce would save the copy, if there is one: it makes the argument's gradient.
     """
-    home = {equation.index: group for group in groups for equation in group.equations}
-    users: dict[int, int] = {}  # argument -> its using groups, one bit each
-    bits = itertools.count()
-    own: dict[int, int] = defaultdict(int)  # group -> its bits
+    maker = {made.value.id: group for group in groups for made in group.made}
     pairs = ((program.arguments[a], a, program.results[r]) for a, r in program.carried.items() if a in program.donated)
-    watched = {value.id: a for value, a, result in pairs if result is not value}
+    replaced = {old: (a, new) for old, a, new in pairs if isinstance(new, Value) and new is not old}
+    late = _used_beside(program, groups, {old.id: new.id for old, (_, new) in replaced.items()}, around_loops=True)
+    return {a: _gradient(maker.get(new.id), maker) for old, (a, new) in replaced.items() if old.id in late}
+
+
+def _used_beside(
+    program: Program, groups: Sequence[Group], replaced: Mapping[int, int], *, around_loops: bool
+) -> set[int]:
+    """The values some use of which need not come before the value that is written over them.
+
+    Args:
+        replaced: value -> the value that is written over it.
+        around_loops: whether what one run of a loop's body does comes before the next run.
+    """
+    home = {equation.index: group for group in groups for equation in group.equations}
+    uses: dict[int, int] = defaultdict(int)  # value -> its using groups, one bit each
+    own: dict[int, int] = defaultdict(int)  # group -> its bits
+    bits = itertools.count()
     for group in groups:
         for use in group.uses:
-            if use.value.id in watched:
+            if use.value.id in replaced:
                 bit = 1 << next(bits)
                 own[group.index] |= bit
-                argument = watched[use.value.id]
-                users[argument] = users.get(argument, 0) | bit
+                uses[use.value.id] |= bit
     above: dict[int, int] = {}  # value -> bits of the groups it depends on
     before = None
     while above != before:  # once more for each loop around a loop: what it hands on is defined after it is read
         before = dict(above)
         for equation in program.equations:
-            mask = own[home[equation.index].index]
-            for value in equation.inputs:
-                if isinstance(value, Value):
-                    mask |= above.get(value.id, 0)
+            masks = [above.get(value.id, 0) if isinstance(value, Value) else 0 for value in equation.inputs]
             for output in equation.outputs:
-                above[output.id] = mask
-    results = program.results
-    maker = {made.value.id: group for group in groups for made in group.made}
-    copied: dict[int, Group | None] = {}
-    for argument, mask in users.items():
-        result = results[program.carried[argument]]
-        if isinstance(result, Value) and mask & ~above.get(result.id, 0):
-            copied[argument] = _gradient(maker.get(result.id), maker)
-    return copied
+                starts = equation.primitive == "scan_carry" and output is equation.outputs[0] and not around_loops
+                read = masks[:1] if starts else masks
+                above[output.id] = functools.reduce(operator.or_, read, own[home[equation.index].index])
+    return {value for value, mask in uses.items() if mask & ~above.get(replaced[value], 0)}
 
 
 def _gradient(update: Group | None, maker: dict[int, Group]) -> Group | None:

@@ -55,35 +55,48 @@ def test_memory_limits_are_kept(name, machine, share):
     assert_confirmed(planned(name, "8", machine, share))
 
 
-def accumulating(state, batch):
-    """Adam on the mean gradient of the microbatches that a scan goes through."""
+OPTIMIZER = optax.adam(1e-3)
+
+
+def loss_of(params, x, y):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - y) ** 2)
+
+
+def update(state, gradients):
     params, opt_state = state
-
-    def loss_of(params, x, y):
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - y) ** 2)
-
-    def add(total, microbatch):
-        return jax.tree.map(jnp.add, total, jax.grad(loss_of)(params, *microbatch)), None
-
-    gradients, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batch)
     updates, opt_state = OPTIMIZER.update(gradients, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
-OPTIMIZER = optax.adam(1e-3)
+def accumulating(state, batches):
+    """One step on the sum of the batches' gradients."""
+    def add(total, batch):
+        return jax.tree.map(jnp.add, total, jax.grad(loss_of)(state[0], *batch)), None
+
+    gradients, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, state[0]), batches)
+    return update(state, gradients)
+
+
+def several(state, batches):
+    """A step per batch."""
+    def once(state, batch):
+        return update(state, jax.grad(loss_of)(state[0], *batch)), None
+
+    return jax.lax.scan(once, state, batches)[0]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_gradient_accumulation_is_confirmed(machine):
-    """Where parameters are most of the memory: a sum of gradients takes no more than one gradient beside it."""
+@pytest.mark.parametrize("step", [accumulating, several])
+def test_loops_over_batches_are_confirmed(step, machine):
+    """Where parameters are most of the memory: loops sum gradients, and update the state, in place."""
     params = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 8
-    microbatches = jax.ShapeDtypeStruct((4, 8, 128), jnp.float32)
+    batches = jax.ShapeDtypeStruct((4, 8, 128), jnp.float32)
     state = params, jax.eval_shape(OPTIMIZER.init, params)
     axes = MESHES["8"]
     options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0}
-    assert_confirmed(plan_of(accumulating, state, (microbatches, microbatches), **options))
+    assert_confirmed(plan_of(step, state, (batches, batches), **options))
 
 
 @pytest.mark.parametrize("fault", ["collectives", "peak_bytes"])

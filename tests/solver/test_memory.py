@@ -246,7 +246,7 @@ def test_donated_arguments_of_models(name):
         assert_copied(program, groups, set(found) ^ {0})
 
 
-# Sums in loops: the total is in the loop's buffer, and each gradient goes as soon as it is added.
+# What loops write in place: a total, or a state that is updated after its last use.
 
 
 def total(x, ws):
@@ -257,15 +257,31 @@ def total_that_is_read(x, ws):
     return jax.lax.scan(lambda t, w: (t + w.T @ x, t.sum()), jnp.zeros((4, 4)), ws)
 
 
-SUMS = {"alone": (total, True), "read otherwise": (total_that_is_read, False), "no sum": (layers, False)}
+def steps(w, xs):
+    return jax.lax.scan(lambda w, x: (w - x.T @ jnp.sin(x @ w), None), w, xs)[0]
 
 
-@pytest.mark.parametrize("case", SUMS)
-def test_sums_in_loops(case):
-    fn, expected = SUMS[case]
-    program, groups = grouping(fn, f32(4, 4), f32(3, 4, 4))
+def steps_and_more(w, xs):
+    return steps(w, xs), jnp.sin(w)
+
+
+IN_LOOPS = {  # function, arguments, donated; whether the loop carries on the argument, and updates it, in place
+    "a total": (total, [f32(4, 4), f32(3, 4, 4)], (), False, True),
+    "a total that is read as well": (total_that_is_read, [f32(4, 4), f32(3, 4, 4)], (), False, False),
+    "no update": (layers, [X, f32(3, 4, 4)], (), False, False),
+    "steps": (steps, [f32(4, 4), f32(3, 8, 4)], (0,), True, True),
+    "steps on what is kept": (steps, [f32(4, 4), f32(3, 8, 4)], (), False, True),
+    "steps on what is read later": (steps_and_more, [f32(4, 4), f32(3, 8, 4)], (0,), False, True),
+}
+
+
+@pytest.mark.parametrize("case", IN_LOOPS)
+def test_what_loops_write_in_place(case):
+    fn, args, donate, carried_on, updated = IN_LOOPS[case]
+    program, groups = grouping(fn, *args, donate=donate)
     (carry,) = (e for e in program.equations if e.primitive == "scan_carry")
-    assert memory.summed_in_loops(groups) == ({carry.inputs[1].id} if expected else set())
+    assert memory.looped(program) == ({carry.outputs[0].id: 0} if carried_on else {})
+    assert memory.updated_in_loops(program, groups) == ({carry.inputs[1].id} if updated else set())
 
 
 def test_a_gradient_is_added_at_once():
