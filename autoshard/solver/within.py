@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.errors import SolverError
@@ -17,7 +18,7 @@ from autoshard.solver.verify import fits, verify
 # eighth more than predicted, and a plan that does not fit is no plan.
 USABLE = 0.85
 ROUNDS = 8  # of solving under lower and lower limits
-SLACKS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.2, 1.4, 1.7, 2.0, math.inf)  # times the least that any choice holds without
+SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.06, 1.03, 1.01, 1.0)  # times the least that any choice holds without
 # reshardings: limits to seek lean choices under
 LEAN_SECONDS = 1.0  # for each of these limits, at most
 
@@ -46,26 +47,36 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
             return with_bound(solution, bound)
         held = verify(problem, solution.choice)[1]  # below the problem's limit, perhaps far
         problem = replace(problem, limit=max(0.0, held + limit - peak))
-    found = _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit)
-    peaks = [formulation.peak_bytes(solution.choice) for solution in found]
-    within = [solution for solution, peak in zip(found, peaks, strict=True) if fits(peak, limit)]
-    if not within:
-        raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=min(peaks) / USABLE)
-    return with_bound(min(within, key=lambda solution: solution.cost), bound)
+    best, needed = None, math.inf
+    for solution in _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit):
+        peak = formulation.peak_bytes(solution.choice)
+        needed = min(needed, peak / USABLE)
+        if fits(peak, limit) and (best is None or solution.cost < best.cost):
+            best = solution
+        if best is not None and time.monotonic() > deadline:
+            break
+    if best is None:
+        raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
+    return with_bound(best, bound)
 
 
-def _lean_solutions(problem: Problem, time_limit: float) -> list[Solution]:
-    """A choice that holds the least at its peak, which cares for nothing else, and cheaper ones that hold little more.
+def _lean_solutions(problem: Problem, time_limit: float) -> Iterator[Solution]:
+    """Choices that hold less and less without reshardings, down to the one that holds the least, whatever it costs.
 
-    The cheaper ones reshard less, so that what they hold in all is often less. They do not depend on the problem's
-    limit, nor on how much time was spent before: what one call says is needed, another one finds again.
+    Those that hold more are cheaper and reshard less, so that what they hold in all can be less. They do not depend on
+    the problem's limit: what one call says is needed, another one finds again.
+
+    Raises:
+        SolverError: the least that a choice holds was not found in time.
     """
-    seconds = min(time_limit, LEAN_SECONDS)
     try:
-        return [solve(replace(problem, limit=0.0), time_limit=time_limit)]
+        yield solve(replace(problem, limit=0.0), time_limit=time_limit)
+        return
     except InfeasibleError as error:
-        found = [Solution(error.choice, verify(problem, error.choice)[0], 0.0, "feasible")]
-        for slack in SLACKS:
-            with contextlib.suppress(SolverError):  # none was found in time
-                found.append(solve(replace(problem, limit=slack * error.needed), time_limit=seconds))
-        return found
+        least = error
+    except SolverError as error:
+        raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
+    for slack in SLACKS:
+        with contextlib.suppress(SolverError):  # none was found in time
+            yield solve(replace(problem, limit=slack * least.needed), time_limit=min(time_limit, LEAN_SECONDS))
+    yield Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from programs import f32, formulated, random_choices, round_topology
 
+from autoshard.errors import SolverError
 from autoshard.solver import within
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import InfeasibleError, Solution
@@ -117,3 +118,12 @@ def test_any_number_of_rounds(monkeypatch):
         monkeypatch.setattr(within, "ROUNDS", rounds)
         formulation = formulation_of("one layer", 1.2 * needed)
         assert_within(formulation, solve_within(formulation, SECONDS))
+
+
+def test_no_lean_choice_in_time_says_what_to_do(monkeypatch):
+    def slow(problem, **keywords):
+        raise SolverError("not found in time")
+
+    monkeypatch.setattr(within, "solve", slow)
+    with pytest.raises(SolverError, match="how much memory it takes was not found in 3 s; raise time_limit"):
+        solve_within(formulation_of("two layers", 1e9), 3.0)
