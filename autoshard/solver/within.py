@@ -14,8 +14,8 @@ from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
-# The share of the limit that a plan may fill: of the plans that `benchmarks/predictions.py` compiles, one takes 14% more
-# than predicted, and a plan that does not fit is no plan.
+# The share of the limit that a plan may fill: of the plans that `benchmarks/predictions.py` compiles, one takes 14%
+# more than predicted, and a plan that does not fit is no plan.
 USABLE = 0.85
 ROUNDS = 8  # of solving under lower and lower limits
 SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.06, 1.03, 1.01, 1.0)  # times the least that any choice holds without
