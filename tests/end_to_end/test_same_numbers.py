@@ -42,16 +42,16 @@ CASES = [
 
 @pytest.mark.parametrize("name, mesh, machine, memory", CASES)
 def test_five_steps_equal_one_device(name, mesh, machine, memory):
-    model = SMALL[name]()
+    model, axes = SMALL[name](), MESHES[mesh]
     arguments = model.state, model.batches(0)
-    options = {"mesh": mesh_of(MESHES[mesh]), "topology": MACHINES[machine](MESHES[mesh]), "donate_argnums": 0}
-    step = autoshard(model.step, time_limit=10, **options)
+    options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0, "time_limit": 10}
+    step = autoshard(model.step, **options)
     if memory == "tight":
         free = step.plan(*arguments)
         limit = limit_between(model, 0.5, **options)
         if limit * USABLE >= free.predicted.peak_bytes:
             pytest.skip("everything is split already, so that no limit forces another plan")
-        step = autoshard(model.step, memory=limit, time_limit=10, **options)
+        step = autoshard(model.step, memory=limit, **options)
         assert step.plan(*arguments).annotations != free.annotations
     assert_same_numbers(name, step)
 
