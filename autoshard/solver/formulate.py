@@ -182,6 +182,7 @@ class _Formulator:
         self.shared: dict[int, Shared] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.made}
+        self.looped = looped(program)
 
     def formulation(self, memory: float | None) -> Formulation:
         first_group = len(self.program.arguments)
@@ -248,7 +249,7 @@ class _Formulator:
                 costs += [self.prices.writing(value, kept.home) for kept in kepts]
             self.costs.append(costs)
         copied = copied_when_donated(self.program, self.groups)
-        in_loops = set(looped(self.program).values())
+        in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
             for reader in self.readers[value.id]:
@@ -306,7 +307,7 @@ class _Formulator:
             value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
         }
         in_place = {self.program.results[i].id for i in aliases}
-        in_place |= looped(self.program).keys() | updated_in_loops(self.program, self.groups)
+        in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs.copy())
@@ -398,10 +399,7 @@ class _Formulator:
         )
 
     def _unfinished(self, group: Group, strategy: Strategy) -> int:
-        """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it.
-
-        Without a reduce_scatter there is the whole reduced result instead, of which every reader takes its slice.
-        """
+        """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it."""
         sizes = self.prices.finish_bytes(group, strategy)
         pieces = [1 if f.kind == ALL_REDUCE else shards(f.axes, self.prices.mesh) for f in strategy.finishes]
         return max((size * count for size, count in zip(sizes, pieces, strict=True)), default=0)

@@ -146,7 +146,7 @@ def looped(program: Program) -> dict[int, int]:
 
 def updated_in_loops(program: Program, groups: Sequence[Group]) -> set[int]:
     """The values that a loop hands on and that are written over what they replace: every use of that comes before."""
-    maker = {made.value.id: group for group in groups for made in group.made}
+    maker = _makers(groups)
     replaced = {}
     for equation in program.equations:
         if equation.primitive == "scan_carry" and isinstance(equation.inputs[1], Value):
@@ -162,11 +162,15 @@ def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, 
 
     With each the group whose all_reduce would save the copy, if there is one: it makes the argument's gradient.
     """
-    maker = {made.value.id: group for group in groups for made in group.made}
+    maker = _makers(groups)
     pairs = ((program.arguments[a], a, program.results[r]) for a, r in program.carried.items() if a in program.donated)
     replaced = {old: (a, new) for old, a, new in pairs if isinstance(new, Value) and new is not old}
     late = _used_beside(program, groups, {old.id: new.id for old, (_, new) in replaced.items()}, around_loops=True)
     return {a: _gradient(maker.get(new.id), maker) for old, (a, new) in replaced.items() if old.id in late}
+
+
+def _makers(groups: Sequence[Group]) -> dict[int, Group]:
+    return {made.value.id: group for group in groups for made in group.made}
 
 
 def _used_beside(
