@@ -227,7 +227,7 @@ def evaluate(
         program, rules, mesh_shape, options.topology, fixed=layouts, scatters=has_reduce_scatter(options.mesh)
     )
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
-    solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed))
+    solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
     made = make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
     return step.finish(program, replace(made, memory=options.memory)).plan
 
@@ -256,11 +256,12 @@ def propagate(
     maker = {output.id: equation for equation in program.equations for output in equation.outputs}
     maker |= dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     return Propagated(
-        outputs=tuple(
-            spec_of(found[x.id]) if isinstance(x, Value) else PartitionSpec() for x in program.results
-        ),
+        arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
+        outputs=tuple(map(spec_of, found.results)),
         values=tuple(
-            PropagatedValue(x, spec_of(found[x.id]), maker[x.id]) for x in program.values if x.id in maker
+            PropagatedValue(x, spec_of(found.values[x.id]), maker[x.id], found.origins[x.id])
+            for x in program.values
+            if x.id in maker
         ),
     )
 

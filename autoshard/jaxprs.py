@@ -5,7 +5,7 @@ Parameters of primitives differ between JAX releases; what reads them in more th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,68 @@ from jax.extend import core
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal, core.Var
 
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
-CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+# Calls that JAX transforms by rules of their own.
+CUSTOM = frozenset({"custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "linear_call"})
+_CALLED = {  # primitive -> the parameters that may hold what it calls
+    "call": ("call_jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "composite": ("jaxpr", "call_jaxpr"),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "custom_vmap_call": ("call",),
+    "eval_jaxpr": ("call_jaxpr",),
+    "jit": ("jaxpr",),
+    "linear_call": ("callee",),
+    "pjit": ("jaxpr",),
+    "remat_opt": ("fwd_jaxpr",),
+    "xla_metadata_call": ("jaxpr",),
+} | dict.fromkeys(REMAT, ("jaxpr",))
 
 
 def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The jaxpr that a call equation runs exactly once; None for everything else."""
-    params, name = eqn.params, eqn.primitive.name
-    if name in ("jit", "pjit"):
-        return params["jaxpr"]
-    if name in ("closed_call", "eval_jaxpr") or name in CUSTOM:
-        return params["call_jaxpr"]
-    if name in REMAT:
-        inner = params["jaxpr"]
-        return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
-    return None
+    if eqn.primitive.name == "custom_linear_solve":
+        return eqn.params["jaxprs"].solve
+    held = [eqn.params[name] for name in _CALLED.get(eqn.primitive.name, ()) if name in eqn.params]
+    if not held:
+        return None
+    return held[0] if isinstance(held[0], ClosedJaxpr) else ClosedJaxpr(held[0], ())
+
+
+def called_operands(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Those of a call equation's operands that its `called_jaxpr` takes."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return list(operands)
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    rest = start + lengths.solve + lengths.transpose_solve
+    return [*operands[start : start + lengths.solve], *operands[rest:]]
+
+
+def call_name(params: Mapping[str, Any]) -> str:
+    """What a foreign function or kernel is called; "" if it has no name."""
+    name = params.get("target_name") or params.get("name")
+    return name or getattr(getattr(params.get("jaxpr"), "debug_info", None), "func_name", "")
+
+
+def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The sharding rule of a `custom_partitioning` equation in our notation, and what it says of its factors."""
+    rule = params["sharding_rule"]
+    if rule is None or callable(rule):
+        return None
+
+    def text(tensor: Sequence[Any]) -> str:
+        dims = (f"({' '.join(dim)})" if isinstance(dim, tuple) else dim.replace("\u2026", "...") for dim in tensor)
+        return " ".join(dims)
+
+    sides = (", ".join(map(text, side)) for side in (rule.operand_mappings, rule.result_mappings))
+    kinds = {kind: getattr(rule, f"{kind}_factors") for kind in ("reduction", "need_replication", "permutation")}
+    # What no result has and nothing is said of, the operation may still not be able to work on in parts.
+    said = {factor for factors in kinds.values() for factor in factors}
+    used, made = ({f for tensor in side for dim in tensor for f in ((dim,) if isinstance(dim, str) else dim)}
+                  for side in (rule.operand_mappings, rule.result_mappings))
+    kinds["need_replication"] += tuple(sorted(used - made - said))
+    return " -> ".join(sides), kinds | {"sizes": dict(rule.factor_sizes)}
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -60,6 +108,11 @@ def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     single = ClosedJaxpr(Jaxpr([], variables, kept, [eqn], eqn.effects, names), ())
     results = iter(core.jaxpr_as_fun(single)(*values))
     return [None if isinstance(var, core.DropVar) else next(results) for var in eqn.outvars]
+
+
+def is_array(aval: Any) -> bool:
+    """Whether something of this type is an array: not a token, nor a reference to memory that changes in place."""
+    return isinstance(aval, jax.core.ShapedArray)
 
 
 def key_bytes(aval: Any) -> int | None:

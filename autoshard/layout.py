@@ -94,6 +94,20 @@ def divides(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> bool:
     return all(size % shards(axes, mesh) == 0 for size, axes in zip(shape, layout, strict=True))
 
 
+def evened(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> Layout:
+    """The layout with each dim split only as far as it divides evenly: what XLA makes of the layout of a result.
+
+    >>> evened((6, 8), (("x", "y"), ("z",)), {"x": 2, "y": 2, "z": 2})
+    (('x',), ('z',))
+    """
+    found = []
+    for size, axes in zip(shape, layout, strict=True):
+        while size % shards(axes, mesh):
+            axes = axes[:-1]
+        found.append(axes)
+    return tuple(found)
+
+
 def in_mesh_order(layout: Layout, mesh: MeshShape) -> bool:
     """Whether the axes of every dim stand in the order of the mesh: the one order that plans use."""
     order = {axis: i for i, axis in enumerate(mesh)}

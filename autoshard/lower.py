@@ -11,9 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from autoshard.jaxprs import CUSTOM, REMAT, ClosedJaxpr, JaxprEqn, Literal, called_jaxpr, run, scan_counts
+from autoshard.jaxprs import (
+    CUSTOM,
+    REMAT,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    called_jaxpr,
+    called_operands,
+    is_array,
+    run,
+    scan_counts,
+)
 from autoshard.layout import Layout, spec_of
 from autoshard.plans import Annotations, Plan
 from autoshard.program import Equation, Program
@@ -80,7 +92,7 @@ class _Emitter:
     # Arrays and their shardings.
 
     def constrained(self, array: Any, layout: Layout | None) -> Any:
-        if not layout:  # nothing is said of it, or it has no dims
+        if not layout or not is_array(jax.typeof(array)):  # nothing is said of it, it has no dims, or no layout
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec_of(layout)))
 
@@ -134,7 +146,7 @@ class _Emitter:
             return self.remat(eqn, operands, path)
         opened = called_jaxpr(eqn)
         if opened is not None:
-            return self.call(opened, operands, path)
+            return self.call(opened, called_operands(eqn, operands), path)
         special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if special is not None:
             return special(eqn, operands, path)
@@ -152,7 +164,7 @@ class _Emitter:
                 _Held(array, shell.layout, copy, shell.copy_layout)
                 for shell, array, copy in zip(shells, arrays, copies, strict=True)
             ]
-            results[:] = self.call(called_jaxpr(eqn), entries, path)
+            results[:] = self.call(called_jaxpr(eqn), called_operands(eqn, entries), path)
             return [held.array for held in results], [held.copy for held in results]
 
         @call.defjvp
@@ -224,14 +236,20 @@ class _Emitter:
         tests, consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outside = self.loop_operands(operands, path, consts, len(operands) - consts)
 
-        def test(carry):
-            entries = self.loop_entries(outside[:consts], carry, path)
+        def going_on(entries):
             (result,) = self.call(params["cond_jaxpr"], entries[:tests] + entries[consts:], (*path, "test"))
             return result.array
 
+        def test(carry):
+            return going_on(self.loop_entries(outside[:consts], carry, path)).any()
+
         def body(carry):
             entries = self.loop_entries(outside[:consts], carry, path)
-            return self.handed_on(self.call(params["body_jaxpr"], entries[tests:], (*path, "body")), path)
+            handed_on = self.handed_on(self.call(params["body_jaxpr"], entries[tests:], (*path, "body")), path)
+            if not params["cond_jaxpr"].out_avals[0].shape:
+                return handed_on
+            still = going_on(entries)  # one flag per loop of a batch that vmap made: each stops on its own
+            return [_where(still, new, old) for new, old in zip(handed_on, carry, strict=True)]
 
         finals = jax.lax.while_loop(test, body, outside[consts:])
         return [self.entered(array, (*path, "carry", i), output=1) for i, array in enumerate(finals)]
@@ -269,6 +287,11 @@ def _pinned(program: Program, annotations: Annotations) -> frozenset[int]:
     """The values that get a constraint of their own: all that the plan decided on, except arguments."""
     arguments = {value.id for value in program.arguments}
     return frozenset(annotations.homes.keys() - arguments)
+
+
+def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The rows of `new` whose flag is set, else those of `old`; flags stand for leading dims."""
+    return jnp.where(flags.reshape(*flags.shape, *[1] * (new.ndim - flags.ndim)), new, old)
 
 
 def _operand(env: Mapping, atom: Any) -> _Held:

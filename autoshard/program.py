@@ -40,7 +40,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
-from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, called_jaxpr, key_bytes, scan_counts
+from autoshard.jaxprs import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    called_jaxpr,
+    called_operands,
+    is_array,
+    key_bytes,
+    scan_counts,
+)
 
 # nnx holds every array in the `value` of a Variable; nobody wants to read that.
 VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
@@ -222,7 +232,8 @@ class _Reader:
         )
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
-        made = Value(len(self.values), tuple(aval.shape), aval.dtype, _bytes_of(aval), name, source, trips)
+        shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype(bool))  # a token has neither
+        made = Value(len(self.values), tuple(shape), dtype, _bytes_of(aval), name, source, trips)
         self.values.append(made)
         return made
 
@@ -243,7 +254,7 @@ class _Reader:
     def equation(self, eqn: JaxprEqn, inputs: list, at: _Place) -> list:
         opened = called_jaxpr(eqn)
         if opened is not None:
-            return self.call(opened, inputs, at)
+            return self.call(opened, called_operands(eqn, inputs), at)
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
         if open_loop is not None:
             return open_loop(eqn, inputs, at)
@@ -412,6 +423,8 @@ def _constant(value) -> np.ndarray:
 
 
 def _bytes_of(aval) -> int:
+    if not is_array(aval):
+        return 0
     held = key_bytes(aval)
     return math.prod(aval.shape) * aval.dtype.itemsize if held is None else held
 

@@ -4,9 +4,14 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from models import MODELS, gpt
+from models import MODELS, MORE_MODELS, gpt
 
-CASES = {**MODELS, "gpt scan": lambda: gpt.make(scan=True), "gpt remat": lambda: gpt.make(remat=True)}
+CASES = {
+    **MODELS,
+    **MORE_MODELS,
+    "gpt scan": lambda: gpt.make(scan=True),
+    "gpt remat": lambda: gpt.make(remat=True),
+}
 
 
 def run(model, steps, place=lambda batch: batch):
@@ -32,9 +37,13 @@ def test_learns_and_does_not_mind_the_order_of_summation(name):
     """What a later test blames on a plan must not be the model's own noise."""
     model = CASES[name]()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = NamedSharding(mesh, PartitionSpec("data"))
+    split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("data"), PartitionSpec()))
+
+    def place(batch):
+        return {name: jax.device_put(x, split if x.ndim else whole) for name, x in batch.items()}
+
     losses, state = run(model, 10)
-    split_losses, split_state = run(model, 10, lambda batch: jax.device_put(batch, split))
+    split_losses, split_state = run(model, 10, place)
     assert losses[-1] < losses[0], losses
     np.testing.assert_allclose(split_losses, losses, rtol=1e-4)
     for leaf, expected, start in zip(split_state, state, jax.tree.leaves(model.state), strict=True):

@@ -23,34 +23,34 @@ factors want one axis, the larger source wins. Mesh axes are never cut into sub-
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from autoshard.layout import Layout, MeshShape, replicated, shards
+from autoshard.layout import Layout, MeshShape, evened, replicated, shards
 from autoshard.program import Equation, Program, Value
+from autoshard.propagation.operations import Given, Operation, Operations
 from autoshard.propagation.rule import Dims, Rule
-from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
 
-Axes = tuple[str, ...]
+_Part = tuple[str, int]  # a mesh axis, and which of its prime parts
+Axes = tuple[_Part, ...]
+PartLayout = tuple[Axes, ...]
 
-# What keeps the dims of a tensor, and what cuts a piece out of one or puts it there: that, forward only, goes with it.
-_KEEPS_DIMS = frozenset(ELEMENTWISE) | {
-    "branch_const",
-    "branch_join",
-    "optimization_barrier",
-    "reshape",
-    "scan_carry",
-    "scan_const",
-    "squeeze",
-    "transpose",
-}
-_CUTS = frozenset({"dynamic_slice", "dynamic_update_slice", "scan_slice", "scan_stack"})
-# XLA has no operation of its own for these, and reads their operand more than once.
-_READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "one_minus_square", "square"})
 _ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Why a value is split over a mesh axis."""
+
+    axis: str
+    start: Value  # the value with a given spec from which the axis spread: an argument, or what a constraint makes
+    equation: Equation | None  # through which it came to the value at hand; None if that is the start
+
+    def __str__(self) -> str:
+        return f"{self.axis!r} from {self.start}" + (f" through {self.equation}" if self.equation else "")
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,31 @@ class PropagatedValue:
     value: Value
     spec: PartitionSpec
     equation: Equation | None  # that makes it; None for arguments
+    origins: tuple[Origin, ...]  # one per axis in `spec`
 
 
 @dataclass(frozen=True)
 class Propagated:
     """What sharding propagation made of a step."""
 
+    arguments: tuple[PartitionSpec, ...]  # per flat argument: those that were open are completed
     outputs: tuple[PartitionSpec, ...]  # per flat result
     values: tuple[PropagatedValue, ...]  # every argument and inner value
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """How everything in a program lies after propagation."""
+
+    values: Mapping[int, Layout]  # value id -> layout
+    results: tuple[Layout, ...]  # per flat result; only even splits, as XLA leaves results
+    origins: Mapping[int, tuple[Origin, ...]]  # value id -> one per axis that splits it
+
+
 def propagate_layouts(
     program: Program, rules: Sequence[Rule], mesh: MeshShape, fixed: Mapping[int, Layout]
-) -> dict[int, Layout]:
-    """The layout of every value, spread from those that are fixed.
+) -> Layouts:
+    """The layout of every value, spread from those that are fixed and those that the program's constraints give.
 
     Args:
         program: values and equations.
@@ -81,104 +92,64 @@ def propagate_layouts(
         mesh: axis -> devices.
         fixed: value id -> layout; these stay as they are.
     """
-    spread = _Spread(program, rules, mesh, fixed)
+    parts = {axis: _parts(axis, devices) for axis, devices in mesh.items()}
+    spread = _Spread(Operations(program, rules, fixed), parts)
     for round_ in range(_ROUNDS):
         spread.to_fixed_point(round_)
-    return {value.id: spread.layouts[value.id] for value in program.values}
+    spread.lay_out_constants()
+    seen_as = {value.id: spread.operations.seen_as(value) for value in program.values}
+    values = {id_: tuple(_joined(axes, parts) for axes in spread.layouts[seen]) for id_, seen in seen_as.items()}
+    return Layouts(
+        values=values,
+        results=tuple(_result(x, spread, values, mesh) for x in program.results),
+        origins={id_: spread.origins_of(seen, values[id_], program) for id_, seen in seen_as.items()},
+    )
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """An equation, or the broadcast before one, as propagation sees it."""
-
-    sizes: Mapping[str, int]  # factor -> size
-    ids: tuple[int, ...]  # of the operands, then of the results; literals and scalars have no part
-    dims: tuple[Dims, ...]  # of each of them
-    operands: int  # how many of them are operands
-    passing: tuple[str, ...]  # factors of no special kind
-    kind: str  # "keeps_dims", "cuts", "broadcast" or ""
-    alone: bool  # no operand is read twice
-    elementwise: bool
-
-    def direction(self, round_: int) -> str | None:
-        """How it takes part in a round: "both" ways, "forward", "backward", by "passing" factors, or not (None)."""
-        if self.kind == "broadcast":
-            return None if round_ < 2 else "backward" if round_ < 4 else "both"
-        if round_ < 2 and not (self.alone or round_ == 1):
-            return None
-        if self.kind == "keeps_dims" or round_ > 2:
-            return "both"
-        if round_ < 2:
-            return "forward" if self.kind == "cuts" else None
-        return "passing"
+def _result(result: Value | np.ndarray, spread: _Spread, values: Mapping[int, Layout], mesh: MeshShape) -> Layout:
+    if not isinstance(result, Value) or (seen := spread.operations.read_as(result)) is None:
+        return replicated(len(result.shape))
+    return evened(result.shape, values[seen], mesh)
 
 
-def _operations(program: Program, rules: Sequence[Rule]) -> tuple[list[_Operation], dict[int, int]]:
-    """What to propagate through, in program order, and the number of dims of ids that stand for no value.
-
-    XLA broadcasts an operand's dim of size 1 by an operation of its own, whose result is as large as the others and
-    counts as such in a conflict: that result gets a negative id here.
-    """
-    reads = Counter(value.id for value in program.results if isinstance(value, Value))
-    for equation in program.equations:
-        times = 2 if equation.primitive in _READS_TWICE else 1
-        for value in equation.inputs:
-            if isinstance(value, Value):
-                reads[value.id] += times
-    operations: list[_Operation] = []
-    broadcast: dict[int, int] = {}
-    for equation, rule in zip(program.equations, rules, strict=True):
-        special = rule.reduction | rule.need_replication | rule.permutation
-        passing = tuple(factor for factor in rule.sizes if factor not in special)
-        elementwise = equation.primitive in ELEMENTWISE
-        results = [(value.id, dims) for value, dims in zip(equation.outputs, rule.results, strict=True) if dims]
-        operands = []
-        for value, dims in zip(equation.inputs, rule.operands, strict=True):
-            if not dims or not isinstance(value, Value):
-                continue
-            if elementwise and value.shape != equation.outputs[0].shape:
-                made = -1 - len(broadcast)
-                broadcast[made] = len(rule.results[0])
-                ids, both = (value.id, made), (dims, rule.results[0])
-                operations.append(_Operation(rule.sizes, ids, both, 1, passing, "broadcast", False, False))
-                operands.append((made, rule.results[0]))
-            else:
-                operands.append((value.id, dims))
-        operations.append(
-            _Operation(
-                sizes=rule.sizes,
-                ids=tuple(id_ for id_, _ in operands + results),
-                dims=tuple(dims for _, dims in operands + results),
-                operands=len(operands),
-                passing=passing,
-                kind=_kind(equation.primitive),
-                alone=all(reads[id_] <= 1 for id_, _ in operands),
-                elementwise=elementwise,
-            )
-        )
-    return operations, broadcast
+def _parts(axis: str, devices: int) -> dict[_Part, int]:
+    """The parts of a mesh axis that a factor may take, major to minor: one per prime factor of its devices."""
+    primes, rest, prime = [], devices, 2
+    while rest > 1:
+        while rest % prime == 0:
+            primes.append(prime)
+            rest //= prime
+        prime += 1
+    return {(axis, i): size for i, size in enumerate(primes or [1])}
 
 
-def _kind(primitive: str) -> str:
-    if primitive in _KEEPS_DIMS:
-        return "keeps_dims"
-    return "broadcast" if primitive == "broadcast_in_dim" else "cuts" if primitive in _CUTS else ""
+def _joined(axes: Axes, parts: Mapping[str, Mapping[_Part, int]]) -> tuple[str, ...]:
+    """The whole axes that these parts begin with."""
+    whole = []
+    while axes:
+        axis = axes[0][0]
+        if axes[: len(parts[axis])] != tuple(parts[axis]):
+            break
+        whole.append(axis)
+        axes = axes[len(parts[axis]) :]
+    return tuple(whole)
 
 
 class _Spread:
-    """Layouts on their way to the fixed point."""
+    """Layouts, in parts of axes, on their way to the fixed point."""
 
-    def __init__(self, program: Program, rules: Sequence[Rule], mesh: MeshShape, fixed: Mapping[int, Layout]):
-        self.mesh, self.fixed = mesh, fixed
-        self.operations, broadcast = _operations(program, rules)
-        self.layouts = {value.id: replicated(len(value.shape)) for value in program.values}
-        self.layouts |= {id_: replicated(ndim) for id_, ndim in broadcast.items()}
-        self.layouts |= fixed
-        self.split = {id_ for id_, layout in fixed.items() if any(layout)}  # ids that some axis splits
+    def __init__(self, operations: Operations, parts: Mapping[str, Mapping[_Part, int]]):
+        self.operations = operations
+        self.mesh = {part: size for of_axis in parts.values() for part, size in of_axis.items()}
+        self.layouts: dict[int, PartLayout] = {id_: replicated(ndim) for id_, ndim in operations.ndims.items()}
+        self.origins: dict[tuple[int, _Part], tuple[int, Equation | None]] = {}  # -> the id it started from, through
+        for id_, given in operations.given.items():
+            self.layouts[id_] = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in given.layout)
+            self.origins |= {(id_, part): (given.start, None) for axes in self.layouts[id_] for part in axes}
+        self.split = {id_ for id_ in operations.given if any(self.layouts[id_])}  # ids that some axis splits
         self.touching: dict[int, list[int]] = {}  # id -> operations to look at again, last first
         makers: dict[int, int] = {}
-        for index in reversed(range(len(self.operations))):
-            operation = self.operations[index]
+        for index, operation in reversed(list(enumerate(operations.spreading))):
             for id_ in dict.fromkeys(operation.ids[: operation.operands]):
                 self.touching.setdefault(id_, []).append(index)
             makers |= dict.fromkeys(operation.ids[operation.operands :], index)
@@ -186,27 +157,38 @@ class _Spread:
             self.touching.setdefault(id_, []).insert(0, index)
 
     def to_fixed_point(self, round_: int) -> None:
-        takes_part = [operation.direction(round_) is not None for operation in self.operations]
-        waiting = list(takes_part)
+        spreading = self.operations.spreading
+        directions = [operation.direction(round_) for operation in spreading]
+        waiting = [direction is not None for direction in directions]
         stack = [index for index in reversed(range(len(waiting))) if waiting[index]]
         while stack:
             index = stack.pop()
             waiting[index] = False
-            for changed in self.operation(index, round_):
-                for touched in self.touching[changed]:
-                    if takes_part[touched] and touched != index and not waiting[touched]:
+            for changed in self.agree(spreading[index], directions[index]):
+                for touched in self.touching.get(changed, ()):
+                    if directions[touched] is not None and touched != index and not waiting[touched]:
                         waiting[touched] = True
                         stack.append(touched)
 
-    def operation(self, index: int, round_: int) -> list[int]:
+    def lay_out_constants(self) -> None:
+        """Lets constants lie as their first reader reads them."""
+        for operation in reversed(self.operations.constant):
+            for id_ in operation.ids[operation.operands :]:
+                if (copy := self.operations.first_copy.get(id_)) is not None:
+                    self.layouts[id_] = self.layouts[copy]
+                    self.split.add(id_)
+                    parts = (part for axes in self.layouts[id_] for part in axes)
+                    self.origins |= {(id_, part): self.origins[copy, part] for part in parts}
+            self.agree(operation, "backward")
+
+    def agree(self, operation: Operation, direction: str) -> list[int]:
         """Lets the tensors of one operation agree; the ids of those that changed."""
-        operation = self.operations[index]
         if self.split.isdisjoint(operation.ids):
             return []
-        sizes, direction = operation.sizes, operation.direction(round_)
+        sizes = operation.sizes
         factors = operation.passing if direction == "passing" else sizes
         projections = [
-            _Projection.of(dims, self.layouts[id_], sizes, self.mesh, id_ in self.fixed)
+            _Projection.of(dims, self.layouts[id_], sizes, self.mesh, self.operations.given.get(id_))
             for id_, dims in zip(operation.ids, operation.dims, strict=True)
         ]
         operands, results = projections[: operation.operands], projections[operation.operands :]
@@ -229,10 +211,30 @@ class _Spread:
             layout = _layout(operation.dims[tensor], axes_of, projection.overflow, sizes, self.mesh)
             id_ = operation.ids[tensor]
             if layout != self.layouts[id_]:
+                self.note_origins(operation, id_, axes_of, projections)
                 self.layouts[id_] = layout
                 self.split.add(id_)
                 changed.append(id_)
         return changed
+
+    def note_origins(
+        self, operation: Operation, id_: int, axes_of: Mapping[str, Axes], projections: Sequence[_Projection]
+    ) -> None:
+        for factor, axes in axes_of.items():
+            for part in axes:
+                if (id_, part) in self.origins:
+                    continue
+                for other, projection in zip(operation.ids, projections, strict=True):
+                    if part in projection.axes.get(factor, ()) and (other, part) in self.origins:
+                        self.origins[id_, part] = self.origins[other, part][0], operation.equation
+                        break
+
+    def origins_of(self, id_: int, layout: Layout, program: Program) -> tuple[Origin, ...]:
+        found = []
+        for axis in (axis for axes in layout for axis in axes):
+            start, equation = self.origins[id_, (axis, 0)]
+            found.append(Origin(axis, program.values[start], equation))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,9 @@ class _Projection:
     major: frozenset[str]  # factors with a minor one beside them, which have to split evenly
 
     @classmethod
-    def of(cls, dims: Dims, layout: Layout, sizes: Mapping[str, int], mesh: MeshShape, is_fixed: bool) -> _Projection:
+    def of(
+        cls, dims: Dims, layout: PartLayout, sizes: Mapping[str, int], mesh: Mapping[_Part, int], given: Given | None
+    ) -> _Projection:
         axes_of: dict[str, Axes] = {}
         overflow: dict[str, Axes] = {}
         closed: set[str] = set()
@@ -266,7 +270,9 @@ class _Projection:
                 axes_of[dim[-1]] = axes
                 if overflow.keys() & dim:
                     closed.add(dim[-1])
-        return cls(axes_of, overflow, frozenset(axes_of) if is_fixed else frozenset(closed), frozenset(major))
+        if given is not None:
+            closed.update(factor for i, dim in enumerate(dims) if i not in given.open for factor in dim)
+        return cls(axes_of, overflow, frozenset(closed), frozenset(major))
 
 
 def _in_order(

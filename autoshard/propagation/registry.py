@@ -12,10 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from autoshard.errors import RuleError
+from autoshard.jaxprs import call_name
 from autoshard.program import Equation
 from autoshard.propagation.rule import Rule, Shape, names_of, whole
 
 _RULES: dict[str, Callable[[Equation], Rule]] = {}
+_NAMED = frozenset({"ffi_call", "pallas_call"})  # one primitive for many things, each with a name of its own
 
 
 class UnknownPrimitiveWarning(UserWarning):
@@ -56,7 +58,8 @@ def register_rule(
     """Tells autoshard how a primitive of your own may be split.
 
     Args:
-        primitive: a JAX primitive, or its name.
+        primitive: a JAX primitive, or its name; for one kernel or one foreign function, its own name after a colon, as
+            in ``"pallas_call:my_kernel"`` and ``"ffi_call:my_target"``.
         notation: which dims belong together, as in `jax.experimental.custom_partitioning`.
         reduction: factors whose split leaves partial results, to be summed (or maximised, ...).
         need_replication: factors that have to be whole on every device.
@@ -89,7 +92,7 @@ def register_rule(
 
 def rule_of(equation: Equation) -> Rule:
     """The sharding rule of one equation; one whose primitive has none is kept whole, with a warning."""
-    known = _RULES.get(equation.primitive)
+    known = _known(equation)
     if known is None:
         _warn_of_unknown(equation)
         return _kept_whole(equation)
@@ -101,12 +104,20 @@ def rules_for(program: Any) -> tuple[Rule, ...]:
     warned: set[str] = set()
     rules = []
     for equation in program.equations:
-        known = _RULES.get(equation.primitive)
+        known = _known(equation)
         if known is None and equation.primitive not in warned:
             _warn_of_unknown(equation)
             warned.add(equation.primitive)
         rules.append(_kept_whole(equation) if known is None else known(equation))
     return tuple(rules)
+
+
+def _known(equation: Equation) -> Callable[[Equation], Rule] | None:
+    if equation.primitive in _NAMED and (name := call_name(equation.params)):
+        named = _RULES.get(f"{equation.primitive}:{name}")
+        if named is not None:
+            return named
+    return _RULES.get(equation.primitive)
 
 
 def _kept_whole(equation: Equation) -> Rule:

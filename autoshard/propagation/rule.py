@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import NoReturn
@@ -37,6 +37,7 @@ class Rule:
     reduction: frozenset[str]  # split -> unreduced (partial) results, finished by all_reduce or reduce_scatter
     need_replication: frozenset[str]  # must be whole on every device for the op (sort, fft, ...); propagates still
     permutation: frozenset[str]  # splitting costs communication of its own (halo, slice); no strategy splits it
+    given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # factor -> the mesh axes that the user says
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
@@ -98,8 +99,8 @@ class RuleBuilder:
 
     def factor(
         self, size: int, operands: Iterable[tuple[int, int]], results: Iterable[tuple[int, int]], kind: str = ""
-    ) -> None:
-        """Adds a factor to these (operand, dim) and (result, dim) pairs."""
+    ) -> str:
+        """Adds a factor to these (operand, dim) and (result, dim) pairs; its name."""
         name = factor_name(len(self._sizes))
         self._sizes[name] = size
         self._kinds[kind].append(name)
@@ -107,6 +108,7 @@ class RuleBuilder:
             self._operands[tensor][dim] += (name,)
         for tensor, dim in results:
             self._results[tensor][dim] += (name,)
+        return name
 
     def build(self) -> Rule:
         return Rule(

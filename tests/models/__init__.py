@@ -3,9 +3,35 @@
 `jax.eval_shape(lambda: make(...).state)` gives the state's shapes without allocating it, for sizes that do not fit.
 """
 
-from . import cnn, gpt, lstm, mlp, moe, tied
+from . import cnn, diffusion, gnn, gpt, lstm, mamba, mlp, moe, rnn, tied, unet, vit
 from .model import Model
 
 MODELS = {"cnn": cnn.make, "gpt": gpt.make, "lstm": lstm.make, "mlp": mlp.make, "moe": moe.make, "tied": tied.make}
 
-__all__ = ["MODELS", "Model", "cnn", "gpt", "lstm", "mlp", "moe", "tied"]
+# For rule coverage and propagation; not every test plans them.
+MORE_MODELS = {
+    "diffusion": diffusion.make,
+    "gnn": gnn.make,
+    "mamba": mamba.make,
+    "rnn": rnn.make,
+    "unet": unet.make,
+    "vit": vit.make,
+}
+
+__all__ = [
+    "MODELS",
+    "MORE_MODELS",
+    "Model",
+    "cnn",
+    "diffusion",
+    "gnn",
+    "gpt",
+    "lstm",
+    "mamba",
+    "mlp",
+    "moe",
+    "rnn",
+    "tied",
+    "unet",
+    "vit",
+]

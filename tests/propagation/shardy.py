@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+from jax._src.interpreters import partial_eval
+from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxlib.mlir import passmanager
+from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo
 
 from autoshard.layout import Layout, MeshShape, layout_of, replicated
@@ -20,25 +24,92 @@ PROPAGATE = "builtin.module(func.func(chlo-legalize-to-stablehlo),sdy-propagatio
 RULES = "builtin.module(func.func(chlo-legalize-to-stablehlo,sdy-populate-op-sharding-rules))"
 
 
+@dataclass(frozen=True)
+class Propagated:
+    """What Shardy's pipeline made of a function."""
+
+    arguments: list[Layout]
+    results: list[Layout]
+    inner: dict[tuple, tuple[Layout, ...]]  # path of an equation, as in Program -> the layouts of what it makes
+
+
 def propagated(
     fn: Callable, args: Sequence, specs: Sequence[PartitionSpec | None], mesh_shape: MeshShape
-) -> tuple[list[Layout], list[Layout]]:
-    """The layouts of `fn`'s flat arguments and results after Shardy's pipeline; an argument with spec None is free."""
+) -> Propagated:
+    """The layouts of `fn`'s flat arguments, results and inner values; an argument with spec None is free.
+
+    What no result needs is left out before, as XLA does. An equation whose operation Shardy copies for each of its
+    readers, as it does with constants, has no layout of its own and is not among the inner ones, nor is one whose
+    operation is gone or has other shapes.
+    """
     mesh = jax.make_mesh(
         tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_shape)
     )
-    leaves, tree = jax.tree.flatten(args)
+    leaves = jax.tree.leaves(args)
     shardings = [None if spec is None else NamedSharding(mesh, spec) for spec in specs]
-    module = _ran(jax.jit(fn, in_shardings=jax.tree.unflatten(tree, shardings)), args, PROPAGATE)
+    closed = _without_dead(_with_paths(jax.jit(fn).trace(*args).jaxpr, ()))
+    module = _ran(jax.jit(core.jaxpr_as_fun(closed), in_shardings=shardings, keep_unused=True), leaves, PROPAGATE)
     main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
-    ranks = [len(leaf.shape) for leaf in leaves], [len(x.shape) for x in jax.tree.leaves(jax.eval_shape(fn, *args))]
-    found = tuple(
-        [_layout(str(attributes), rank) for attributes, rank in zip(main.attributes[key], of, strict=True)]
-        for key, of in zip(("arg_attrs", "res_attrs"), ranks, strict=True)
+    arguments, results = (
+        [_layout(str(attributes), len(aval.shape), mesh_shape) for attributes, aval in zip(attrs, avals, strict=True)]
+        for attrs, avals in (
+            (main.attributes["arg_attrs"], closed.in_avals), (main.attributes["res_attrs"], closed.out_avals)
+        )
     )
-    for layout, spec in zip(found[0], specs, strict=True):
+    for layout, spec in zip(arguments, specs, strict=True):
         assert spec is None or layout == layout_of(spec, len(layout)), "Shardy moved a fixed argument"
-    return found
+    return Propagated(arguments, results, _inner_layouts(module, mesh_shape))
+
+
+def _with_paths(closed: core.ClosedJaxpr, path: tuple) -> core.ClosedJaxpr:
+    """The same jaxpr, in which the name of each equation, which ends up in the module, is its path in a Program."""
+    below = {"while": {"cond_jaxpr": "test", "body_jaxpr": "body"}}
+    equations = []
+    for i, eqn in enumerate(closed.jaxpr.eqns):
+        here, params = (*path, i), dict(eqn.params)
+        for name, value in params.items():
+            inside = (*here, *filter(None, [below.get(eqn.primitive.name, {}).get(name)]))
+            if isinstance(value, core.ClosedJaxpr):
+                params[name] = _with_paths(value, inside)
+            elif isinstance(value, core.Jaxpr):
+                params[name] = _with_paths(core.ClosedJaxpr(value, ()), inside).jaxpr
+            elif name == "branches":
+                params[name] = tuple(_with_paths(branch, (*here, b)) for b, branch in enumerate(value))
+        stack = type(eqn.source_info.name_stack)().extend(f"at_{'_'.join(map(str, here))}_")
+        equations.append(eqn.replace(params=params, source_info=eqn.source_info.replace(name_stack=stack)))
+    return core.ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
+
+
+def _without_dead(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _inner_layouts(module: Any, mesh: MeshShape) -> dict[tuple, tuple[Layout, ...]]:
+    found: dict[tuple, tuple[Layout, ...]] = {}
+    by_kind: dict[tuple, tuple[Layout, ...]] = {}
+    copied = set()
+
+    def visit(operation: Any) -> None:
+        for region in operation.regions:
+            for block in region:
+                for inner in block:
+                    visit(inner.operation)
+        paths = re.findall(r"at_(\w+?)_(?=[/\"])", str(operation.location))
+        if not paths or not operation.results:
+            return
+        path = tuple(int(step) if step.isdigit() else step for step in paths[-1].split("_"))
+        ranks = [ir.RankedTensorType(result.type).rank for result in operation.results]
+        attributes = operation.attributes
+        text = str(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else ""
+        shardings = re.findall(r"<@\w+, \[[^\]]*\][^>]*>", text) or [""] * len(ranks)
+        layouts = tuple(_layout(s, rank, mesh) for s, rank in zip(shardings, ranks, strict=True))
+        if by_kind.setdefault((path, operation.name, *ranks), layouts) != layouts:
+            copied.add(path)
+        found[path] = layouts  # the last operation of an equation makes its result
+
+    visit(module.operation)
+    return {path: layouts for path, layouts in found.items() if path not in copied}
 
 
 @dataclass(frozen=True)
@@ -88,9 +159,14 @@ def _ran(jitted: Callable, args: Sequence, pipeline: str):
     return module
 
 
-def _layout(attributes: str, rank: int) -> Layout:
-    """`{sdy.sharding = #sdy.sharding<@mesh, [{"x", "y"}, {}]>}` as a layout; nothing said means replicated."""
-    match = re.search(r"#sdy\.sharding<@\w+, \[([^\]]*)\]", attributes)
+def _layout(attributes: str, rank: int, mesh: MeshShape) -> Layout:
+    """`<@mesh, [{"x", "y"}, {}]>` as a layout; nothing said means replicated.
+
+    A dim ends before an axis of which it has but a part, since no PartitionSpec says that.
+    """
+    match = re.search(r"<@\w+, \[([^\]]*)\]", attributes)
     if match is None:
         return replicated(rank)
-    return tuple(tuple(re.findall(r'"(\w+)"(?!:)', dim)) for dim in re.findall(r"\{([^}]*)\}", match[1]))
+    dims = [re.findall(r'"(\w+)"(:?)', dim) for dim in re.findall(r"\{([^}]*)\}", match[1])]
+    assert len(dims) == rank
+    return tuple(tuple(axis for axis, _ in itertools.takewhile(lambda part: not part[1], dim)) for dim in dims)

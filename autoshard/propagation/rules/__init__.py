@@ -1,6 +1,7 @@
 """The sharding rules of JAX's primitives, one module per family of operations; importing them registers them."""
 
 from autoshard.propagation.rules import (
+    annotations,
     boundaries,
     contractions,
     dims,
@@ -8,6 +9,7 @@ from autoshard.propagation.rules import (
     host,
     indexing,
     linalg,
+    opaque,
     randomness,
     reductions,
     sorting,
@@ -15,6 +17,7 @@ from autoshard.propagation.rules import (
 )
 
 __all__ = [
+    "annotations",
     "boundaries",
     "contractions",
     "dims",
@@ -22,6 +25,7 @@ __all__ = [
     "host",
     "indexing",
     "linalg",
+    "opaque",
     "randomness",
     "reductions",
     "sorting",

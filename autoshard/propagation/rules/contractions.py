@@ -91,3 +91,29 @@ def ragged_dot_general(equation: Equation) -> Rule:
     for dim, size in enumerate(operands[2]):
         builder.factor(size, [(2, dim)], [], "need_replication")
     return builder.build()
+
+
+@rule("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper")
+def scaled_product(equation: Equation) -> Rule:
+    """`b i k, b j k, b i l, b j l -> b i j`: k has one scale per block, so it and the scales' l stay whole."""
+    operands, results = shapes_of(equation)
+    numbers = equation.params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
+    (contract_left, contract_right), (batch_left, batch_right) = numbers
+    builder = RuleBuilder(operands, results)
+    to = 0
+    for dim_left, dim_right in zip(batch_left, batch_right, strict=True):
+        sides = [(tensor, (dim_left, dim_right)[tensor % 2]) for tensor in range(len(operands))]
+        builder.factor(operands[0][dim_left], sides, [(0, to)])
+        to += 1
+    for side, (contracted, batch) in enumerate(((contract_left, batch_left), (contract_right, batch_right))):
+        for dim, size in enumerate(operands[side]):
+            if dim not in contracted and dim not in batch:
+                scales = [(side + 2, dim)] if len(operands) > side + 2 else []
+                builder.factor(size, [(side, dim), *scales], [(0, to)])
+                to += 1
+    for tensors, dims in (((0, 1), numbers[0]), ((2, 3), numbers[0])):
+        for dim_left, dim_right in zip(*dims, strict=True):
+            if len(operands) > tensors[1]:
+                sides = list(zip(tensors, (dim_left, dim_right), strict=True))
+                builder.factor(operands[tensors[0]][dim_left], sides, [], "need_replication")
+    return builder.build()

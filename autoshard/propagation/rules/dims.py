@@ -27,6 +27,13 @@ def _broadcast_in_dim(operands: tuple[Shape, ...], result: Shape, target: tuple[
     return builder.build()
 
 
+@rule("broadcast_to")
+def broadcast_to(equation: Equation) -> Rule:
+    """`i -> j i`: as `broadcast_in_dim`, with the operand's dims last."""
+    operands, (result,) = shapes_of(equation)
+    return _broadcast_in_dim(operands, result, tuple(range(len(result) - len(operands[0]), len(result))))
+
+
 @rule("concatenate")
 def concatenate(equation: Equation) -> Rule:
     """`i j, i j -> i j`: along the joined dim, pieces of the operands would have to move to other devices."""
@@ -118,6 +125,13 @@ def rev(equation: Equation) -> Rule:
     """`i j -> i j`: along a reversed dim the shards trade places."""
     operands, results = shapes_of(equation)
     return dimwise(operands, results, dict.fromkeys(equation.params["dimensions"], "permutation"))
+
+
+@rule("roll")
+def roll(equation: Equation) -> Rule:
+    """`i j,  -> i j`: along the rolled dim the shards shift."""
+    operands, results = shapes_of(equation)
+    return dimwise(operands, results, {equation.params["axis"]: "permutation"})
 
 
 @rule("slice")

@@ -49,6 +49,7 @@ PRIMITIVES = (
     "exp2",
     "expm1",
     "floor",
+    "from_edtype",
     "ge",
     "gt",
     "igamma",
@@ -68,9 +69,12 @@ PRIMITIVES = (
     "lt",
     "lt_to",
     "max",
+    "max_contiguous",
+    "mesh_cast",
     "min",
     "mul",
     "mulhi",
+    "multiple_of",
     "name",
     "ne",
     "neg",
@@ -79,18 +83,21 @@ PRIMITIVES = (
     "one_minus_square",
     "or",
     "polygamma",
+    "polynomial",
     "population_count",
     "pow",
     "pvary",
     "real",
+    "reciprocal",
     "reduce_precision",
     "regularized_incomplete_beta",
+    "relayout",
     "rem",
-    "reshard",
+    "remove_memory_space",
     "round",
     "rsqrt",
     "select_n",
-    "sharding_constraint",
+    "shard_alike",
     "shift_left",
     "shift_right_arithmetic",
     "shift_right_logical",
@@ -103,6 +110,9 @@ PRIMITIVES = (
     "sub",
     "tan",
     "tanh",
+    "to_edtype",
+    "with_memory_space_constraint",
+    "xla_metadata_value",
     "xor",
     "zeros_like",
     "zeta",
@@ -117,7 +127,7 @@ def elementwise(equation: Equation) -> Rule:
     return _elementwise(*shapes_of(equation))
 
 
-@rule("bitcast_convert_type")
+@rule("bitcast", "bitcast_convert_type")
 def bitcast_convert_type(equation: Equation) -> Rule:
     """`i -> i`; a wider type shows as one more dim at the end, whose pieces are one element: it stays whole."""
     (operand,), (result,) = shapes_of(equation)
@@ -129,6 +139,18 @@ def bitcast_convert_type(equation: Equation) -> Rule:
         builder.factor(operand[dim], [(0, dim)], [], "need_replication")
     for dim in range(shared, len(result)):
         builder.factor(result[dim], [], [(0, dim)], "need_replication")
+    return builder.build()
+
+
+@rule("tie")
+def tie(equation: Equation) -> Rule:
+    """`k, i j -> i j`: the second operand, once the first is there."""
+    operands, results = shapes_of(equation)
+    builder = RuleBuilder(operands, results)
+    for dim, size in enumerate(operands[0]):
+        builder.factor(size, [(0, dim)], [], "need_replication")
+    for dim, size in enumerate(operands[1]):
+        builder.factor(size, [(1, dim)], [(0, dim)])
     return builder.build()
 
 

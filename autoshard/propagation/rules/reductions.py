@@ -25,6 +25,23 @@ def cumulative(equation: Equation) -> Rule:
     return dimwise(operands, results, {equation.params["axis"]: "need_replication"})
 
 
+@rule("pmax", "pmin", "psum")
+def over_vmapped_axis(equation: Equation) -> Rule:
+    """`i j, k j -> i, k`, each j reduced: over the axis of a `vmap`, which is a dim by now, of each operand alone."""
+    operands, results = shapes_of(equation)
+    reduced = {axis for axis in equation.params["axes"] if isinstance(axis, int)}
+    builder = RuleBuilder(operands, results)
+    for tensor, shape in enumerate(operands):
+        to = 0
+        for dim, size in enumerate(shape):
+            if dim in reduced:
+                builder.factor(size, [(tensor, dim)], [], "reduction")
+            else:
+                builder.factor(size, [(tensor, dim)], [(tensor, to)])
+                to += 1
+    return builder.build()
+
+
 @rule("reduce")
 def reduce(equation: Equation) -> Rule:
     """`i j, i j, ,  -> i, i`, reduction j: arrays first, then as many scalars to start from."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, dimwise
+from autoshard.propagation.rule import Rule, dimwise, whole
 from autoshard.propagation.rules.elementwise import shapes_of
 
 
@@ -16,26 +18,22 @@ def approx_top_k(equation: Equation) -> Rule:
 
 @rule("sort")
 def sort(equation: Equation) -> Rule:
-    """`i j, i j -> i j, i j`, j whole."""
+    """`i j, i j -> i j, i j`, j whole; a split of the only dim goes no further."""
     operands, results = shapes_of(equation)
+    if math.prod(operands[0]) == operands[0][equation.params["dimension"]]:
+        return whole(operands, results)
     return dimwise(operands, results, {equation.params["dimension"]: "need_replication"})
 
 
 @rule("top_k")
 def top_k(equation: Equation) -> Rule:
-    """`i j -> i k, i k`, j and k whole."""
+    """`i j -> i j, i j`, j whole: XLA sorts, and keeps the first ones."""
     return _selection(equation, equation.params.get("axis", -1))
 
 
 def _selection(equation: Equation, along: int) -> Rule:
     operands, results = shapes_of(equation)
-    builder = RuleBuilder(operands, results)
     along %= len(operands[0])
-    for dim, size in enumerate(operands[0]):
-        everywhere = [(tensor, dim) for tensor in range(len(results))]
-        if dim == along:
-            builder.factor(size, [(0, dim)], [], "need_replication")
-            builder.factor(results[0][dim], [], everywhere, "need_replication")
-        else:
-            builder.factor(size, [(0, dim)], everywhere)
-    return builder.build()
+    if math.prod(operands[0]) == operands[0][along]:
+        return whole(operands, results)
+    return dimwise(operands, results, {along: "need_replication"}, sizes=operands[0])

@@ -1,0 +1,235 @@
+"""A program and its rules in, what propagation goes through out: the operations that XLA has, not the equations.
+
+The two differ in four ways:
+
+- XLA broadcasts an operand's dim of size 1 by an operation of its own, whose result is as large as the others and
+  counts as such in a conflict. So it adds the dim along which arrays are stacked.
+- Constants, and what is made of nothing else, XLA makes anew for every reader, as it does with a scalar that is
+  broadcast. No layout passes from one reader to another through them.
+- What enters a branch is the outer value itself.
+- A constraint holds before it as well, as long as nothing else is said of the value that is constrained. Where a loop
+  or branch hands that value over, its other readers read the constrained one instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.layout import Layout
+from autoshard.program import Equation, Program, Value
+from autoshard.propagation.rule import Dims, Rule
+from autoshard.propagation.rules.annotations import CONSTRAINTS
+from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
+
+# What keeps the dims of a tensor, and what cuts a piece out of one or puts it there: that, forward only, goes with it.
+_KEEPS_DIMS = frozenset(ELEMENTWISE) | CONSTRAINTS | {
+    "branch_join",
+    "optimization_barrier",
+    "reshape",
+    "scan_carry",
+    "scan_const",
+    "squeeze",
+    "transpose",
+}
+_CUTS = frozenset({"dynamic_slice", "dynamic_update_slice", "scan_slice", "scan_stack"})
+_STACKS = frozenset({"scan_stack", "stack"})
+_HANDS_OVER = frozenset({"branch_join", "optimization_barrier", "scan_carry", "scan_const", "scan_stack"})
+_KEEPS_CONSTANT = frozenset(ELEMENTWISE) | {
+    "branch_const",
+    "broadcast_in_dim",
+    "iota",
+    "reshape",
+    "slice",
+    "squeeze",
+}
+# XLA has no operation of its own for these, and reads their operand more than once.
+_READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "one_minus_square", "square"})
+
+
+@dataclass(frozen=True)
+class Given:
+    """A layout that an id has from the start."""
+
+    layout: Layout
+    open: frozenset[int]  # the dims that may be split further
+    start: int = field(compare=False)  # the argument or the result of the constraint that it was given to
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An equation, or the broadcast before one, as propagation sees it."""
+
+    equation: Equation
+    sizes: Mapping[str, int]  # factor -> size
+    ids: tuple[int, ...]  # of the operands, then of the results; literals and scalars have no part
+    dims: tuple[Dims, ...]  # of each of them
+    operands: int  # how many of them are operands
+    passing: tuple[str, ...]  # factors of no special kind
+    kind: str  # "keeps_dims", "cuts", "broadcast" or ""
+    alone: bool  # no operand is read twice
+    elementwise: bool
+
+    def direction(self, round_: int) -> str | None:
+        """How it takes part in a round: "both" ways, "forward", "backward", by "passing" factors, or not (None)."""
+        if self.kind == "broadcast":
+            return None if round_ < 2 else "backward" if round_ < 4 else "both"
+        if round_ < 2 and not (self.alone or round_ == 1):
+            return None
+        if self.kind == "keeps_dims" or round_ > 2:
+            return "both"
+        if round_ < 2:
+            return "forward" if self.kind == "cuts" else None
+        return "passing"
+
+
+class Operations:
+    """A program as propagation sees it.
+
+    A tensor is an id: that of its value in the program, or a negative one for what only XLA has.
+    """
+
+    def __init__(self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout]):
+        self.spreading: list[Operation] = []  # in program order
+        self.constant: list[Operation] = []  # that make constants, in program order: they follow their readers
+        self.given = {id_: Given(layout, frozenset(), id_) for id_, layout in fixed.items()}
+        self.ndims = {value.id: len(value.shape) for value in program.values}
+        self._outer: dict[int, int] = {}  # value in a branch -> the value outside that it is
+        self._held: dict[int, int] = {}  # value -> what a constraint makes of it, which all others read instead
+        self._copied: set[int] = set()  # constants and broadcast scalars
+        self.first_copy: dict[int, int] = {}  # constant -> the copy that its first reader has
+        self._apply_annotations(program, rules)
+        self._find_constants(program)
+        reads = self._reads(program)
+        for equation, rule in zip(program.equations, rules, strict=True):
+            self._add(equation, rule, reads)
+
+    def seen_as(self, value: Value) -> int:
+        """The id that has the layout of a value."""
+        return self._outer.get(value.id, value.id)
+
+    def read_as(self, value: Value) -> int | None:
+        """The id that one more reader reads; None for a constant, of which it has a copy of its own."""
+        id_ = self._read(value)
+        return None if id_ in self._copied else id_
+
+    def _read(self, value: Value) -> int:
+        id_ = self.seen_as(value)
+        return self._held.get(id_, id_)
+
+    def _apply_annotations(self, program: Program, rules: Sequence[Rule]) -> None:
+        maker = {output.id: equation for equation in program.equations for output in equation.outputs}
+        said: dict[int, list[Given]] = defaultdict(list)  # id -> what constraints say of it
+        annotated = []
+        for equation, rule in zip(program.equations, rules, strict=True):
+            if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
+                outer = equation.inputs[0].id
+                self._outer[equation.outputs[0].id] = self._outer.get(outer, outer)
+            if rule.given:
+                for value, dims in zip(equation.inputs, rule.operands, strict=True):
+                    if isinstance(value, Value) and dims:
+                        said[self.seen_as(value)].append(_given(dims, rule, equation))
+                annotated.append((equation, rule))
+        for equation, rule in annotated:
+            for value, dims in zip(equation.outputs, rule.results, strict=True):
+                self.given.setdefault(value.id, _given(dims, rule, equation))
+        for equation, rule in annotated:
+            for value, dims in zip(equation.inputs, rule.operands, strict=True):
+                if not isinstance(value, Value) or not dims:
+                    continue
+                id_, wanted = self.seen_as(value), _given(dims, rule, equation)
+                if id_ in self.given or wanted.open or any(other != wanted for other in said[id_]):
+                    continue
+                if id_ in maker and maker[id_].primitive in _HANDS_OVER and equation.primitive in CONSTRAINTS:
+                    self._held[id_] = equation.outputs[0].id
+                else:
+                    self.given[id_] = wanted
+
+    def _find_constants(self, program: Program) -> None:
+        constants: set[int] = set()
+        for equation in program.equations:
+            made = (output.id for output in equation.outputs)
+            read = [value for value in equation.inputs if isinstance(value, Value)]
+            if equation.primitive in _KEEPS_CONSTANT and all(value.id in constants for value in read):
+                constants.update(made)
+            elif equation.primitive == "broadcast_in_dim" and not equation.inputs[0].shape:
+                self._copied.update(made)
+        self._copied |= {id_ for id_ in constants if self.ndims[id_]}
+        self._copied -= self.given.keys()
+        self._constants = constants
+
+    def _reads(self, program: Program) -> Counter[int]:
+        reads = Counter(self._read(x) for x in program.results if isinstance(x, Value))
+        for equation in program.equations:
+            times = 2 if equation.primitive in _READS_TWICE else 1
+            if equation.primitive != "branch_const":
+                for value in equation.inputs:
+                    if isinstance(value, Value):
+                        reads[self._read(value)] += times
+        return reads
+
+    def _new(self, ndim: int) -> int:
+        id_ = -1 - len(self.ndims)
+        self.ndims[id_] = ndim
+        return id_
+
+    def _operand(self, value: Value, equation: Equation) -> int:
+        id_ = self._read(value)
+        if equation.primitive in CONSTRAINTS and id_ == equation.outputs[0].id:
+            return self.seen_as(value)
+        if id_ in self._copied and not (equation.outputs and equation.outputs[0].id in self._constants):
+            copy = self._new(self.ndims[id_])
+            self.first_copy.setdefault(id_, copy)
+            return copy
+        return id_
+
+    def _add(self, equation: Equation, rule: Rule, reads: Counter[int]) -> None:
+        if equation.primitive == "branch_const" or (rule.given and equation.primitive not in CONSTRAINTS):
+            return
+        special = rule.reduction | rule.need_replication | rule.permutation
+        passing = tuple(factor for factor in rule.sizes if factor not in special)
+        elementwise = equation.primitive in ELEMENTWISE
+        results = [(value.id, dims) for value, dims in zip(equation.outputs, rule.results, strict=True) if dims]
+        constant = bool(results) and all(id_ in self._copied for id_, _ in results)
+        into = self.constant if constant else self.spreading
+        operands = []
+        for value, dims in zip(equation.inputs, rule.operands, strict=True):
+            if not dims or not isinstance(value, Value):
+                continue
+            id_ = self._operand(value, equation)
+            if equation.primitive in _STACKS or (elementwise and value.shape != equation.outputs[0].shape):
+                made = self._new(len(rule.results[0]))
+                both = (dims, rule.results[0])
+                into.append(
+                    Operation(equation, rule.sizes, (id_, made), both, 1, passing, "broadcast", False, False)
+                )
+                operands.append((made, rule.results[0]))
+            else:
+                operands.append((id_, dims))
+        into.append(
+            Operation(
+                equation=equation,
+                sizes=rule.sizes,
+                ids=tuple(id_ for id_, _ in operands + results),
+                dims=tuple(dims for _, dims in operands + results),
+                operands=len(operands),
+                passing=passing,
+                kind=_kind(equation.primitive),
+                alone=all(reads[id_] <= 1 for id_, _ in operands),
+                elementwise=elementwise,
+            )
+        )
+
+
+def _given(dims: Dims, rule: Rule, equation: Equation) -> Given:
+    """What a rule says of a tensor each of whose dims is one factor."""
+    layout = tuple(rule.given.get(dim[0], ()) if dim else () for dim in dims)
+    free = frozenset(i for i, dim in enumerate(dims) if dim and dim[0] not in rule.given)
+    return Given(layout, free, equation.outputs[0].id)
+
+
+def _kind(primitive: str) -> str:
+    if primitive in _KEEPS_DIMS:
+        return "keeps_dims"
+    return "broadcast" if primitive == "broadcast_in_dim" else "cuts" if primitive in _CUTS else ""

@@ -1,0 +1,46 @@
+"""Where the user says how an array lies: constraints, and regions that are written per device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jax.sharding import PartitionSpec
+
+from autoshard.layout import layout_of
+from autoshard.program import Equation
+from autoshard.propagation.registry import rule
+from autoshard.propagation.rule import Rule, RuleBuilder, dimwise
+from autoshard.propagation.rules.elementwise import shapes_of
+
+CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
+
+
+@rule(*CONSTRAINTS)
+def constraint(equation: Equation) -> Rule:
+    """`i j -> i j`, split as the user says; a dim that is left unconstrained may be split by anything."""
+    operands, results = shapes_of(equation)
+    rule = dimwise(operands, results)
+    sharding = equation.params["sharding" if equation.primitive == "sharding_constraint" else "dst_sharding"]
+    spec = getattr(sharding, "spec", None)
+    if spec is None:  # of one device, or of a kind that names no axes: it says nothing of a mesh
+        return rule
+    layout = layout_of(spec, len(results[0]))
+    free = {dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED}
+    dims = ((dim, factors) for dim, factors in enumerate(rule.results[0]) if factors and dim not in free)
+    return replace(rule, given={factor: layout[dim] for dim, (factor,) in dims})
+
+
+@rule("shard_map")
+def shard_map(equation: Equation) -> Rule:
+    """`i j, k -> l`, each split as its spec says: what the region does with its shards is its own business."""
+    operands, results = shapes_of(equation)
+    builder = RuleBuilder(operands, results)
+    given = {}
+    for side, shapes, specs in (
+        ("operands", operands, equation.params["in_specs"]), ("results", results, equation.params["out_specs"])
+    ):
+        for tensor, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
+            for dim, (size, axes) in enumerate(zip(shape, layout_of(spec, len(shape)), strict=True)):
+                place = {"operands": [], "results": []} | {side: [(tensor, dim)]}
+                given[builder.factor(size, **place, kind="need_replication")] = axes
+    return replace(builder.build(), given=given)
