@@ -22,14 +22,14 @@ from autoshard.mesh.topology import Topology
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
 from autoshard.program import Program, Value, trace
-from autoshard.propagation import Propagated, PropagatedValue, propagate_layouts, rules_for
+from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import InfeasibleError
 from autoshard.solver.within import USABLE, solve_within
-from autoshard.specs import argument_layouts, check_jit_takes, fixed_layouts, result_layouts, whole
+from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole
 
 
 def autoshard(
@@ -215,7 +215,8 @@ def evaluate(
     """
     step = autoshard(fn, mesh=mesh, memory=memory, topology=topology, **jit_keywords)
     program, options = step.trace(*args, **(kwargs or {})), step._options
-    mesh_shape, rules = dict(options.mesh.shape), rules_for(program)
+    mesh_shape = dict(options.mesh.shape)
+    rules = _rules(program, mesh_shape)
     layouts = whole(program) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
     ends = {
@@ -252,7 +253,7 @@ def propagate(
     program = autoshard(fn, mesh=mesh, **jit_keywords).trace(*args, **(kwargs or {}))
     layouts = argument_layouts(program, in_specs, mesh.shape)
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
-    found = propagate_layouts(program, rules_for(program), dict(mesh.shape), fixed)
+    found = propagate_layouts(program, _rules(program, dict(mesh.shape)), dict(mesh.shape), fixed)
     maker = {output.id: equation for equation in program.equations for output in equation.outputs}
     maker |= dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     return Propagated(
@@ -271,7 +272,7 @@ def _planned(program: Program, options: Options) -> Plan:
     mesh_shape = dict(options.mesh.shape)
     formulation = formulate(
         program,
-        rules_for(program),
+        _rules(program, mesh_shape),
         mesh_shape,
         options.topology,
         memory=options.memory,
@@ -283,6 +284,12 @@ def _planned(program: Program, options: Options) -> Plan:
     except InfeasibleError as error:
         raise _memory_error(program, error) from None
     return make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
+
+
+def _rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
+    rules = rules_for(program)
+    check_annotations(program, rules, mesh)
+    return rules
 
 
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:

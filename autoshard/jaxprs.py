@@ -11,10 +11,12 @@ from typing import Any
 import jax
 from jax import api_util
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal, core.Var
 
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
+CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
 # Calls that JAX transforms by rules of their own.
 CUSTOM = frozenset({"custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "linear_call"})
 _CALLED = {  # primitive -> the parameters that may hold what it calls
@@ -57,6 +59,11 @@ def call_name(params: Mapping[str, Any]) -> str:
     """What a foreign function or kernel is called; "" if it has no name."""
     name = params.get("target_name") or params.get("name")
     return name or getattr(getattr(params.get("jaxpr"), "debug_info", None), "func_name", "")
+
+
+def said_spec(params: Mapping[str, Any]) -> PartitionSpec | None:
+    """What a constraint says of a mesh; None for a sharding that names no axes."""
+    return getattr(params.get("sharding", params.get("dst_sharding")), "spec", None)
 
 
 def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

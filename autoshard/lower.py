@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import (
+    CONSTRAINTS,
     CUSTOM,
     REMAT,
     ClosedJaxpr,
@@ -24,6 +25,7 @@ from autoshard.jaxprs import (
     called_operands,
     is_array,
     run,
+    said_spec,
     scan_counts,
 )
 from autoshard.layout import Layout, spec_of
@@ -96,6 +98,10 @@ class _Emitter:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec_of(layout)))
 
+    def constrained_to(self, array: Any, spec: PartitionSpec | None) -> Any:
+        """The user's own constraint, on our mesh."""
+        return array if spec is None else jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+
     def held(self, value: int, array: Any) -> _Held:
         """The array of a value, pinned to the layout it is made in, and its shared copy."""
         home = self.annotations.homes.get(value)
@@ -151,6 +157,9 @@ class _Emitter:
         if special is not None:
             return special(eqn, operands, path)
         equation = self.equations.get(path)
+        if name in CONSTRAINTS:
+            array = self.read(operands[0], equation, 0)
+            return self.made(equation, [self.constrained_to(array, said_spec(eqn.params))])
         return self.made(equation, run(eqn, [self.read(held, equation, i) for i, held in enumerate(operands)]))
 
     def custom(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:

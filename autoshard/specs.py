@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
+from autoshard.propagation.rule import Rule
 
 _LISTED = 20  # arguments that a message names at most
 
@@ -55,6 +56,28 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
                 f"fixed[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
             )
     return layouts
+
+
+def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) -> None:
+    """
+    Raises:
+        ConflictError: the step says, by a constraint or a shard_map, that an array is split over a mesh which is not
+            the one that it is planned for.
+    """
+    for equation, rule in zip(program.equations, rules, strict=True):
+        unknown = sorted({axis for axes in rule.given.values() for axis in axes} - mesh.keys())
+        if unknown:
+            raise ConflictError(
+                f"{equation.primitive} at {equation.source or 'unknown line'} splits {equation.inputs[0]} over "
+                f"{', '.join(map(repr, unknown))}, but the step is planned for the mesh {dict(mesh)}.\n"
+                "Name axes of that mesh, or plan for the mesh that the step is written for."
+            )
+        own = equation.params.get("mesh") if equation.primitive == "shard_map" else None
+        if own is not None and {axis: size for axis, size in own.shape.items() if mesh.get(axis) != size}:
+            raise ConflictError(
+                f"shard_map at {equation.source or 'unknown line'} is written for the mesh {dict(own.shape)}, but the "
+                f"step is planned for {dict(mesh)}.\nUse one mesh for both."
+            )
 
 
 def argument_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, Layout]:

@@ -1,9 +1,11 @@
 """A program and its rules in, what propagation goes through out: the operations that XLA has, not the equations.
 
-The two differ in four ways:
+The two differ:
 
 - XLA broadcasts an operand's dim of size 1 by an operation of its own, whose result is as large as the others and
   counts as such in a conflict. So it adds the dim along which arrays are stacked.
+- A gather that fills in for positions out of bounds is followed by the choice between what it found and the filling.
+- Arrays that are cut out of one are cut out one by one.
 - Constants, and what is made of nothing else, XLA makes anew for every reader, as it does with a scalar that is
   broadcast. No layout passes from one reader to another through them.
 - What enters a branch is the outer value itself.
@@ -16,11 +18,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from jax.lax import GatherScatterMode
+
+from autoshard.jaxprs import CONSTRAINTS
 from autoshard.layout import Layout
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.rule import Dims, Rule
-from autoshard.propagation.rules.annotations import CONSTRAINTS
 from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
 
 # What keeps the dims of a tensor, and what cuts a piece out of one or puts it there: that, forward only, goes with it.
@@ -34,6 +39,7 @@ _KEEPS_DIMS = frozenset(ELEMENTWISE) | CONSTRAINTS | {
     "transpose",
 }
 _CUTS = frozenset({"dynamic_slice", "dynamic_update_slice", "scan_slice", "scan_stack"})
+_SPLITS = frozenset({"split", "unstack"})
 _STACKS = frozenset({"scan_stack", "stack"})
 _HANDS_OVER = frozenset({"branch_join", "optimization_barrier", "scan_carry", "scan_const", "scan_stack"})
 _KEEPS_CONSTANT = frozenset(ELEMENTWISE) | {
@@ -46,6 +52,9 @@ _KEEPS_CONSTANT = frozenset(ELEMENTWISE) | {
 }
 # XLA has no operation of its own for these, and reads their operand more than once.
 _READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "one_minus_square", "square"})
+
+
+Tensor = tuple[int, Dims]  # an id, and which factors its dims are
 
 
 @dataclass(frozen=True)
@@ -169,17 +178,17 @@ class Operations:
                         reads[self._read(value)] += times
         return reads
 
-    def _new(self, ndim: int) -> int:
+    def _new(self, dims: Dims) -> Tensor:
         id_ = -1 - len(self.ndims)
-        self.ndims[id_] = ndim
-        return id_
+        self.ndims[id_] = len(dims)
+        return id_, dims
 
     def _operand(self, value: Value, equation: Equation) -> int:
         id_ = self._read(value)
         if equation.primitive in CONSTRAINTS and id_ == equation.outputs[0].id:
             return self.seen_as(value)
         if id_ in self._copied and not (equation.outputs and equation.outputs[0].id in self._constants):
-            copy = self._new(self.ndims[id_])
+            copy, _ = self._new(((),) * self.ndims[id_])
             self.first_copy.setdefault(id_, copy)
             return copy
         return id_
@@ -187,35 +196,53 @@ class Operations:
     def _add(self, equation: Equation, rule: Rule, reads: Counter[int]) -> None:
         if equation.primitive == "branch_const" or (rule.given and equation.primitive not in CONSTRAINTS):
             return
-        special = rule.reduction | rule.need_replication | rule.permutation
-        passing = tuple(factor for factor in rule.sizes if factor not in special)
-        elementwise = equation.primitive in ELEMENTWISE
         results = [(value.id, dims) for value, dims in zip(equation.outputs, rule.results, strict=True) if dims]
         constant = bool(results) and all(id_ in self._copied for id_, _ in results)
-        into = self.constant if constant else self.spreading
+        add = partial(self._add_operation, self.constant if constant else self.spreading, equation, rule, reads)
+        elementwise = equation.primitive in ELEMENTWISE
         operands = []
         for value, dims in zip(equation.inputs, rule.operands, strict=True):
             if not dims or not isinstance(value, Value):
                 continue
-            id_ = self._operand(value, equation)
+            tensor = self._operand(value, equation), dims
             if equation.primitive in _STACKS or (elementwise and value.shape != equation.outputs[0].shape):
-                made = self._new(len(rule.results[0]))
-                both = (dims, rule.results[0])
-                into.append(
-                    Operation(equation, rule.sizes, (id_, made), both, 1, passing, "broadcast", False, False)
-                )
-                operands.append((made, rule.results[0]))
-            else:
-                operands.append((id_, dims))
+                tensor, narrow = self._new(rule.results[0]), tensor
+                add([narrow], [tensor], "broadcast")
+            operands.append(tensor)
+        kind = _kind(equation.primitive)
+        if equation.primitive in _SPLITS:
+            for result in results:
+                add(operands, [result], kind)
+        elif equation.params.get("mode") == GatherScatterMode.FILL_OR_DROP and equation.primitive == "gather":
+            found, valid = self._new(rule.results[0]), self._new(rule.results[0])
+            add(operands, [found], kind)
+            add(operands[1:], [valid], "broadcast")
+            add([valid, found], results, "keeps_dims", elementwise=True)
+        else:
+            add(operands, results, kind, elementwise=elementwise)
+
+    def _add_operation(
+        self,
+        into: list[Operation],
+        equation: Equation,
+        rule: Rule,
+        reads: Counter[int],
+        operands: Sequence[Tensor],
+        results: Sequence[Tensor],
+        kind: str,
+        elementwise: bool = False,
+    ) -> None:
+        special = rule.reduction | rule.need_replication | rule.permutation
+        tensors = (*operands, *results)
         into.append(
             Operation(
                 equation=equation,
                 sizes=rule.sizes,
-                ids=tuple(id_ for id_, _ in operands + results),
-                dims=tuple(dims for _, dims in operands + results),
+                ids=tuple(id_ for id_, _ in tensors),
+                dims=tuple(dims for _, dims in tensors),
                 operands=len(operands),
-                passing=passing,
-                kind=_kind(equation.primitive),
+                passing=tuple(factor for factor in rule.sizes if factor not in special),
+                kind=kind,
                 alone=all(reads[id_] <= 1 for id_, _ in operands),
                 elementwise=elementwise,
             )

@@ -50,7 +50,8 @@ class Origin:
     equation: Equation | None  # through which it came to the value at hand; None if that is the start
 
     def __str__(self) -> str:
-        return f"{self.axis!r} from {self.start}" + (f" through {self.equation}" if self.equation else "")
+        start = f"{self.start} ({self.start.source})" if self.start.source else str(self.start)
+        return f"{self.axis!r} from {start}" + (f" through {self.equation}" if self.equation else "")
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class _Spread:
         if not wished:
             return []
         in_order = _in_order(wished, projections, sizes, self.mesh, operation.elementwise)
-        changed = []
+        changed: dict[int, int] = {}  # tensor of the operation -> its id
         limits: list[Mapping[str, Axes]] = []
         # Results first: an operand of an elementwise operation is not split where the result cannot be.
         for tensor in (*range(operation.operands, len(projections)), *range(operation.operands)):
@@ -214,8 +215,8 @@ class _Spread:
                 self.note_origins(operation, id_, axes_of, projections)
                 self.layouts[id_] = layout
                 self.split.add(id_)
-                changed.append(id_)
-        return changed
+                changed[tensor] = id_
+        return [changed[tensor] for tensor in sorted(changed)]
 
     def note_origins(
         self, operation: Operation, id_: int, axes_of: Mapping[str, Axes], projections: Sequence[_Projection]

@@ -144,20 +144,23 @@ def dimwise(
     results: Sequence[Shape],
     kinds: Mapping[int, str] | None = None,
     sizes: Shape | None = None,
+    *,
+    broadcasts: bool = False,
 ) -> Rule:
     """The rule that joins dim by dim: dim d of every operand and result is one factor.
 
     Args:
-        operands, results: their shapes; a scalar has no part in it, nor a dim of size 1 that is broadcast.
+        operands, results: their shapes; a scalar has no part in it.
         kinds: the kind of the factor of some dims.
         sizes: the factors' sizes, where the dims differ; by default the first result's.
+        broadcasts: whether a dim of size 1 has no part in it either.
     """
     sizes = results[0] if sizes is None else sizes
     builder = RuleBuilder(operands, results)
     for dim, size in enumerate(sizes):
         builder.factor(
             size,
-            [(tensor, dim) for tensor, shape in enumerate(operands) if shape and (shape[dim] > 1 or size == 1)],
+            [(i, dim) for i, shape in enumerate(operands) if shape and not (broadcasts and shape[dim] == 1 < size)],
             [(tensor, dim) for tensor, shape in enumerate(results) if shape],
             kinds.get(dim, "") if kinds else "",
         )

@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autoshard.jaxprs import CONSTRAINTS
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.rule import Dims, Rule
 
 # Equations that only rename or repeat what they read: XLA folds them into their consumers.
-MOVES = frozenset({"broadcast_in_dim", "copy", "expand_dims", "iota", "reshape", "squeeze", "transpose"})
+MOVES = CONSTRAINTS | {"broadcast_in_dim", "copy", "expand_dims", "iota", "reshape", "squeeze", "transpose"}
 
 _VIEWS = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})  # a matrix product reads through them
 
@@ -58,6 +59,7 @@ class Group:
     sizes: dict[int, int]  # factor -> size
     splittable: set[int]
     reduction: frozenset[int]
+    given: dict[int, tuple[str, ...]]  # factor -> the mesh axes that the user says
     operands: dict[int, list[Dims]]  # equation index -> dims of its operands
     results: dict[int, list[Dims]]
     fuses: bool  # whether elementwise producers may join
@@ -142,6 +144,7 @@ def _new_group(index: int, equation: Equation, rule: Rule) -> Group:
         sizes={n: rule.sizes[factor] for factor, n in number.items()},
         splittable={number[factor] for factor in rule.splittable},
         reduction=frozenset(number[factor] for factor in rule.reduction if factor in number),
+        given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},
         operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
         results={equation.index: [_renamed(dims, number) for dims in rule.results]},
         fuses=_is_elementwise(equation, rule),
@@ -162,8 +165,8 @@ def _is_elementwise(equation: Equation, rule: Rule) -> bool:
 
 
 def _host(equation: Equation, rule: Rule, readers, home) -> Group | None:
-    """The group that `equation` can join, once it has joined it."""
-    if len(equation.outputs) != 1 or not _is_elementwise(equation, rule):
+    """The group that `equation` can join, once it has joined it; a constraint does not bind what comes after it."""
+    if len(equation.outputs) != 1 or rule.given or not _is_elementwise(equation, rule):
         return None
     consumers = readers[equation.outputs[0].id]
     # A carry reads what the body hands on, but stands before it and so has no group yet; nothing joins a carry.

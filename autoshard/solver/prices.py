@@ -165,8 +165,8 @@ def itemsize(value: Value) -> int:
 
 def _dtype(equations: Sequence[Equation]) -> str:
     """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
-    operand = equations[0].inputs[0] if equations[0].inputs else equations[0].outputs[0]
-    return str(operand.dtype)
+    operands = (*equations[0].inputs, *equations[0].outputs)
+    return str(operands[0].dtype) if operands else "bool"  # an effect alone
 
 
 def _signature(group: Group) -> tuple:
@@ -177,6 +177,7 @@ def _signature(group: Group) -> tuple:
         tuple(group.sizes.items()),
         tuple(sorted(group.splittable)),
         group.reduction,
+        tuple(group.given.items()),
         tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
         _dtype(group.equations),
         group.trips,

@@ -21,6 +21,11 @@ from autoshard.propagation.rule import Dims
 stablehlo.register_stablehlo_passes()
 
 PROPAGATE = "builtin.module(func.func(chlo-legalize-to-stablehlo),sdy-propagation-pipeline)"
+# The same before what is left of it changes the operations where their operands and results disagree.
+ONLY_PROPAGATE = (
+    "builtin.module(func.func(chlo-legalize-to-stablehlo),sdy-import-pipeline,sdy-import-func-calls,"
+    "sdy-user-priority-propagate)"
+)
 RULES = "builtin.module(func.func(chlo-legalize-to-stablehlo,sdy-populate-op-sharding-rules))"
 
 
@@ -48,8 +53,9 @@ def propagated(
     leaves = jax.tree.leaves(args)
     shardings = [None if spec is None else NamedSharding(mesh, spec) for spec in specs]
     closed = _without_dead(_with_paths(jax.jit(fn).trace(*args).jaxpr, ()))
-    module = _ran(jax.jit(core.jaxpr_as_fun(closed), in_shardings=shardings, keep_unused=True), leaves, PROPAGATE)
-    main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+    jitted = jax.jit(core.jaxpr_as_fun(closed), in_shardings=shardings, keep_unused=True)
+    module, inner = (_ran(jitted, leaves, pipeline) for pipeline in (PROPAGATE, ONLY_PROPAGATE))
+    main = next(op for op in module.regions[0].blocks[0] if op.attributes["sym_name"].value == "main")
     arguments, results = (
         [_layout(str(attributes), len(aval.shape), mesh_shape) for attributes, aval in zip(attrs, avals, strict=True)]
         for attrs, avals in (
@@ -58,7 +64,7 @@ def propagated(
     )
     for layout, spec in zip(arguments, specs, strict=True):
         assert spec is None or layout == layout_of(spec, len(layout)), "Shardy moved a fixed argument"
-    return Propagated(arguments, results, _inner_layouts(module, mesh_shape))
+    return Propagated(arguments, results, _inner_layouts(inner, mesh_shape))
 
 
 def _with_paths(closed: core.ClosedJaxpr, path: tuple) -> core.ClosedJaxpr:
@@ -101,14 +107,16 @@ def _inner_layouts(module: Any, mesh: MeshShape) -> dict[tuple, tuple[Layout, ..
         path = tuple(int(step) if step.isdigit() else step for step in paths[-1].split("_"))
         ranks = [ir.RankedTensorType(result.type).rank for result in operation.results]
         attributes = operation.attributes
-        text = str(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else ""
+        # What a call returns lies as the edge behind the call says.
+        key = next((key for key in ("sdy.sharding", "sharding", "out_shardings") if key in attributes), None)
+        text = str(attributes[key]) if key else ""
         shardings = re.findall(r"<@\w+, \[[^\]]*\][^>]*>", text) or [""] * len(ranks)
         layouts = tuple(_layout(s, rank, mesh) for s, rank in zip(shardings, ranks, strict=True))
         if by_kind.setdefault((path, operation.name, *ranks), layouts) != layouts:
             copied.add(path)
         found[path] = layouts  # the last operation of an equation makes its result
 
-    visit(module.operation)
+    visit(module)
     return {path: layouts for path, layouts in found.items() if path not in copied}
 
 
@@ -152,11 +160,13 @@ def _tensors(text: str) -> tuple[Dims, ...]:
     )
 
 
-def _ran(jitted: Callable, args: Sequence, pipeline: str):
+def _ran(jitted: Callable, args: Sequence, pipeline: str) -> Any:
+    """The module operation that `jitted` lowers to, after some passes; JAX remembers modules, so it is a copy."""
     module = jitted.trace(*args).lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
     with module.context:
-        passmanager.PassManager.parse(pipeline).run(module.operation)
-    return module
+        operation = module.operation.clone()
+        passmanager.PassManager.parse(pipeline).run(operation.operation)
+    return operation.operation
 
 
 def _layout(attributes: str, rank: int, mesh: MeshShape) -> Layout:

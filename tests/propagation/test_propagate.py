@@ -1,25 +1,33 @@
 """Propagation against Shardy's own pipeline, and by its properties."""
 
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_programs
 import shardy
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from models import MODELS
+from models import MODELS, MORE_MODELS
 
-from autoshard.layout import axes_of, layout_of, replicated
-from autoshard.program import Value, trace
+from autoshard.layout import axes_of, layout_of
+from autoshard.program import trace
 from autoshard.propagation import propagate_layouts, rules_for
 
+GENERATED = settings(
+    deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 MESH = {"x": 4, "y": 2}
+BOUNDARIES = {"branch_const", "branch_join", "scan_carry", "scan_const", "scan_slice", "scan_stack"}
 
 
-def layouts(fn, args, specs, mesh=MESH):
-    """Layouts of arguments, of results, and the whole table."""
-    program = trace(fn, args, {})
+def spread(fn, args, specs, mesh=MESH):
+    """The program, and how propagation lays it out."""
+    program = trace(fn, tuple(args), {})
     fixed = {
         value.id: layout_of(spec, len(value.shape))
         for value, spec in zip(program.arguments, specs, strict=True)
@@ -27,18 +35,32 @@ def layouts(fn, args, specs, mesh=MESH):
     }
     found = propagate_layouts(program, rules_for(program), mesh, fixed)
     for value, layout in fixed.items():
-        assert found[value] == layout
-    results = [found[x.id] if isinstance(x, Value) else replicated(x.ndim) for x in program.results]
-    return [found[x.id] for x in program.arguments], results, found
+        assert found.values[value] == layout
+    return program, found
 
 
 def check_against_shardy(fn, args, specs, mesh=MESH, changed=None):
-    """Asserts that arguments and results lie as Shardy has them; `changed` alters ours, to see the check fail."""
-    arguments, results, _ = layouts(fn, args, specs, mesh)
+    """Asserts that arguments and results lie as Shardy has them; the number of inner values compared, and those that
+    lie otherwise.
+
+    `changed` alters the layout of one of our results, to see the check fail.
+    """
+    program, found = spread(fn, args, specs, mesh)
+    results = list(found.results)
     if changed is not None:
         results[changed] = tuple(axes[:-1] for axes in results[changed])
     theirs = shardy.propagated(fn, args, specs, mesh)
-    assert (arguments, results) == (theirs.arguments, theirs.results)
+    assert [found.values[value.id] for value in program.arguments] == theirs.arguments
+    assert results == theirs.results
+    compared, others = 0, []
+    for equation in program.equations:
+        layouts = theirs.inner.get(equation.path, ())
+        if [len(x) for x in layouts] == [len(x.shape) for x in equation.outputs]:
+            for value, layout in zip(equation.outputs, layouts, strict=True):
+                compared += 1
+                if found.values[value.id] != layout:
+                    others.append(f"{equation}: {found.values[value.id]}, Shardy {layout}")
+    return compared, others
 
 
 def array(*shape):
@@ -105,7 +127,8 @@ FUNCTIONS = {  # name: function, operands, specs
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_as_shardy(name):
-    check_against_shardy(*FUNCTIONS[name])
+    compared, others = check_against_shardy(*FUNCTIONS[name])
+    assert compared and not others, others
 
 
 def test_the_oracle_sees_a_difference():
@@ -137,14 +160,45 @@ STEPS = {  # name: model, pattern of the argument's name -> spec
 }
 
 
+def check_step(model, specs):
+    """Asserts that a train step's results lie as Shardy has them, and 99 of 100 inner values."""
+    args = (model.state, model.batches(0))
+    compared, others = check_against_shardy(model.step, args, specs)
+    equations = trace(model.step, args, {}).equations
+    values = sum(len(equation.outputs) for equation in equations if equation.primitive not in BOUNDARIES)
+    assert compared > 0.8 * values
+    assert len(others) <= 0.01 * compared, "\n".join(others)
+
+
+def named_specs(model, rules):
+    """For each flat argument the spec of the first pattern that its path fits, or None."""
+    names = [value.name for value in trace(model.step, (model.state, model.batches(0)), {}).arguments]
+    return [next((spec for pattern, spec in rules.items() if re.search(pattern, name)), None) for name in names]
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_train_steps_as_shardy(name):
     model_name, rules = STEPS[name]
     model = MODELS[model_name]()
-    args = (model.state, model.batches(0))
-    names = [value.name for value in trace(model.step, args, {}).arguments]
-    specs = [next((spec for pattern, spec in rules.items() if re.search(pattern, name)), None) for name in names]
-    check_against_shardy(model.step, args, specs)
+    check_step(model, named_specs(model, rules))
+
+
+@pytest.mark.parametrize("state_too", [False, True])
+@pytest.mark.parametrize("model_name", MORE_MODELS)
+def test_more_train_steps_as_shardy(model_name, state_too):
+    """Data parallel; and with the state split as well, each array over its last dim that y divides."""
+    model = MORE_MODELS[model_name]()
+    batch = [P("x") if np.ndim(x) else None for x in jax.tree.leaves(model.batches(0))]
+    state = [None] * len(jax.tree.leaves(model.state))
+    if state_too:
+        state = [last_dim(np.shape(x)) for x in jax.tree.leaves(model.state)]
+    check_step(model, state + batch)
+
+
+def last_dim(shape):
+    """The spec that splits the last dim of more than one channel over y."""
+    dims = [dim for dim, size in enumerate(shape) if size % MESH["y"] == 0]
+    return P(*[None] * dims[-1], "y") if dims else None
 
 
 def random_specs(shapes, rng):
@@ -164,9 +218,29 @@ def random_specs(shapes, rng):
 @pytest.mark.parametrize("model_name", ["mlp", "moe", "tied"])
 def test_any_specs_as_shardy(model_name, seed):
     model = MODELS[model_name]()
-    args = (model.state, model.batches(0))
-    specs = random_specs([np.shape(x) for x in jax.tree.leaves(args)], np.random.default_rng(seed))
-    check_against_shardy(model.step, args, specs)
+    shapes = [np.shape(x) for x in jax.tree.leaves((model.state, model.batches(0)))]
+    check_step(model, random_specs(shapes, np.random.default_rng(seed)))
+
+
+def test_random_programs_as_shardy():
+    totals = Counter()
+
+    @seed(1)
+    @settings(GENERATED, max_examples=300)
+    @given(st.data())
+    def check(data):
+        program = data.draw(random_programs.programs())
+        mesh = data.draw(st.sampled_from(random_programs.MESHES))
+        specs = data.draw(random_programs.specs(program.shapes, mesh))
+        compared, others = check_against_shardy(program, program.arguments, specs, mesh)
+        totals.update(programs=1, compared=compared, others=len(others))
+        totals.update(instruction.text.split("[")[0].split()[0] for instruction in program.instructions)
+
+    check()
+    assert totals["programs"] == 300 and totals["compared"] > 1500
+    assert totals["others"] <= 0.01 * totals["compared"]
+    for nested in ("scan", "while", "cond", "grad"):
+        assert totals[nested] >= 15
 
 
 @pytest.mark.parametrize("model_name", MODELS)
@@ -174,17 +248,17 @@ def test_every_layout_is_one_and_a_fixed_point(model_name):
     model = MODELS[model_name]()
     args = (model.state, model.batches(0))
     specs = random_specs([np.shape(x) for x in jax.tree.leaves(args)], np.random.default_rng(5))
-    program = trace(model.step, args, {})
-    _, _, found = layouts(model.step, args, specs)
-    assert len(found) == len(program.values)
+    program, found = spread(model.step, args, specs)
+    assert len(found.values) == len(program.values)
     for value in program.values:
-        layout = found[value.id]
+        layout = found.values[value.id]
         assert len(layout) == len(value.shape)
         assert len(axes_of(layout)) == sum(map(len, layout)), "an axis twice"
-    fixed = {value.id: found[value.id] for value in program.values}
-    assert propagate_layouts(program, rules_for(program), MESH, fixed) == found
+        assert {origin.axis for origin in found.origins[value.id]} == axes_of(layout)
+    fixed = {value.id: found.values[value.id] for value in program.values}
+    assert propagate_layouts(program, rules_for(program), MESH, fixed).values == found.values
 
 
 def test_nothing_fixed_nothing_split():
-    _, _, found = layouts(attention, [array(8, 16, 64), *HEADS], [None] * 5)
-    assert not any(axes_of(layout) for layout in found.values())
+    _, found = spread(attention, [array(8, 16, 64), *HEADS], [None] * 5)
+    assert not any(axes_of(layout) for layout in found.values.values())

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
+from autoshard.jaxprs import CONSTRAINTS, said_spec
 from autoshard.layout import layout_of
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of
-
-CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
 
 
 @rule(*CONSTRAINTS)
@@ -20,9 +19,8 @@ def constraint(equation: Equation) -> Rule:
     """`i j -> i j`, split as the user says; a dim that is left unconstrained may be split by anything."""
     operands, results = shapes_of(equation)
     rule = dimwise(operands, results)
-    sharding = equation.params["sharding" if equation.primitive == "sharding_constraint" else "dst_sharding"]
-    spec = getattr(sharding, "spec", None)
-    if spec is None:  # of one device, or of a kind that names no axes: it says nothing of a mesh
+    spec = said_spec(equation.params)
+    if spec is None:
         return rule
     layout = layout_of(spec, len(results[0]))
     free = {dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
@@ -118,7 +118,7 @@ PRIMITIVES = (
     "zeta",
 )
 
-_elementwise = lru_cache(maxsize=4096)(dimwise)
+_elementwise = lru_cache(maxsize=4096)(partial(dimwise, broadcasts=True))
 
 
 @rule(*PRIMITIVES)

@@ -101,7 +101,7 @@ def custom_partitioning(equation: Equation) -> Rule:
     "dot_product_attention_fwd_wrapper",
 )
 def fused_attention(equation: Equation) -> Rule:
-    """`b t i h, b s j h, b s j h -> b t i h`, all but the batch whole: what cuDNN's kernel can be split over at least."""
+    """`b t i h, b s j h, b s j h -> b t i h`, all but b whole: cuDNN runs each sequence on its own."""
     operands, results = shapes_of(equation)
     batch = operands[0][0]
     builder = RuleBuilder(operands, results)

@@ -18,7 +18,7 @@ def counters(equation: Equation) -> Rule:
 @rule("philox2x32", "philox4x32", "threefry2x32", "threefry4x32")
 def cipher(equation: Equation) -> Rule:
     """`, , i, i -> i, i`: each counter is encrypted on its own."""
-    return dimwise(*shapes_of(equation))
+    return dimwise(*shapes_of(equation), broadcasts=True)
 
 
 @rule("random_bits", "random_split")

@@ -72,7 +72,7 @@ def specs(draw, shapes: Sequence[Shape], mesh: MeshShape, least: int = 1) -> lis
         if position >= least and draw(st.booleans()):
             found.append(None)
             continue
-        left = {dim: size for dim, size in enumerate(shape)}
+        left = dict(enumerate(shape))
         dims: list[tuple[str, ...]] = [()] * len(shape)
         for axis, devices in mesh.items():
             fitting = [None, *(dim for dim, size in left.items() if size % devices == 0)]
@@ -286,15 +286,19 @@ def _convolution(draw, pool, depth):
     j = None if i is None else _pick(draw, pool, lambda shape: len(shape) == 3 and shape[1] == pool[i][2])
     if j is None:
         return None
-    numbers = ("NWC", "WIO", "NWC")
-    return Instruction("convolution", (i, j), lambda x, k: lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=numbers))  # noqa: E501
+
+    def convolve(images, kernel):
+        return lax.conv_general_dilated(images, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    return Instruction("convolution", (i, j), convolve)
 
 
 def _pool(draw, pool, depth):
     i = _pick(draw, pool, lambda shape: len(shape) == 3 and shape[1] % 2 == 0)
     if i is None:
         return None
-    return Instruction("max pool", (i,), lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID"))  # noqa: E501
+    window = (1, 2, 1)
+    return Instruction("max pool", (i,), lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID"))
 
 
 def _scan(draw, pool, depth):
@@ -348,7 +352,8 @@ def _gradient(draw, pool, depth):
 
 
 def _shapes(program: RandomProgram) -> list[Shape]:
-    every = RandomProgram(program.shapes, program.instructions, tuple(range(len(program.shapes + program.instructions))))
+    count = len(program.shapes) + len(program.instructions)
+    every = RandomProgram(program.shapes, program.instructions, tuple(range(count)))
     return [x.shape for x in jax.eval_shape(every, *program.arguments)]
 
 
