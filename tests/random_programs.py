@@ -61,7 +61,7 @@ def programs(draw, arguments: int = 3, length: int = 8) -> RandomProgram:
     """Programs of up to so many arguments and instructions."""
     count = draw(st.integers(1, arguments))
     shapes = tuple(draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3).map(tuple)) for _ in range(count))
-    return _program(draw, shapes, draw(st.integers(1, length)), depth=0)
+    return _program(draw, shapes, draw(st.integers(3, length)), depth=0)
 
 
 @st.composite
@@ -99,8 +99,10 @@ def _program(draw, shapes: Sequence[Shape], length: int, depth: int) -> RandomPr
             instructions.append(made)
             pool.append(result.shape)
     last = len(pool) - 1
-    others = draw(st.lists(st.integers(0, last), max_size=2, unique=True))
-    return RandomProgram(tuple(shapes), tuple(instructions), (last, *others))
+    read = {i for instruction in instructions for i in instruction.reads}
+    unread = [i for i in range(len(shapes), last) if i not in read]
+    also = draw(st.lists(st.integers(0, last), max_size=2, unique=True))
+    return RandomProgram(tuple(shapes), tuple(instructions), (last, *unread, *also))
 
 
 # Families: each draws one instruction from the shapes there are, or None where none fits.
@@ -364,5 +366,5 @@ def _nested(program: RandomProgram) -> str:
 _NESTED = (_scan, _fori, _cond, _gradient)
 _FAMILIES = (
     _unary, _binary, _broadcast, _outer, _where, _dot, _dot, _transpose, _reshape, _reshape, _reduce, _softmax, _along,
-    _concatenate, _gather, _scatter, _dynamic, _convolution, _pool, *_NESTED,
+    _concatenate, _gather, _scatter, _dynamic, _convolution, _pool, *_NESTED, *_NESTED,
 )  # fmt: skip
