@@ -18,7 +18,9 @@ ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
 # Calls that JAX transforms by rules of their own.
-CUSTOM = frozenset({"custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "linear_call"})
+CUSTOM = frozenset({
+    "call_hi_primitive", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "linear_call",
+})  # fmt: skip
 _CALLED = {  # primitive -> the parameters that may hold what it calls
     "call": ("call_jaxpr",),
     "closed_call": ("call_jaxpr",),
@@ -39,10 +41,27 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The jaxpr that a call equation runs exactly once; None for everything else."""
     if eqn.primitive.name == "custom_linear_solve":
         return eqn.params["jaxprs"].solve
+    if eqn.primitive.name == "call_hi_primitive":
+        return _expanded(eqn)
     held = [eqn.params[name] for name in _CALLED.get(eqn.primitive.name, ()) if name in eqn.params]
     if not held:
         return None
     return held[0] if isinstance(held[0], ClosedJaxpr) else ClosedJaxpr(held[0], ())
+
+
+def _expanded(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What a primitive that is defined by a function does; None if it works on more than arrays, or does not say."""
+    primitive = eqn.params["_prim"]
+    if not all(is_array(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
+        return None
+
+    def expanded(*operands: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, operands)))
+
+    try:
+        return jax.make_jaxpr(expanded)(*(atom.aval for atom in eqn.invars))
+    except NotImplementedError:
+        return None
 
 
 def called_operands(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:

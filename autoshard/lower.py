@@ -145,12 +145,11 @@ class _Emitter:
         return self.body(closed, env, path)
 
     def equation(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
-        name = eqn.primitive.name
-        if name in CUSTOM:
-            return self.custom(eqn, operands, path)
+        name, opened = eqn.primitive.name, called_jaxpr(eqn)
+        if opened is not None and name in CUSTOM:
+            return self.custom(eqn, opened, operands, path)
         if name in REMAT:
             return self.remat(eqn, operands, path)
-        opened = called_jaxpr(eqn)
         if opened is not None:
             return self.call(opened, called_operands(eqn, operands), path)
         special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
@@ -162,7 +161,7 @@ class _Emitter:
             return self.made(equation, [self.constrained_to(array, said_spec(eqn.params))])
         return self.made(equation, run(eqn, [self.read(held, equation, i) for i, held in enumerate(operands)]))
 
-    def custom(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+    def custom(self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[_Held], path: tuple) -> list[_Held]:
         """Runs the annotated body; differentiates by the rule the user gave."""
         shells = [_Held(None, held.layout, None, held.copy_layout) for held in operands]
         results: list[_Held] = []
@@ -173,7 +172,7 @@ class _Emitter:
                 _Held(array, shell.layout, copy, shell.copy_layout)
                 for shell, array, copy in zip(shells, arrays, copies, strict=True)
             ]
-            results[:] = self.call(called_jaxpr(eqn), called_operands(eqn, entries), path)
+            results[:] = self.call(opened, called_operands(eqn, entries), path)
             return [held.array for held in results], [held.copy for held in results]
 
         @call.defjvp

@@ -178,5 +178,5 @@ def _layout(attributes: str, rank: int, mesh: MeshShape) -> Layout:
     if match is None:
         return replicated(rank)
     dims = [re.findall(r'"(\w+)"(:?)', dim) for dim in re.findall(r"\{([^}]*)\}", match[1])]
-    assert len(dims) == rank
-    return tuple(tuple(axis for axis, _ in itertools.takewhile(lambda part: not part[1], dim)) for dim in dims)
+    assert not any(dims[rank:]), "PRNG keys have hidden dims, but nothing splits them"
+    return tuple(tuple(axis for axis, _ in itertools.takewhile(lambda part: not part[1], dim)) for dim in dims[:rank])

@@ -40,17 +40,18 @@ def _product_factors(
     offset: int = 0,
     ragged_left: Container[int] = (),
     group_right: Container[int] = (),
+    batched_sizes: int = 0,
 ) -> None:
     """The factors of a product whose result has `offset` dims before its batch dims.
 
     A ragged dim of the left operand is cut where `group_sizes` say at run time, so it stays whole, as do the group
-    dims of the right operand, which are no dims of the result.
+    dims of the right operand, which are no dims of the result. `group_sizes` may begin with some of the batch dims.
     """
     left, right = operands[0], operands[1]
     to = offset
-    for dim_left, dim_right in zip(*batch, strict=True):
-        kind = "need_replication" if dim_left in ragged_left else ""
-        builder.factor(left[dim_left], [(0, dim_left), (1, dim_right)], [(0, to)], kind)
+    for dim, (dim_left, dim_right) in enumerate(zip(*batch, strict=True)):
+        sides = [(0, dim_left), (1, dim_right)] + ([(2, dim)] if dim < batched_sizes else [])
+        builder.factor(left[dim_left], sides, [(0, to)], "need_replication" if dim_left in ragged_left else "")
         to += 1
     for dim, size in enumerate(left):
         if dim not in contracting[0] and dim not in batch[0]:
@@ -76,6 +77,8 @@ def ragged_dot_general(equation: Equation) -> Rule:
     contracting = (tuple(contract_left), tuple(contract_right))
     ragged_left = tuple(numbers.lhs_ragged_dimensions)
     groups_in_result = set(ragged_left) & set(contracting[0])  # each group is contracted by itself
+    sizes = operands[2]
+    batched_sizes = min(len(sizes) - 1, len(batch_left))
     builder = RuleBuilder(operands, results)
     _product_factors(
         builder,
@@ -85,17 +88,18 @@ def ragged_dot_general(equation: Equation) -> Rule:
         offset=1 if groups_in_result else 0,
         ragged_left=ragged_left,
         group_right=tuple(numbers.rhs_group_dimensions),
+        batched_sizes=batched_sizes,
     )
     if groups_in_result:
         builder.factor(results[0][0], [], [(0, 0)], "need_replication")
-    for dim, size in enumerate(operands[2]):
-        builder.factor(size, [(2, dim)], [], "need_replication")
+    for dim in range(batched_sizes, len(sizes)):
+        builder.factor(sizes[dim], [(2, dim)], [], "need_replication")
     return builder.build()
 
 
 @rule("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper")
 def scaled_product(equation: Equation) -> Rule:
-    """`b i k, b j k, b i l, b j l -> b i j`: k has one scale per block, so it and the scales' l stay whole."""
+    """`b i k, b j k, b i k, b j k -> b i j`, k whole: the last two hold one scale per block of k."""
     operands, results = shapes_of(equation)
     numbers = equation.params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
     (contract_left, contract_right), (batch_left, batch_right) = numbers
@@ -111,9 +115,7 @@ def scaled_product(equation: Equation) -> Rule:
                 scales = [(side + 2, dim)] if len(operands) > side + 2 else []
                 builder.factor(size, [(side, dim), *scales], [(0, to)])
                 to += 1
-    for tensors, dims in (((0, 1), numbers[0]), ((2, 3), numbers[0])):
-        for dim_left, dim_right in zip(*dims, strict=True):
-            if len(operands) > tensors[1]:
-                sides = list(zip(tensors, (dim_left, dim_right), strict=True))
-                builder.factor(operands[tensors[0]][dim_left], sides, [], "need_replication")
+    for dims in zip(contract_left, contract_right, strict=True):
+        sides = [(tensor, dims[tensor % 2]) for tensor in range(len(operands))]
+        builder.factor(operands[0][dims[0]], sides, [], "need_replication")
     return builder.build()

@@ -41,7 +41,7 @@ def concatenate(equation: Equation) -> Rule:
     return dimwise(operands, results, {equation.params["dimension"]: "permutation"})
 
 
-@rule("empty", "empty2", "iota", "rng_uniform")
+@rule("empty", "empty2", "iota", "rng_uniform", "thunky.inline_constant")
 def created(equation: Equation) -> Rule:
     """`-> i j`: each device makes its own shard."""
     operands, results = shapes_of(equation)
@@ -63,13 +63,17 @@ def pad(equation: Equation) -> Rule:
 
 @rule("reshape")
 def reshape(equation: Equation) -> Rule:
-    """`(i j) k -> i (j k)`: merged and split dims are compound, made of the common factors of both shapes."""
-    operands, (result,) = shapes_of(equation)
-    return _reshape(operands[0], result)
+    """`(i j) k -> i (j k)`: merged and split dims are compound, made of the common factors of both shapes.
+
+    With `dimensions`, the operand is transposed before.
+    """
+    (operand,), (result,) = shapes_of(equation)
+    order = equation.params.get("dimensions") or range(len(operand))
+    return _reshape(operand, result, tuple(order))
 
 
 @lru_cache(maxsize=4096)
-def _reshape(operand: Shape, result: Shape) -> Rule:
+def _reshape(operand: Shape, result: Shape, order: tuple[int, ...]) -> Rule:
     """Walks both shapes from the major end, one common factor at a time.
 
     Where the dims do not share a factor (``6 -> 4``, say), both sides get factors of their own, which no split can
@@ -81,7 +85,7 @@ def _reshape(operand: Shape, result: Shape) -> Rule:
             for dim, size in enumerate(shape):
                 builder.factor(size, *([[(0, dim)], []] if side == 0 else [[], [(0, dim)]]), "need_replication")
         return builder.build()
-    sources = [(dim, size) for dim, size in enumerate(operand) if size > 1]
+    sources = [(dim, operand[dim]) for dim in order if operand[dim] > 1]
     targets = [(dim, size) for dim, size in enumerate(result) if size > 1]
     behind = ahead = 1  # products of the factors given so far: of the operand, of the result
     room_in = room_out = 1  # what the current dims still need

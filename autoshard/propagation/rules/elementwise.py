@@ -86,7 +86,6 @@ PRIMITIVES = (
     "polynomial",
     "population_count",
     "pow",
-    "pvary",
     "real",
     "reciprocal",
     "reduce_precision",
@@ -154,7 +153,7 @@ def tie(equation: Equation) -> Rule:
     return builder.build()
 
 
-@rule("device_put", "optimization_barrier")
+@rule("device_put", "optimization_barrier", "program_order")
 def paired(equation: Equation) -> Rule:
     """`i j, k -> i j, k`: each operand passes to the result of its own number."""
     return _paired(shapes_of(equation)[0])

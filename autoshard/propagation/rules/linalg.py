@@ -75,14 +75,16 @@ def of_vectors(equation: Equation) -> Rule:
 
 @rule("triangular_solve")
 def triangular_solve(equation: Equation) -> Rule:
-    """`b i j, b j k -> b i k`, only b may be split; the sides of the second operand pass to the result."""
+    """`b i j, b i k -> b j k`, only b may be split; from the right it is `b i j, b k j -> b k i`."""
     operands, results = shapes_of(equation)
     builder = RuleBuilder(operands, results)
-    batch = len(operands[0]) - 2
-    for dim in range(batch):
+    rows = len(operands[0]) - 2
+    columns = rows + 1
+    for dim in range(rows):
         builder.factor(operands[0][dim], [(0, dim), (1, dim)], [(0, dim)])
-    for dim in (batch, batch + 1):
-        builder.factor(operands[0][dim], [(0, dim)], [], "need_replication")
-    for dim in (batch, batch + 1):
-        builder.factor(operands[1][dim], [(1, dim)], [(0, dim)], "need_replication")
+    solved, free = (rows, columns) if equation.params["left_side"] else (columns, rows)
+    met, left = (free, solved) if equation.params["transpose_a"] else (solved, free)
+    builder.factor(operands[0][rows], [(0, met), (1, solved)], [], "need_replication")
+    builder.factor(operands[0][rows], [(0, left)], [(0, solved)], "need_replication")
+    builder.factor(operands[1][free], [(1, free)], [(0, free)], "need_replication")
     return builder.build()

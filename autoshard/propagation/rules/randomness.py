@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, dimwise
+from autoshard.propagation.rule import Rule, RuleBuilder, dimwise, whole
 from autoshard.propagation.rules.elementwise import shapes_of
 
 
@@ -54,11 +54,5 @@ def key_data(equation: Equation) -> Rule:
 
 @rule("rng_bit_generator")
 def rng_bit_generator(equation: Equation) -> Rule:
-    """`k -> k, i`, all whole: one generator makes the numbers one after the other."""
-    (key,), (_, bits) = shapes_of(equation)
-    builder = RuleBuilder([key], [key, bits])
-    for dim, size in enumerate(key):
-        builder.factor(size, [(0, dim)], [(0, dim)], "need_replication")
-    for dim, size in enumerate(bits):
-        builder.factor(size, [], [(1, dim)], "need_replication")
-    return builder.build()
+    """`k -> l, i`, all whole: one generator makes the numbers one after the other."""
+    return whole(*shapes_of(equation))

@@ -87,13 +87,23 @@ def pooling(equation: Equation) -> Rule:
 
 @rule("select_and_scatter")
 def select_and_scatter(equation: Equation) -> Rule:
-    """`b h c, b h c,  -> b h c`, h expensive; the second operand has one element per window."""
-    operands, results = shapes_of(equation)
-    return dimwise(operands, results, _windowed(equation.params), sizes=operands[1])
+    """`b h c, b i c,  -> b h c`, h expensive, i whole; the second operand has one element per window."""
+    return _scattered(equation, array=0, windows=1)
 
 
 @rule("select_and_scatter_add")
 def select_and_scatter_add(equation: Equation) -> Rule:
-    """`b h c, b h c -> b h c`, h expensive; the first operand has one element per window."""
+    """`b i c, b h c -> b h c`, h expensive, i whole; the first operand has one element per window."""
+    return _scattered(equation, array=1, windows=0)
+
+
+def _scattered(equation: Equation, array: int, windows: int) -> Rule:
     operands, results = shapes_of(equation)
-    return dimwise(operands, results, _windowed(equation.params), sizes=operands[0])
+    builder, windowed = RuleBuilder(operands, results), _windowed(equation.params)
+    for dim, size in enumerate(results[0]):
+        if dim in windowed:
+            builder.factor(size, [(array, dim)], [(0, dim)], "permutation")
+            builder.factor(operands[windows][dim], [(windows, dim)], [], "need_replication")
+        else:
+            builder.factor(size, [(0, dim), (1, dim)], [(0, dim)])
+    return builder.build()
