@@ -5,7 +5,6 @@ A rule function takes an equation and returns its `Rule`; writing it under `@rul
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
@@ -71,14 +70,16 @@ def register_rule(
 
     >>> register_rule("fused_mlp", "b i, i j, j k -> b k", reduction="j", need_replication="i")
     """
-    kinds = (names_of(reduction), names_of(need_replication), names_of(permutation))
-    given = dict(sizes or {})
+    said = {
+        "reduction": names_of(reduction),
+        "need_replication": names_of(need_replication),
+        "permutation": names_of(permutation),
+        "sizes": dict(sizes or {}),
+    }
 
     @lru_cache(maxsize=4096)
     def parsed(shapes: tuple[Shape, ...]) -> Rule:
-        return Rule.parse(
-            notation, *shapes, reduction=kinds[0], need_replication=kinds[1], permutation=kinds[2], sizes=given
-        )
+        return Rule.parse(notation, *shapes, **said)
 
     def rule_of_equation(equation: Equation) -> Rule:
         try:
@@ -86,7 +87,7 @@ def register_rule(
         except RuleError as error:
             raise RuleError(f"the rule registered for {equation}: {error}") from error
 
-    Rule.check_notation(notation, (*itertools.chain(*kinds), *given))
+    Rule.check_notation(notation, **said)
     rule(getattr(primitive, "name", primitive))(rule_of_equation)
 
 

@@ -80,12 +80,21 @@ class Rule:
         return _Notation(notation).rule(shapes, reduction, need_replication, permutation, sizes or {})
 
     @staticmethod
-    def check_notation(notation: str, factors: Iterable[str] = ()) -> None:
-        """Raises RuleError where `notation` is not in the grammar, whatever the shapes, or does not name a factor."""
-        _Notation(notation)
-        unknown = [factor for factor in factors if factor not in re.findall(r"[^\s,()>-]+", notation)]
-        if unknown:
-            raise RuleError(f"{notation!r} has no factor {unknown[0]!r}")
+    def check_notation(
+        notation: str,
+        *,
+        reduction: str | Iterable[str] = "",
+        need_replication: str | Iterable[str] = "",
+        permutation: str | Iterable[str] = "",
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        """What can be wrong with a rule whatever the shapes; the arguments are those of `parse`.
+
+        Raises:
+            RuleError: with the place in the notation that is wrong.
+        """
+        written = _Notation(notation)
+        written.check([*written.operands, *written.results], reduction, need_replication, permutation, sizes or {})
 
 
 class RuleBuilder:
@@ -250,6 +259,22 @@ class _Notation:
     ) -> Rule:
         operands, results = self._sides(len(shapes))
         tensors = self._expand([*operands, *results], shapes)
+        kinds, where = self.check(tensors, reduction, need_replication, permutation, sizes, len(operands))
+        known = self._sizes(tensors, shapes, kinds["permutation"], dict(sizes))
+        factors = [tuple(dim.factors for dim in dims) for dims in tensors]
+        ordered = {factor: known[factor] for factor in where}
+        return Rule(tuple(factors[: len(operands)]), tuple(factors[len(operands) :]), ordered, **kinds)
+
+    def check(
+        self,
+        tensors: Sequence[Sequence[_Dim]],
+        reduction: str | Iterable[str],
+        need_replication: str | Iterable[str],
+        permutation: str | Iterable[str],
+        sizes: Mapping[str, int],
+        operands: int | None = None,
+    ) -> tuple[dict[str, frozenset[str]], dict[str, int]]:
+        """The factors of each special kind, and where in the text each factor stands first; once nothing is wrong."""
         kinds = {
             "reduction": frozenset(names_of(reduction)),
             "need_replication": frozenset(names_of(need_replication)),
@@ -257,25 +282,41 @@ class _Notation:
         }
         where: dict[str, int] = {}
         for dims in tensors:
+            here: set[str] = set()
             for dim in dims:
                 for factor in dim.factors:
                     where.setdefault(factor, dim.position)
+                    if factor in here:
+                        self.fail(dim.position, f"factor {factor!r} stands twice in one operand or result")
+                    here.add(factor)
         self._check_kinds(kinds, where)
-        for factor in sizes:
-            if factor not in where:
-                self.fail(0, f"a size is given for {factor!r}, which is no factor of this rule")
-        known = self._sizes(tensors, shapes, kinds["permutation"], dict(sizes))
-        in_results = {factor for dims in tensors[len(operands) :] for dim in dims for factor in dim.factors}
+        self._check_given_sizes(sizes, where, tensors)
+        in_results = {
+            factor
+            for dims in tensors[len(self.operands) if operands is None else operands :]
+            for dim in dims
+            for factor in dim.factors
+        }
         for factor, position in where.items():
+            if factor.startswith("."):
+                continue
             if factor not in in_results and not any(factor in names for names in kinds.values()):
                 self.fail(
                     position,
                     f"factor {factor!r} is in no result: say reduction={factor!r} if it is summed away, "
                     f"need_replication={factor!r} if it has to stay whole",
                 )
-        factors = [tuple(dim.factors for dim in dims) for dims in tensors]
-        ordered = {factor: known[factor] for factor in where}
-        return Rule(tuple(factors[: len(operands)]), tuple(factors[len(operands) :]), ordered, **kinds)
+        return kinds, where
+
+    def _check_given_sizes(self, sizes: Mapping[str, int], where: Mapping[str, int], tensors) -> None:
+        for factor, size in sizes.items():
+            if factor not in where:
+                self.fail(0, f"a size is given for {factor!r}, which is no factor of this rule")
+            if not isinstance(size, int) or size < 1:
+                self.fail(where[factor], f"the size of factor {factor!r} is a positive integer, not {size!r}")
+            alone = next((dim for dims in tensors for dim in dims if dim.factors == (factor,)), None)
+            if alone is not None:
+                self.fail(alone.position, f"factor {factor!r} is a whole dim here, so its size comes from the shapes")
 
     def _sides(self, tensors: int) -> tuple[list[list[_Dim]], list[list[_Dim]]]:
         """Operands and results; an empty side is one scalar or nothing at all, whichever fits the shapes."""

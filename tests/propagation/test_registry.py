@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas
 from jax.extend.core import Primitive
 from models import MODELS
 
@@ -69,11 +70,43 @@ def test_registered_rule_that_does_not_fit():
     (equation,) = trace(primitive.bind, (X, Y), {}).equations
     with pytest.raises(RuleError, match=r"my_wrong_matmul(.|\n)*'k' has size 8 here and 6 elsewhere"):
         rule_of(equation)
-    with pytest.raises(RuleError, match="'b i -> b i' has no factor 'q'"):
-        register_rule("my_unknown_factor", "b i -> b i", reduction="q")
-    with pytest.raises(RuleError, match="never closed"):
-        register_rule("my_other", "i -> (i j")
-    assert not has_rule("my_other")
+
+
+WRONG = [  # notation, what is said of it, message, column of the mark
+    ("b i -> b i", {"reduction": "q"}, "reduction names 'q', which is no factor of this rule", 0),
+    ("b i, i j -> b j", {}, "factor 'i' is in no result: say reduction='i'", 2),
+    ("b i -> b i", {"reduction": "i", "permutation": "i"}, "factor 'i' is both reduction and permutation", 2),
+    ("b b -> b", {}, "factor 'b' stands twice in one operand or result", 2),
+    ("b (h k) -> b h k", {"sizes": {"h": 4}}, "factor 'h' is a whole dim here, so its size comes from the shapes", 13),
+    ("b (h k) -> b (h k)", {"sizes": {"h": 0}}, "the size of factor 'h' is a positive integer, not 0", 2),
+    ("b (h k) -> b (h k)", {"sizes": {"m": 4}}, "a size is given for 'm', which is no factor of this rule", 0),
+    ("i -> (i j", {}, "this bracket is never closed", 5),
+    ("i j", {}, "a rule has one '->' between operands and results", 3),
+]
+
+
+@pytest.mark.parametrize("notation, said, message, column", WRONG)
+def test_a_wrong_rule_is_an_error_where_it_is_registered(notation, said, message, column):
+    with pytest.raises(RuleError) as caught:
+        register_rule("my_wrong", notation, **said)
+    text, written, mark = str(caught.value).split("\n")[-3:]
+    assert message in text
+    assert written.strip() == notation
+    assert mark.index("^") - 4 == column
+    assert not has_rule("my_wrong")
+
+
+def test_a_rule_of_one_kernel():
+    def doubled(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    def call(x):
+        return pallas.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    (equation,) = trace(call, (X,), {}).equations
+    assert not rule_of(equation).splittable
+    register_rule("pallas_call:doubled", "i j -> i j")
+    assert rule_of(equation) == RIGHT
 
 
 @pytest.mark.parametrize("name", MODELS)

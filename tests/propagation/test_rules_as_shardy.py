@@ -57,11 +57,13 @@ UNLIKE_SHARDY = {  # primitive, or case -> why we differ
     "scaled_dot": "a product here; Shardy has no rule for a composite",
     "scan, of no steps": "JAX lowers nothing of it",
     "sin, einshape": PLAIN,
+    "sin, fusible": PLAIN,
     "svd": MATRICES,
     "swap": PLAIN,
     "symmetric_product": MATRICES,
     "tridiagonal_solve": MATRICES,
 }
+IN_SOME_RELEASES = frozenset({"einshape_lo", "sin, einshape", "sin, fusible"})
 NOT_FOR_TPUS = frozenset({  # Shardy is asked about TPU programs
     "buffer_callback", "call_exported", "core_map", "debug_callback", "debug_print", "eig", "geqp3", "hessenberg",
     "io_callback", "mpmd_map", "pure_callback", "qr, pivoting", "random_gamma", "run_scoped", "schur", "spsolve",
@@ -110,7 +112,7 @@ def test_as_shardy(case):
 @pytest.mark.parametrize("name", UNLIKE_SHARDY)
 def test_the_table_has_no_more_than_it_needs(name):
     of_that_name = [case for case in ASKED if name in (case.primitive, case.name)]
-    assert not of_that_name or any(map(differences, of_that_name))
+    assert not of_that_name or name in IN_SOME_RELEASES or any(map(differences, of_that_name))
 
 
 MISTAKES = [  # primitive, wrong rule
