@@ -89,7 +89,10 @@ def argument_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, 
     arguments = program.argument_slots[0]
     if not isinstance(tree, tuple) or isinstance(tree, PartitionSpec) or len(tree) != len(arguments):
         raise MeshError(f"one sharding per positional argument is needed, in a tuple of {len(arguments)}, not {tree!r}")
-    return dict(_from_prefix(tree, arguments, program.arguments, mesh))
+    layouts = dict(_from_prefix(tree, arguments, program.arguments, mesh))
+    for i, layout in layouts.items():
+        _check_even(layout, program.arguments[i], mesh)
+    return layouts
 
 
 def check_jit_takes(program: Program, layouts: Mapping[int, Layout], mesh: MeshShape) -> None:
@@ -151,13 +154,17 @@ def _layout(spec: PartitionSpec, value: Value | np.ndarray, mesh: MeshShape) -> 
     return layout
 
 
-def _check_jit_takes(layout: Layout, value: Value, mesh: MeshShape) -> None:
+def _check_even(layout: Layout, value: Value, mesh: MeshShape) -> None:
     for dim, (size, axes) in enumerate(zip(value.shape, layout, strict=True)):
         if size % shards(axes, mesh):
             raise MeshError(
                 f"{spec_of(layout)} splits dim {dim} of {value} over {shards(axes, mesh)} devices, which do not divide "
                 f"{size}.\nPad it to a multiple of {shards(axes, mesh)}, or split another dim."
             )
+
+
+def _check_jit_takes(layout: Layout, value: Value, mesh: MeshShape) -> None:
+    _check_even(layout, value, mesh)
     if not in_mesh_order(layout, mesh):
         spec = spec_of(layout)
         raise MeshError(f"{spec} splits a dim of {value} over axes in another order than that of the mesh {dict(mesh)}")

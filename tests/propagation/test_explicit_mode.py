@@ -32,6 +32,7 @@ FEWER = {
         "scan, gradient over weights",
     ),
     "ones_like(x) has the type of x, as if by a constraint": ("while, forward derivative",),
+    "one generator makes the numbers one after the other, so that its key stays whole": ("rng_bit_generator",),
     "the result has the type of one operand, whatever the others': propagation weighs them": (
         "clamp", "reduce, of several", "select_and_scatter", "shard_alike", "spsolve",
     ),

@@ -21,7 +21,7 @@ RANDOM = [  # function, operands, primitive, notation, splittable
     (lambda s: jax.random.key(s), (jnp.int32(3),), "random_seed", " -> ", ""),
     (jax.random.clone, (KEYS,), "random_clone", "i -> i", "i"),
     (lambda k: lax.rng_bit_generator(k, (4, 6)), (jnp.zeros(4, jnp.uint32),), "rng_bit_generator",
-     "i -> i, j k", ""),
+     "i -> j, k l", ""),
     (lambda k: jax.random.gamma(k, jnp.ones((4, 6))), (KEY,), "random_gamma", "i j, i j -> i j", "i j"),
 ]  # fmt: skip
 

@@ -106,7 +106,7 @@ def test_models_as_propagated(name):
     batch = next(value for value in reversed(program.arguments) if value.shape)
     given = {batch.id: (("x",),) + ((),) * (len(batch.shape) - 1)}
     formulation = formulate(program, rules, PLANE, TOPOLOGY)
-    assert_followed(formulation, propagate_layouts(program, rules, PLANE, given))
+    assert_followed(formulation, propagate_layouts(program, rules, PLANE, given).values)
 
 
 def test_a_layout_that_is_not_followed_is_caught(monkeypatch):

@@ -1,0 +1,126 @@
+"""What users say of shardings inside and outside a step is obeyed; what contradicts is named, both sides of it."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips
+
+from autoshard import autoshard, plan, propagate
+from autoshard.errors import AutoshardError, ConflictError, MeshError
+from autoshard.layout import layout_of
+
+AXES = {"x": 4, "y": 2}
+MESH = mesh_of(AXES)
+W, X = (np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate([(16, 32), (8, 16)]))
+
+
+def constrained(spec):
+    """A step whose hidden layer is constrained."""
+
+    def step(w, x):
+        hidden = lax.with_sharding_constraint(jnp.tanh(x @ w), NamedSharding(MESH, spec))
+        return (hidden @ w.T).sum(0), hidden
+
+    return step
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(), P(None, ("x", "y")), P("x", P.UNCONSTRAINED)])
+def test_a_constraint_is_obeyed(spec):
+    step = autoshard(constrained(spec), mesh=MESH, topology=slow_chips(AXES))
+    lowered = step.lower(W, X).as_text()
+    assert "sdy.sharding_constraint" in lowered
+    for got, want in zip(step(W, X), jax.jit(constrained(spec))(W, X), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    made = step.plan(W, X)
+    wanted = layout_of(spec, 2)
+    kept = [layout for layout in made.annotations.homes.values() if len(layout) == 2]
+    assert any(all(a == b or open_ for a, b, open_ in zip(k, wanted, _open(spec), strict=True)) for k in kept)
+
+
+def _open(spec):
+    entries = [entry is P.UNCONSTRAINED for entry in spec]
+    return entries + [False] * (2 - len(entries))
+
+
+def test_a_constraint_costs_what_it_forces():
+    free = plan(lambda w, x: (jnp.tanh(x @ w) @ w.T).sum(0), W, X, mesh=MESH, topology=slow_chips(AXES))
+    whole = plan(lambda w, x: constrained(P())(w, x)[0], W, X, mesh=MESH, topology=slow_chips(AXES))
+    assert whole.status == free.status == "optimal"
+    assert whole.cost > 1.5 * free.cost
+
+
+def test_constraints_with_open_dims_may_be_split_further():
+    made = plan(constrained(P("x", P.UNCONSTRAINED)), W, X, mesh=MESH, topology=slow_chips(AXES))
+    assert (("x",), ("y",)) in made.annotations.homes.values()
+
+
+def test_a_region_written_per_device_is_one_equation():
+    def step(w, x):
+        part = jax.shard_map(
+            lambda w, x: lax.psum(x @ w, "x"), mesh=MESH, in_specs=(P("x"), P(None, "x")), out_specs=P()
+        )
+        return jnp.sin(part(w * 2, jnp.cos(x)))
+
+    made = plan(step, W, X, mesh=MESH, topology=slow_chips(AXES))
+    np.testing.assert_allclose(
+        autoshard(step, mesh=MESH, topology=slow_chips(AXES))(W, X), np.sin(np.cos(X) @ (W * 2)), rtol=1e-4, atol=1e-5
+    )
+    assert made.in_shardings[0].spec == P("x") and made.in_shardings[1].spec == P(None, "x")
+    found = propagate(step, W, X, mesh=MESH, in_specs=(None, None))
+    assert found.arguments == (P("x"), P(None, "x"))
+    assert found.outputs == (P(),)
+
+
+def test_propagation_says_where_a_sharding_came_from():
+    found = propagate(constrained(P(None, "y")), W, X, mesh=MESH, in_specs=(None, P("x")))
+    assert found.arguments == (P(None, "y"), P("x"))
+    by_primitive = {value.equation.primitive: value for value in found.values if value.equation}
+    (origin,) = by_primitive["sharding_constraint"].origins
+    assert (origin.axis, origin.equation) == ("y", None)
+    assert str(by_primitive["tanh"].origins[0]).startswith("'y' from value float32[8, 32] (test_annotations.py:")
+    weight = next(value for value in found.values if value.value.name == "w")
+    assert [origin.axis for origin in weight.origins] == ["y"]
+    assert weight.origins[0].equation.primitive == "dot_general"
+    assert weight.origins[0].start is by_primitive["sharding_constraint"].value
+
+
+def test_contradictions_name_both_sides():
+    with pytest.raises(ConflictError) as caught:
+        plan(constrained(P("x")), W, X, mesh=mesh_of({"data": 8}))
+    text = str(caught.value)
+    assert re.search(r"sharding_constraint at test_annotations\.py:\d+ splits value float32\[8, 32\] over 'x'", text)
+    assert "planned for the mesh {'data': 8}" in text
+
+    def manual(x):
+        return jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(x)
+
+    other = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises((AutoshardError, ValueError), match="mesh"):
+        plan(manual, X, mesh=other)
+    with pytest.raises(ConflictError, match=r"fixed\['\*'\] wants .*fixed\['w'\] wants it to be|Drop one"):
+        plan(constrained(P("x")), W, X, mesh=MESH, fixed={"w": P("x"), "*": P("y")})
+    with pytest.raises(MeshError, match=r"splits dim 0 of x float32\[8, 16\] over 16 devices|do not divide"):
+        propagate(constrained(P("x")), W, X[:6], mesh=MESH, in_specs=(None, P("x")))
+
+
+def test_a_kernel_is_kept_whole_without_a_warning():
+    from jax.experimental import pallas
+
+    def doubled(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    def step(x):
+        call = pallas.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
+        return jnp.sin(call(jnp.cos(x)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = autoshard(step, mesh=MESH, topology=slow_chips(AXES))(X)
+    np.testing.assert_allclose(got, np.sin(2 * np.cos(X)), rtol=1e-5, atol=1e-6)
