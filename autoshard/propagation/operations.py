@@ -10,7 +10,8 @@ The two differ:
   broadcast. No layout passes from one reader to another through them.
 - What enters a branch is the outer value itself.
 - A constraint holds before it as well, as long as nothing else is said of the value that is constrained. Where a loop
-  or branch hands that value over, its other readers read the constrained one instead.
+  or branch hands that value over, its other readers read the constrained one instead; after several constraints in a
+  row, those further down read what the last one makes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 from jax.lax import GatherScatterMode
 
 from autoshard.jaxprs import CONSTRAINTS
@@ -106,6 +108,7 @@ class Operations:
         self.ndims = {value.id: len(value.shape) for value in program.values}
         self._outer: dict[int, int] = {}  # value in a branch -> the value outside that it is
         self._held: dict[int, int] = {}  # value -> what a constraint makes of it, which all others read instead
+        self._chained: dict[int, Equation] = {}  # value -> the last constraint in a row, after which others read that
         self._copied: set[int] = set()  # constants and broadcast scalars
         self.first_copy: dict[int, int] = {}  # constant -> the copy that its first reader has
         self._apply_annotations(program, rules)
@@ -119,12 +122,17 @@ class Operations:
         return self._outer.get(value.id, value.id)
 
     def read_as(self, value: Value) -> int | None:
-        """The id that one more reader reads; None for a constant, of which it has a copy of its own."""
+        """The id that is returned as a result; None for a constant, of which the result is a copy of its own."""
         id_ = self._read(value)
         return None if id_ in self._copied else id_
 
-    def _read(self, value: Value) -> int:
+    def _read(self, value: Value, equation: Equation | None = None) -> int:
+        """The id that an equation reads, or, without one, a result."""
         id_ = self.seen_as(value)
+        if (last := self._chained.get(id_)) is not None:
+            body, comes_later = ((), True) if equation is None else (equation.path[:-1], equation.index > last.index)
+            if comes_later and body == last.path[:-1]:
+                return last.outputs[0].id
         return self._held.get(id_, id_)
 
     def _apply_annotations(self, program: Program, rules: Sequence[Rule]) -> None:
@@ -154,6 +162,22 @@ class Operations:
                     self._held[id_] = equation.outputs[0].id
                 else:
                     self.given[id_] = wanted
+        self._find_chains(program, said)
+
+    def _find_chains(self, program: Program, said: Mapping[int, Sequence[Given]]) -> None:
+        constraints = [equation for equation in program.equations if equation.primitive in CONSTRAINTS]
+        by_result = {equation.outputs[0].id: equation for equation in constraints}
+        readers = Counter(x.id for equation in program.equations for x in equation.inputs if isinstance(x, Value))
+        readers.update(x.id for x in program.results if isinstance(x, Value))
+        for last in constraints:
+            first = last
+            while (before := by_result.get(_id(first.inputs[0]))) is not None and readers[before.outputs[0].id] == 1:
+                first = before
+            start = first.inputs[0]
+            if first is last or not isinstance(start, Value) or start.id in by_result:
+                continue
+            if not said.get(last.outputs[0].id) and len(said[self.seen_as(start)]) == 1:
+                self._chained[self.seen_as(start)] = last
 
     def _find_constants(self, program: Program) -> None:
         constants: set[int] = set()
@@ -175,7 +199,7 @@ class Operations:
             if equation.primitive != "branch_const":
                 for value in equation.inputs:
                     if isinstance(value, Value):
-                        reads[self._read(value)] += times
+                        reads[self._read(value, equation)] += times
         return reads
 
     def _new(self, dims: Dims) -> Tensor:
@@ -184,7 +208,7 @@ class Operations:
         return id_, dims
 
     def _operand(self, value: Value, equation: Equation) -> int:
-        id_ = self._read(value)
+        id_ = self._read(value, equation)
         if equation.primitive in CONSTRAINTS and id_ == equation.outputs[0].id:
             return self.seen_as(value)
         if id_ in self._copied and not (equation.outputs and equation.outputs[0].id in self._constants):
@@ -247,6 +271,10 @@ class Operations:
                 elementwise=elementwise,
             )
         )
+
+
+def _id(operand: Value | np.ndarray) -> int | None:
+    return operand.id if isinstance(operand, Value) else None
 
 
 def _given(dims: Dims, rule: Rule, equation: Equation) -> Given:

@@ -24,7 +24,7 @@ PROPAGATE = "builtin.module(func.func(chlo-legalize-to-stablehlo),sdy-propagatio
 # The same before what is left of it changes the operations where their operands and results disagree.
 ONLY_PROPAGATE = (
     "builtin.module(func.func(chlo-legalize-to-stablehlo),sdy-import-pipeline,sdy-import-func-calls,"
-    "sdy-user-priority-propagate)"
+    "sdy-apply-sharding-constraints,sdy-user-priority-propagate)"
 )
 RULES = "builtin.module(func.func(chlo-legalize-to-stablehlo,sdy-populate-op-sharding-rules))"
 

@@ -11,6 +11,8 @@ import random_programs
 import shardy
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS, MORE_MODELS
 
@@ -128,6 +130,68 @@ FUNCTIONS = {  # name: function, operands, specs
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_as_shardy(name):
     compared, others = check_against_shardy(*FUNCTIONS[name])
+    assert compared and not others, others
+
+
+def constrain(x, *entries):
+    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * len(MESH))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*entries)))
+
+
+def manual(fn, in_specs, out_specs):
+    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * len(MESH))
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def summed(x, xs):
+    return lax.scan(lambda c, row: (jnp.sin(c + row), None), x, xs)[0]
+
+
+def also(fn, more):
+    """`fn` of a value, and `more` of it: the value has another reader than the constraint."""
+    return lambda h: (fn(h), more(h))
+
+
+X, W, XS = array(8, 16), array(16, 32), array(4, 8, 16)
+CONSTRAINED = {  # name: function, operands, specs
+    "inner": (lambda x, w: constrain(jnp.tanh(x @ w), None, "x") * 2, [X, W], [P("y"), None]),
+    "whole": (lambda x, w: constrain(x @ w) * 2, [X, W], [P("x"), P(None, "y")]),
+    "open": (lambda x, w: constrain(x @ w, P.UNCONSTRAINED, "x") * 2, [X, W], [P("y"), None]),
+    "argument": (lambda x, w: constrain(x, "x") @ w, [X, W], [None, None]),
+    "argument, fixed otherwise": (lambda x, w: constrain(x, "x") @ w, [X, W], [P(None, "y"), None]),
+    "constant": (lambda x: constrain(jnp.ones((8, 16)), "x") + x, [X], [P(None, "y")]),
+    "another reader": (
+        lambda x, w: also(lambda h: constrain(h, None, "x"), jnp.sin)(jnp.tanh(x @ w)), [X, W], [P("y"), None]),
+    "two that differ": (
+        lambda x, w: also(lambda h: constrain(h, "x"), lambda h: constrain(h, None, "y"))(x @ w), [X, W], [None] * 2),
+    "two alike": (
+        lambda x, w: also(lambda h: constrain(h, "x"), lambda h: constrain(h, "x") * 2)(x @ w), [X, W], [P("y"), None]),
+    "in a row": (
+        lambda x, w: also(lambda h: constrain(constrain(h, "x"), None, "x").sum(0), jnp.sin)(x @ w), [X, W], [None] * 2),
+    "result of a loop": (
+        lambda x, xs: also(lambda h: constrain(h, "x"), jnp.sin)(summed(x, xs)), [X, XS], [P(None, "y"), None]),
+    "in a loop": (
+        lambda x, xs: lax.scan(lambda c, r: (constrain(jnp.sin(c + r), None, "y"), c.sum(0)), x, xs), [X, XS],
+        [None] * 2),
+    "carry in a loop": (
+        lambda x, xs: lax.scan(lambda c, r: (jnp.sin(constrain(c, "x") + r), c.sum(0)), x, xs), [X, XS], [None] * 2),
+    "result of a branch": (
+        lambda x, y: also(lambda h: constrain(h, "x"), jnp.sin)(
+            lax.cond(x.sum() > 0, lambda a, b: a, lambda a, b: jnp.sin(b), x, y)), [X, X], [None, P(None, "y")]),
+    "gradient": (
+        lambda x, w: jax.grad(lambda w: constrain(jnp.tanh(x @ w), "x", "y").sum())(w), [X, W], [None] * 2),
+    "manual": (
+        lambda x, w: manual(lambda a, b: lax.psum(a @ b, "x"), (P(None, "x"), P("x")), P())(jnp.sin(x), w * 2) + 1,
+        [X, W], [None] * 2),
+    "manual, fixed otherwise": (
+        lambda x, w: manual(jnp.matmul, (P("x"), P()), P("x"))(x, w) * 2, [X, W], [P("y"), P("y")]),
+    "manual, another reader": (lambda x: also(manual(jnp.sin, P("x"), P("x")), jnp.cos)(x), [X], [None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONSTRAINED)
+def test_constraints_as_shardy(name):
+    compared, others = check_against_shardy(*CONSTRAINED[name])
     assert compared and not others, others
 
 
