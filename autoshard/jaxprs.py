@@ -17,6 +17,7 @@ ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.
 
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
+_KERNELS = frozenset({"mosaic_gpu_p", "pallas_call", "tpu_custom_call"})
 # Calls that JAX transforms by rules of their own.
 CUSTOM = frozenset({
     "call_hi_primitive", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "linear_call",
@@ -78,6 +79,11 @@ def call_name(params: Mapping[str, Any]) -> str:
     """What a foreign function or kernel is called; "" if it has no name."""
     name = params.get("target_name") or params.get("name")
     return name or getattr(getattr(params.get("jaxpr"), "debug_info", None), "func_name", "")
+
+
+def is_kernel(eqn: JaxprEqn) -> bool:
+    """Whether it becomes code that a compiler takes as it is; an interpreted kernel is plain operations."""
+    return eqn.primitive.name in _KERNELS and not eqn.params.get("interpret")
 
 
 def said_spec(params: Mapping[str, Any]) -> PartitionSpec | None:

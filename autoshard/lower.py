@@ -24,6 +24,7 @@ from autoshard.jaxprs import (
     called_jaxpr,
     called_operands,
     is_array,
+    is_kernel,
     run,
     said_spec,
     scan_counts,
@@ -159,7 +160,19 @@ class _Emitter:
         if name in CONSTRAINTS:
             array = self.read(operands[0], equation, 0)
             return self.made(equation, [self.constrained_to(array, said_spec(eqn.params))])
-        return self.made(equation, run(eqn, [self.read(held, equation, i) for i, held in enumerate(operands)]))
+        arrays = [self.read(held, equation, i) for i, held in enumerate(operands)]
+        return self.made(equation, self.kernel(eqn, arrays) if is_kernel(eqn) else run(eqn, arrays))
+
+    def kernel(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
+        """Runs a kernel whole on every device: compilers refuse to split one, and have to be told so."""
+        whole = jax.shard_map(
+            lambda *shards: run(eqn, shards),
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(),) * len(arrays),
+            out_specs=[PartitionSpec()] * len(eqn.outvars),
+            check_vma=False,
+        )
+        return whole(*arrays)
 
     def custom(self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[_Held], path: tuple) -> list[_Held]:
         """Runs the annotated body; differentiates by the rule the user gave."""

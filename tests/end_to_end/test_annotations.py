@@ -2,12 +2,14 @@
 
 import re
 import warnings
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips
@@ -110,17 +112,24 @@ def test_contradictions_name_both_sides():
         propagate(constrained(P("x")), W, X[:6], mesh=MESH, in_specs=(None, P("x")))
 
 
+def doubled(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2
+
+
+def with_kernel(x, interpret=False):
+    call = pallas.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret)
+    return jnp.sin(call(jnp.cos(x)))
+
+
 def test_a_kernel_is_kept_whole_without_a_warning():
-    from jax.experimental import pallas
-
-    def doubled(x_ref, out_ref):
-        out_ref[...] = x_ref[...] * 2
-
-    def step(x):
-        call = pallas.pallas_call(doubled, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)
-        return jnp.sin(call(jnp.cos(x)))
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = autoshard(step, mesh=MESH, topology=slow_chips(AXES))(X)
+        got = autoshard(partial(with_kernel, interpret=True), mesh=MESH, topology=slow_chips(AXES))(X)
     np.testing.assert_allclose(got, np.sin(2 * np.cos(X)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_kernel_is_lowered_for_many_tpus():
+    """JAX refuses to lower a kernel for several devices unless it is told that each runs it whole."""
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * 2)
+    lowered = autoshard(with_kernel, mesh=mesh, topology=slow_chips(AXES)).lower(jnp.ones((128, 256))).as_text()
+    assert "tpu_custom_call" in lowered and "sdy.manual_computation" in lowered

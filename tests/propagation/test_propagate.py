@@ -167,7 +167,8 @@ CONSTRAINED = {  # name: function, operands, specs
     "two alike": (
         lambda x, w: also(lambda h: constrain(h, "x"), lambda h: constrain(h, "x") * 2)(x @ w), [X, W], [P("y"), None]),
     "in a row": (
-        lambda x, w: also(lambda h: constrain(constrain(h, "x"), None, "x").sum(0), jnp.sin)(x @ w), [X, W], [None] * 2),
+        lambda x, w: also(lambda h: constrain(constrain(h, "x"), None, "x").sum(0), jnp.sin)(x @ w), [X, W],
+        [None] * 2),
     "result of a loop": (
         lambda x, xs: also(lambda h: constrain(h, "x"), jnp.sin)(summed(x, xs)), [X, XS], [P(None, "y"), None]),
     "in a loop": (
