@@ -12,6 +12,7 @@ CASES = {
     "gpt scan": lambda: gpt.make(scan=True),
     "gpt remat": lambda: gpt.make(remat=True),
 }
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in MORE_MODELS else []) for name in CASES]
 
 
 def run(model, steps, place=lambda batch: batch):
@@ -24,7 +25,7 @@ def run(model, steps, place=lambda batch: batch):
     return losses, jax.tree.leaves(state)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_same_in_every_process(name):
     first, second = (jax.tree.leaves((model.state, model.batches(3))) for model in (CASES[name](), CASES[name]()))
     for a, b in zip(first, second, strict=True):
@@ -32,7 +33,7 @@ def test_same_in_every_process(name):
         assert a.dtype in (np.float32, np.int32, np.uint32)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_learns_and_does_not_mind_the_order_of_summation(name):
     """What a later test blames on a plan must not be the model's own noise."""
     model = CASES[name]()

@@ -105,7 +105,7 @@ DRAWN = given(programs(), st.sampled_from(MESHES), st.sampled_from(sorted(MACHIN
 SETTINGS = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=25, **SETTINGS)
+@settings(max_examples=12, **SETTINGS)
 @DRAWN
 def test_random_programs(program, mesh_shape, machine, seed):
     check(program, mesh_shape, machine, seed)
@@ -158,7 +158,7 @@ KNOWN = dict.fromkeys(
 
 
 def marks(position, name):
-    slow = () if position % 12 == 0 else (pytest.mark.slow,)
+    slow = () if position % 24 == 0 else (pytest.mark.slow,)
     return (*slow, pytest.mark.xfail(reason=KNOWN[name], strict=True)) if name in KNOWN else slow
 
 
