@@ -14,8 +14,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.arguments import Static, abstract, not_an_array, place, type_of
-from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
-from autoshard.layout import MeshShape, spec_of
+from autoshard.errors import ArgumentError, ConflictError, MemoryLimitError, MeshError
+from autoshard.layout import MeshShape, layout_of, spec_of
 from autoshard.lower import jitted, lowered
 from autoshard.mesh.collectives import has_reduce_scatter
 from autoshard.mesh.topology import Topology
@@ -65,7 +65,8 @@ def autoshard(
         topology: what the machine costs, or the name of a preset; guessed from the mesh by default.
         fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``.
         time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
-        plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program.
+        plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
+            agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
             `compiler_options`, as for `jax.jit`.
 
@@ -169,7 +170,7 @@ class Autosharded:
             raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
         if compiled is None:
             program = self._trace(static, in_tree, key[-1])
-            made = self._given.bound_to(program) if self._given else _planned(program, self._options)
+            made = _bound(self._given, program, self._options) if self._given else _planned(program, self._options)
             compiled = self._compiled[key] = self.finish(program, made)
         return compiled, leaves
 
@@ -265,6 +266,19 @@ def propagate(
             if x.id in maker
         ),
     )
+
+
+def _bound(given: Plan, program: Program, options: Options) -> Plan:
+    """The plan that the user gave for this program; what else the user fixed has to agree with it."""
+    made = given.bound_to(program)
+    for i, layout in fixed_layouts(program, options.fixed, dict(options.mesh.shape)).items():
+        value, spec = program.arguments[i], made.flat_in_shardings[i].spec
+        if layout_of(spec, len(value.shape)) != layout:
+            raise ConflictError(
+                f"fixed= wants {value} to be {spec_of(layout)}, the plan that is given has it {spec}.\n"
+                "Drop one of them, or plan anew with this fixed=."
+            )
+    return made
 
 
 def _planned(program: Program, options: Options) -> Plan:

@@ -112,6 +112,14 @@ def test_contradictions_name_both_sides():
         propagate(constrained(P("x")), W, X[:6], mesh=MESH, in_specs=(None, P("x")))
 
 
+def test_a_given_plan_has_to_agree_with_what_is_fixed():
+    step, options = constrained(P("x")), {"mesh": MESH, "topology": slow_chips(AXES)}
+    made = plan(step, W, X, **options, fixed={"w": P("x")})
+    assert autoshard(step, **options, plan=made, fixed={"w": P("x")}).plan(W, X).in_shardings[0].spec == P("x")
+    with pytest.raises(ConflictError, match=r"fixed= wants w .* to be P\('y'.*the plan that is given has it P\('x'"):
+        autoshard(step, **options, plan=made, fixed={"w": P("y")}).plan(W, X)
+
+
 def doubled(x_ref, out_ref):
     out_ref[...] = x_ref[...] * 2
 
