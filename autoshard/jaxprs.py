@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import api_util
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal, core.Var
 
@@ -86,9 +86,10 @@ def is_kernel(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _KERNELS and not eqn.params.get("interpret")
 
 
-def said_spec(params: Mapping[str, Any]) -> PartitionSpec | None:
-    """What a constraint says of a mesh; None for a sharding that names no axes."""
-    return getattr(params.get("sharding", params.get("dst_sharding")), "spec", None)
+def said(params: Mapping[str, Any]) -> NamedSharding | None:
+    """What a constraint says of a mesh; None if its sharding names no axes."""
+    sharding = params.get("sharding", params.get("dst_sharding"))
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:

@@ -26,7 +26,7 @@ from autoshard.jaxprs import (
     is_array,
     is_kernel,
     run,
-    said_spec,
+    said,
     scan_counts,
 )
 from autoshard.layout import Layout, spec_of
@@ -99,9 +99,12 @@ class _Emitter:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec_of(layout)))
 
-    def constrained_to(self, array: Any, spec: PartitionSpec | None) -> Any:
+    def constrained_to(self, array: Any, sharding: NamedSharding | None) -> Any:
         """The user's own constraint, on our mesh."""
-        return array if spec is None else jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+        if sharding is None:
+            return array
+        ours = NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        return jax.lax.with_sharding_constraint(array, ours)
 
     def held(self, value: int, array: Any) -> _Held:
         """The array of a value, pinned to the layout it is made in, and its shared copy."""
@@ -159,7 +162,7 @@ class _Emitter:
         equation = self.equations.get(path)
         if name in CONSTRAINTS:
             array = self.read(operands[0], equation, 0)
-            return self.made(equation, [self.constrained_to(array, said_spec(eqn.params))])
+            return self.made(equation, [self.constrained_to(array, said(eqn.params))])
         arrays = [self.read(held, equation, i) for i, held in enumerate(operands)]
         return self.made(equation, self.kernel(eqn, arrays) if is_kernel(eqn) else run(eqn, arrays))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
-from autoshard.jaxprs import CONSTRAINTS, said_spec
+from autoshard.jaxprs import CONSTRAINTS, said
 from autoshard.layout import layout_of
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
@@ -19,9 +19,10 @@ def constraint(equation: Equation) -> Rule:
     """`i j -> i j`, split as the user says; a dim that is left unconstrained may be split by anything."""
     operands, results = shapes_of(equation)
     rule = dimwise(operands, results)
-    spec = said_spec(equation.params)
-    if spec is None:
+    sharding = said(equation.params)
+    if sharding is None:
         return rule
+    spec = sharding.spec
     layout = layout_of(spec, len(results[0]))
     free = {dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED}
     dims = ((dim, factors) for dim, factors in enumerate(rule.results[0]) if factors and dim not in free)
