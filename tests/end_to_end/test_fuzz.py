@@ -105,7 +105,7 @@ DRAWN = given(programs(), st.sampled_from(MESHES), st.sampled_from(sorted(MACHIN
 SETTINGS = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=12, **SETTINGS)
+@settings(max_examples=8, **SETTINGS)
 @DRAWN
 def test_random_programs(program, mesh_shape, machine, seed):
     check(program, mesh_shape, machine, seed)
