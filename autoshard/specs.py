@@ -61,8 +61,8 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
 def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) -> None:
     """
     Raises:
-        ConflictError: the step says, by a constraint or a shard_map, that an array is split over a mesh which is not
-            the one that it is planned for.
+        ConflictError: the step says, by a constraint or a shard_map, that an array is split over an axis which the
+            mesh that it is planned for does not have.
     """
     for equation, rule in zip(program.equations, rules, strict=True):
         unknown = sorted({axis for axes in rule.given.values() for axis in axes} - mesh.keys())
@@ -71,12 +71,6 @@ def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) 
                 f"{equation.primitive} at {equation.source or 'unknown line'} splits {equation.inputs[0]} over "
                 f"{', '.join(map(repr, unknown))}, but the step is planned for the mesh {dict(mesh)}.\n"
                 "Name axes of that mesh, or plan for the mesh that the step is written for."
-            )
-        own = equation.params.get("mesh") if equation.primitive == "shard_map" else None
-        if own is not None and {axis: size for axis, size in own.shape.items() if mesh.get(axis) != size}:
-            raise ConflictError(
-                f"shard_map at {equation.source or 'unknown line'} is written for the mesh {dict(own.shape)}, but the "
-                f"step is planned for {dict(mesh)}.\nUse one mesh for both."
             )
 
 

@@ -256,7 +256,6 @@ class Operations:
         kind: str,
         elementwise: bool = False,
     ) -> None:
-        special = rule.reduction | rule.need_replication | rule.permutation
         tensors = (*operands, *results)
         into.append(
             Operation(
@@ -265,7 +264,7 @@ class Operations:
                 ids=tuple(id_ for id_, _ in tensors),
                 dims=tuple(dims for _, dims in tensors),
                 operands=len(operands),
-                passing=tuple(factor for factor in rule.sizes if factor not in special),
+                passing=rule.passing,
                 kind=kind,
                 alone=all(reads[id_] <= 1 for id_, _ in operands),
                 elementwise=elementwise,

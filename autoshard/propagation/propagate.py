@@ -17,7 +17,9 @@ In each round the operations stand on a stack, first ones on top, and one whose 
 before the rest.
 
 Within an equation the tensors follow as in Shardy's AggressiveFactorPropagation: each takes what it can, and where two
-factors want one axis, the larger source wins. Mesh axes are never cut into sub-axes, which no PartitionSpec could say.
+factors want one axis, the larger source wins. A factor may take a part of an axis where it has no room for more, and
+the rest may go elsewhere, so axes come in prime parts here. Where a dim ends up with some parts of an axis only, its
+layout ends before that axis, as no PartitionSpec could say it.
 """
 
 from __future__ import annotations

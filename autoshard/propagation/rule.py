@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autoshard.errors import RuleError
 
@@ -51,6 +51,12 @@ class Rule:
         whole = self.need_replication | self.permutation
         return frozenset(factor for factor, size in self.sizes.items() if size > 1 and factor not in whole)
 
+    @cached_property
+    def passing(self) -> tuple[str, ...]:
+        """The factors of no special kind: they pass from operands to results."""
+        special = self.reduction | self.need_replication | self.permutation
+        return tuple(factor for factor in self.sizes if factor not in special)
+
     def __str__(self) -> str:
         return f"{_text(self.operands)} -> {_text(self.results)}"
 
@@ -80,21 +86,14 @@ class Rule:
         return _Notation(notation).rule(shapes, reduction, need_replication, permutation, sizes or {})
 
     @staticmethod
-    def check_notation(
-        notation: str,
-        *,
-        reduction: str | Iterable[str] = "",
-        need_replication: str | Iterable[str] = "",
-        permutation: str | Iterable[str] = "",
-        sizes: Mapping[str, int] | None = None,
-    ) -> None:
-        """What can be wrong with a rule whatever the shapes; the arguments are those of `parse`.
+    def check_notation(notation: str, **said: Any) -> None:
+        """Looks for what is wrong with a rule whatever the shapes; `said` are the keyword arguments of `parse`.
 
         Raises:
             RuleError: with the place in the notation that is wrong.
         """
         written = _Notation(notation)
-        written.check([*written.operands, *written.results], reduction, need_replication, permutation, sizes or {})
+        written.check([*written.operands, *written.results], **said)
 
 
 class RuleBuilder:
@@ -268,10 +267,10 @@ class _Notation:
     def check(
         self,
         tensors: Sequence[Sequence[_Dim]],
-        reduction: str | Iterable[str],
-        need_replication: str | Iterable[str],
-        permutation: str | Iterable[str],
-        sizes: Mapping[str, int],
+        reduction: str | Iterable[str] = "",
+        need_replication: str | Iterable[str] = "",
+        permutation: str | Iterable[str] = "",
+        sizes: Mapping[str, int] | None = None,
         operands: int | None = None,
     ) -> tuple[dict[str, frozenset[str]], dict[str, int]]:
         """The factors of each special kind, and where in the text each factor stands first; once nothing is wrong."""
@@ -290,7 +289,7 @@ class _Notation:
                         self.fail(dim.position, f"factor {factor!r} stands twice in one operand or result")
                     here.add(factor)
         self._check_kinds(kinds, where)
-        self._check_given_sizes(sizes, where, tensors)
+        self._check_given_sizes(sizes or {}, where, tensors)
         in_results = {
             factor
             for dims in tensors[len(self.operands) if operands is None else operands :]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model
+from .model import Model, optax_step
 
 
 def perceptron(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -46,15 +46,8 @@ def make(nodes: int = 64, edges: int = 256, features: int = 8, width: int = 32, 
     optimizer = optax.adam(1e-3, eps=1e-6)
     teacher = np.random.default_rng(0).normal(size=(features, features)) * features**-0.5
 
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss_of(params):
-            return jnp.mean((predict(params, batch) - batch["targets"]) ** 2)
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    def loss_of(params, batch):
+        return jnp.mean((predict(params, batch) - batch["targets"]) ** 2)
 
     def batches(i):
         rng = np.random.default_rng(i)
@@ -71,4 +64,4 @@ def make(nodes: int = 64, edges: int = 256, features: int = 8, width: int = 32, 
             "targets": targets.astype(np.float32),
         }
 
-    return Model("gnn", step, (params, optimizer.init(params)), batches)
+    return Model("gnn", optax_step(loss_of, optimizer), (params, optimizer.init(params)), batches)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from .model import Model
+from .model import Model, optax_step
 
 
 class Classifier(nn.Module):
@@ -29,16 +29,9 @@ def make(hidden: int = 32, features: int = 16, classes: int = 8, seq: int = 16, 
     optimizer = optax.adam(5e-3)
     prototypes = np.random.default_rng(0).normal(size=(classes, seq, features))
 
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss_of(params):
-            logits = model.apply(params, batch["x"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    def loss_of(params, batch):
+        logits = model.apply(params, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     def batches(i):
         rng = np.random.default_rng(i)
@@ -46,4 +39,4 @@ def make(hidden: int = 32, features: int = 16, classes: int = 8, seq: int = 16, 
         x = prototypes[labels] + 0.5 * rng.normal(size=(batch, seq, features))
         return {"x": x.astype(np.float32), "labels": labels}
 
-    return Model("lstm", step, (params, optimizer.init(params)), batches)
+    return Model("lstm", optax_step(loss_of, optimizer), (params, optimizer.init(params)), batches)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model
+from .model import Model, optax_step
 
 
 def normed(scale: jax.Array, x: jax.Array) -> jax.Array:
@@ -88,19 +88,12 @@ def make(
     }
     optimizer = optax.adamw(3e-3, eps=1e-6)
 
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss_of(params):
-            x = params["embedding"][batch["inputs"]]
-            for weights in params["blocks"]:
-                x = block(weights, x)
-            logits = normed(params["norm"], x) @ params["head"]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    def loss_of(params, batch):
+        x = params["embedding"][batch["inputs"]]
+        for weights in params["blocks"]:
+            x = block(weights, x)
+        logits = normed(params["norm"], x) @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
     def batches(i):
         rng = np.random.default_rng(i)
@@ -108,4 +101,4 @@ def make(
         tokens = ((start + stride * np.arange(seq + 1)) % vocab).astype(np.int32)
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
-    return Model("mamba", step, (params, optimizer.init(params)), batches)
+    return Model("mamba", optax_step(loss_of, optimizer), (params, optimizer.init(params)), batches)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model
+from .model import Model, optax_step
 
 
 class Language(eqx.Module):
@@ -39,19 +39,12 @@ def make(vocab: int = 64, width: int = 32, hidden: int = 64, seq: int = 16, batc
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3, eps=1e-6))
     successor = np.random.default_rng(0).permutation(vocab)
 
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss_of(params):
-            logits = jax.vmap(eqx.combine(params, rest))(batch["inputs"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    def loss_of(params, batch):
+        logits = jax.vmap(eqx.combine(params, rest))(batch["inputs"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
     def batches(i):
         inputs = np.random.default_rng(i).integers(vocab, size=(batch, seq))
         return {"inputs": inputs.astype(np.int32), "targets": successor[inputs].astype(np.int32)}
 
-    return Model("rnn", step, (params, optimizer.init(params)), batches)
+    return Model("rnn", optax_step(loss_of, optimizer), (params, optimizer.init(params)), batches)

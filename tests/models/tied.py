@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model
+from .model import Model, optax_step
 
 
 def make(vocab: int = 256, d_model: int = 32, seq: int = 16, batch: int = 16) -> Model:
@@ -20,20 +20,13 @@ def make(vocab: int = 256, d_model: int = 32, seq: int = 16, batch: int = 16) ->
     optimizer = optax.adamw(3e-3)
     successor = np.random.default_rng(0).permutation(vocab)
 
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss_of(params):
-            x = params["embedding"][batch["inputs"]]
-            logits = jnp.tanh(x @ params["hidden"]) @ params["embedding"].T
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    def loss_of(params, batch):
+        x = params["embedding"][batch["inputs"]]
+        logits = jnp.tanh(x @ params["hidden"]) @ params["embedding"].T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
     def batches(i):
         inputs = np.random.default_rng(i).integers(vocab, size=(batch, seq))
         return {"inputs": inputs.astype(np.int32), "targets": successor[inputs].astype(np.int32)}
 
-    return Model("tied", step, (params, optimizer.init(params)), batches)
+    return Model("tied", optax_step(loss_of, optimizer), (params, optimizer.init(params)), batches)

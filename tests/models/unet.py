@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from .model import Model
+from .model import Model, optax_step
 
 
 class Convolve(nn.Module):
@@ -48,16 +48,9 @@ def make(width: int = 16, size: int = 16, classes: int = 8, batch: int = 16) -> 
     optimizer = optax.adam(3e-3, eps=1e-6)
     colours = np.random.default_rng(0).normal(size=(classes, 3))
 
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss_of(params):
-            logits = model.apply(params, batch["images"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
-
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
+    def loss_of(params, batch):
+        logits = model.apply(params, batch["images"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     def batches(i):
         rng = np.random.default_rng(i)
@@ -66,4 +59,4 @@ def make(width: int = 16, size: int = 16, classes: int = 8, batch: int = 16) -> 
         images = colours[labels] + 0.5 * rng.normal(size=(batch, size, size, 3))
         return {"images": images.astype(np.float32), "labels": labels}
 
-    return Model("unet", step, (params, optimizer.init(params)), batches)
+    return Model("unet", optax_step(loss_of, optimizer), (params, optimizer.init(params)), batches)

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir, passmanager
 from jaxlib.mlir.dialects import stablehlo
+from oracles import mesh_of
 
 from autoshard.layout import Layout, MeshShape, layout_of, replicated
+from autoshard.program import Program
 from autoshard.propagation.rule import Dims
 
 stablehlo.register_stablehlo_passes()
@@ -35,7 +38,12 @@ class Propagated:
 
     arguments: list[Layout]
     results: list[Layout]
-    inner: dict[tuple, tuple[Layout, ...]]  # path of an equation, as in Program -> the layouts of what it makes
+    find_inner: Callable[[], dict[tuple, tuple[Layout, ...]]]
+
+    @cached_property
+    def inner(self) -> dict[tuple, tuple[Layout, ...]]:
+        """Path of an equation, as in Program -> the layouts of what it makes."""
+        return self.find_inner()
 
 
 def propagated(
@@ -47,14 +55,12 @@ def propagated(
     readers, as it does with constants, has no layout of its own and is not among the inner ones, nor is one whose
     operation is gone or has other shapes.
     """
-    mesh = jax.make_mesh(
-        tuple(mesh_shape.values()), tuple(mesh_shape), axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_shape)
-    )
+    mesh = mesh_of(mesh_shape)
     leaves = jax.tree.leaves(args)
     shardings = [None if spec is None else NamedSharding(mesh, spec) for spec in specs]
     closed = _without_dead(_with_paths(jax.jit(fn).trace(*args).jaxpr, ()))
     jitted = jax.jit(core.jaxpr_as_fun(closed), in_shardings=shardings, keep_unused=True)
-    module, inner = (_ran(jitted, leaves, pipeline) for pipeline in (PROPAGATE, ONLY_PROPAGATE))
+    module = _ran(jitted, leaves, PROPAGATE)
     main = next(op for op in module.regions[0].blocks[0] if op.attributes["sym_name"].value == "main")
     arguments, results = (
         [_layout(str(attributes), len(aval.shape), mesh_shape) for attributes, aval in zip(attrs, avals, strict=True)]
@@ -64,7 +70,15 @@ def propagated(
     )
     for layout, spec in zip(arguments, specs, strict=True):
         assert spec is None or layout == layout_of(spec, len(layout)), "Shardy moved a fixed argument"
-    return Propagated(arguments, results, _inner_layouts(inner, mesh_shape))
+    return Propagated(
+        arguments, results, lambda: _inner_layouts(_ran(jitted, leaves, ONLY_PROPAGATE), mesh_shape)
+    )
+
+
+def fixed_layouts(program: Program, specs: Sequence[PartitionSpec | None]) -> dict[int, Layout]:
+    """The same start for our own propagation: value id -> layout, of the arguments that have a spec."""
+    pairs = zip(program.arguments, specs, strict=True)
+    return {value.id: layout_of(spec, len(value.shape)) for value, spec in pairs if spec is not None}
 
 
 def _with_paths(closed: core.ClosedJaxpr, path: tuple) -> core.ClosedJaxpr:

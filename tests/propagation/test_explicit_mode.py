@@ -147,8 +147,7 @@ def compared(case, changed=None):
     rules = [changed(rule) if changed else rule for rule in rules_for(program)]
     found = []
     for specs, theirs in taken:
-        given = zip(program.arguments, specs, strict=True)
-        fixed = {value.id: layout_of(spec, len(value.shape)) for value, spec in given}
+        fixed = shardy.fixed_layouts(program, specs)
         found.append((specs, theirs, list(propagate_layouts(program, rules, MESH, fixed).results)))
     return found
 

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS, MORE_MODELS
+from oracles import mesh_of
 
-from autoshard.layout import axes_of, layout_of
+from autoshard.layout import axes_of
 from autoshard.program import trace
 from autoshard.propagation import propagate_layouts, rules_for
 
@@ -30,11 +31,7 @@ BOUNDARIES = {"branch_const", "branch_join", "scan_carry", "scan_const", "scan_s
 def spread(fn, args, specs, mesh=MESH):
     """The program, and how propagation lays it out."""
     program = trace(fn, tuple(args), {})
-    fixed = {
-        value.id: layout_of(spec, len(value.shape))
-        for value, spec in zip(program.arguments, specs, strict=True)
-        if spec is not None
-    }
+    fixed = shardy.fixed_layouts(program, specs)
     found = propagate_layouts(program, rules_for(program), mesh, fixed)
     for value, layout in fixed.items():
         assert found.values[value] == layout
@@ -134,13 +131,11 @@ def test_as_shardy(name):
 
 
 def constrain(x, *entries):
-    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * len(MESH))
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*entries)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh_of(MESH), P(*entries)))
 
 
 def manual(fn, in_specs, out_specs):
-    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(jax.sharding.AxisType.Auto,) * len(MESH))
-    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return jax.shard_map(fn, mesh=mesh_of(MESH), in_specs=in_specs, out_specs=out_specs)
 
 
 def summed(x, xs):

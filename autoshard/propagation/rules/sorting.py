@@ -29,17 +29,18 @@ def approx_top_k(equation: Equation) -> Rule:
 @rule("sort")
 def sort(equation: Equation) -> Rule:
     """`i j, i j -> i j, i j`, j whole; a split of the only dim goes no further."""
-    operands, results = shapes_of(equation)
-    if math.prod(operands[0]) == operands[0][equation.params["dimension"]]:
-        return whole(operands, results)
-    return dimwise(operands, results, {equation.params["dimension"]: "need_replication"})
+    return _ordered(equation, equation.params["dimension"])
 
 
 @rule("top_k")
 def top_k(equation: Equation) -> Rule:
     """`i j -> i j, i j`, j whole: XLA sorts, and keeps the first ones."""
+    return _ordered(equation, equation.params.get("axis", -1))
+
+
+def _ordered(equation: Equation, along: int) -> Rule:
     operands, results = shapes_of(equation)
-    along = equation.params.get("axis", -1) % len(operands[0])
+    along %= len(operands[0])
     if math.prod(operands[0]) == operands[0][along]:
         return whole(operands, results)
     return dimwise(operands, results, {along: "need_replication"}, sizes=operands[0])
