@@ -6,6 +6,7 @@ The two differ:
   counts as such in a conflict. So it adds the dim along which arrays are stacked.
 - A gather that fills in for positions out of bounds is followed by the choice between what it found and the filling.
 - Arrays that are cut out of one are cut out one by one.
+- A broadcast that adds nothing but dims of size 1 is a reshape.
 - Constants, and what is made of nothing else, XLA makes anew for every reader, as it does with a scalar that is
   broadcast. No layout passes from one reader to another through them.
 - What enters a branch is the outer value itself.
@@ -16,6 +17,7 @@ The two differ:
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -233,7 +235,7 @@ class Operations:
                 tensor, narrow = self._new(rule.results[0]), tensor
                 add([narrow], [tensor], "broadcast")
             operands.append(tensor)
-        kind = _kind(equation.primitive)
+        kind = _kind(equation)
         if equation.primitive in _SPLITS:
             for result in results:
                 add(operands, [result], kind)
@@ -283,7 +285,9 @@ def _given(dims: Dims, rule: Rule, equation: Equation) -> Given:
     return Given(layout, free, equation.outputs[0].id)
 
 
-def _kind(primitive: str) -> str:
-    if primitive in _KEEPS_DIMS:
-        return "keeps_dims"
-    return "broadcast" if primitive == "broadcast_in_dim" else "cuts" if primitive in _CUTS else ""
+def _kind(equation: Equation) -> str:
+    primitive = equation.primitive
+    if primitive == "broadcast_in_dim":
+        same_size = math.prod(equation.inputs[0].shape) == math.prod(equation.outputs[0].shape)
+        return "keeps_dims" if same_size else "broadcast"
+    return "keeps_dims" if primitive in _KEEPS_DIMS else "cuts" if primitive in _CUTS else ""

@@ -86,7 +86,8 @@ def _with_paths(closed: core.ClosedJaxpr, path: tuple) -> core.ClosedJaxpr:
     below = {"while": {"cond_jaxpr": "test", "body_jaxpr": "body"}}
     equations = []
     for i, eqn in enumerate(closed.jaxpr.eqns):
-        here, params = (*path, i), dict(eqn.params)
+        here, eqn = (*path, i), _as_hlo(eqn)
+        params = dict(eqn.params)
         for name, value in params.items():
             inside = (*here, *filter(None, [below.get(eqn.primitive.name, {}).get(name)]))
             if isinstance(value, core.ClosedJaxpr):
@@ -98,6 +99,14 @@ def _with_paths(closed: core.ClosedJaxpr, path: tuple) -> core.ClosedJaxpr:
         stack = type(eqn.source_info.name_stack)().extend(f"at_{'_'.join(map(str, here))}_")
         equations.append(eqn.replace(params=params, source_info=eqn.source_info.replace(name_stack=stack)))
     return core.ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
+
+
+def _as_hlo(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """A broadcast that adds nothing but dims of size 1, as the reshape that it is by the time XLA runs Shardy."""
+    if eqn.primitive.name != "broadcast_in_dim" or eqn.invars[0].aval.size != eqn.outvars[0].aval.size:
+        return eqn
+    params = {"new_sizes": eqn.outvars[0].aval.shape, "dimensions": None, "sharding": None}
+    return eqn.replace(primitive=jax.lax.reshape_p, params=params)
 
 
 def _without_dead(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
