@@ -3,20 +3,31 @@
 The alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
 (IJHPCA 2005), with the ring algorithms that NCCL and XLA run: every message costs the latency of its link, every byte
 the inverse of its bandwidth. With `n` devices along an axis, latency `a`, bandwidth `b`, and `V` the bytes of the
-*whole* of what is gathered or reduced:
+*whole* of what is gathered or reduced, behind a switch:
 
 ==================  ====================================================================
 all_gather          ``(n - 1) a + V (n - 1)/n / b``
 reduce_scatter      the same; `V` is its operand, `n` times its result
 all_reduce          reduce_scatter and all_gather: ``2 (n - 1) a + 2 V (n - 1)/n / b``
-all_to_all          ``(n - 1) a + v (n - 1)/n / b``, `v` the result on one device; on a torus, where a byte passes
-                    the devices between, ``v max(n/4, (n - 1)/n) / b``: `n/4` is what crosses the middle of the ring
+all_to_all          ``(n - 1) a + v (n - 1)/n / b``, `v` the result on one device
 collective_permute  ``a + v / b``
 ==================  ====================================================================
 
-Over several axes a gather or reduction is hierarchical: one phase per axis, the slowest link first, while what it
-moves is smallest. With equal links this is exactly one ring over all devices. An all_to_all uses its links side by
-side, so the slowest bounds it. (The rings and the `n/4` also in "How to Scale Your Model", ch. 3.)
+On a torus messages pass the devices between ("How to Scale Your Model", ch. 3, on the AllGather and the AllToAll). A
+line has `n - 1` hops, a ring `n/2`, since both its ways are used at once, and its `b` is of both together:
+
+==================  ====================================================================
+gather, reduction   as above, with ``n/2 a`` for ``(n - 1) a`` on a ring
+all_to_all          ``hops a + v n/4 / b``: so many results pass the middle of a line, or the two of a ring, each way
+collective_permute  ``hops a + v n/4 / b``, as if each device sent to one picked at random, since the pairs are not
+                    known; but at least ``v / b`` on a line, ``2 v / b`` on a ring: a message goes one way round
+==================  ====================================================================
+
+Over several links a gather or reduction is hierarchical: one phase per link, the slowest first, while what it moves is
+smallest. With equal links behind switches this is exactly one ring over all devices. The dims of a torus count as one
+link: parts of the data go through them in different orders, so that their bandwidths add up (ibid., "What happens when
+we AllGather over multiple axes?"). An all_to_all or collective_permute uses its links side by side, so the slowest
+bounds it.
 """
 
 from __future__ import annotations
@@ -43,6 +54,7 @@ class Collective:
     bytes: int  # its result on one device, times count
     count: int  # runs per step
     source: str  # the user's line, "train.py:41"
+    why: str = ""  # what asks for it: "partial sums of dot_general", "state/params/w for dot_general"
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -71,33 +83,51 @@ def seconds(kind: str, axes: Sequence[str], bytes: float, mesh_shape: MeshShape,
     >>> round(seconds("all_gather", ("x",), 400_000_000, {"x": 4}, topology), 9)
     0.003003
     """
-    # (devices, link) of the axes that really hold more than one device
-    rings = [(mesh_shape[axis], topology.links[axis]) for axis in axes if mesh_shape[axis] > 1]
-    if not rings:
+    spans = [span for axis in axes if mesh_shape[axis] > 1 for span in topology.links[axis].over(mesh_shape[axis])]
+    if not spans:
         return 0.0
     if kind == "all_gather":
-        return _gather_seconds(bytes, rings)
+        return _gather_seconds(bytes, spans)
     if kind == "reduce_scatter":
-        return _gather_seconds(bytes * math.prod(n for n, _ in rings), rings)
+        return _gather_seconds(bytes * math.prod(n for n, _ in spans), spans)
     if kind == "all_reduce":
-        return 2 * _gather_seconds(bytes, rings)
+        return 2 * _gather_seconds(bytes, spans)
     if kind == "all_to_all":
-        latency = sum((n - 1) * link.latency for n, link in rings)
-        return latency + max(bytes * _all_to_all_share(n, link) / link.bandwidth for n, link in rings)
+        latency = sum(_hops(n, link) * link.latency for n, link in spans)
+        return latency + max(bytes * _all_to_all_share(n, link) / link.bandwidth for n, link in spans)
     if kind == "collective_permute":
-        return sum(link.latency for _, link in rings) + bytes / min(link.bandwidth for _, link in rings)
+        latency = sum((_hops(n, link) if link.torus else 1) * link.latency for n, link in spans)
+        return latency + max(bytes * _permute_share(n, link) / link.bandwidth for n, link in spans)
     raise MeshError(f"unknown collective {kind!r}; known are {', '.join(KINDS)}")
 
 
-def _gather_seconds(whole: float, rings: list[tuple[int, Link]]) -> float:
-    gathered = whole / math.prod(n for n, _ in rings)
+_Span = tuple[int, Link]  # devices, and the link along them
+
+
+def _gather_seconds(whole: float, spans: Sequence[_Span]) -> float:
+    levels = [(n, _hops(n, link) * link.latency, link.bandwidth) for n, link in spans if not link.torus]
+    torus = [(n, link) for n, link in spans if link.torus]
+    if torus:
+        latency = sum(_hops(n, link) * link.latency for n, link in torus)
+        levels.append((math.prod(n for n, _ in torus), latency, sum(link.bandwidth for _, link in torus)))
+    gathered = whole / math.prod(n for n, _, _ in levels)
     total = 0.0
-    for n, link in sorted(rings, key=lambda ring: ring[1].bandwidth):
+    for n, latency, bandwidth in sorted(levels, key=lambda level: level[2]):
         gathered *= n
-        total += (n - 1) * link.latency + gathered * (n - 1) / n / link.bandwidth
+        total += latency + gathered * (n - 1) / n / bandwidth
     return total
 
 
+def _hops(n: int, link: Link) -> int:
+    """Messages one after the other until all devices have heard of all."""
+    return n // 2 if link.ring else n - 1
+
+
 def _all_to_all_share(n: int, link: Link) -> float:
-    """How many times over its result a device's link along one axis is used."""
-    return max(n / 4, (n - 1) / n) if link.torus else (n - 1) / n
+    """How many times over its result a device's link is used."""
+    return n * n // 4 / n if link.torus else (n - 1) / n
+
+
+def _permute_share(n: int, link: Link) -> float:
+    """How many times over its result a device's link is used; at least once, of a ring one of its two ways."""
+    return max(_all_to_all_share(n, link), 2 if link.ring else 1)

@@ -3,21 +3,69 @@
 import pytest
 
 from autoshard.errors import MeshError
-from autoshard.mesh.presets import CHIPS, topology
+from autoshard.mesh.presets import CHIPS, Machine, parse_machine, topology
 
-LINKS = [  # (machine, axes, bytes/s per axis in GB/s)
+MACHINES = [  # name, what it says
+    ("v5e:4x4", Machine("v5e", 1, (4, 4))),
+    ("TPU v5e:4x4", Machine("v5e", 1, (4, 4))),
+    ("tpuv5e:4x4", Machine("v5e", 1, (4, 4))),
+    ("v5e:8", Machine("v5e", 1, (8,))),
+    ("2x v5e:4x4", Machine("v5e", 2, (4, 4))),
+    ("2xv5e:4x4", Machine("v5e", 2, (4, 4))),
+    ("2 x v5e:4x4", Machine("v5e", 2, (4, 4))),
+    ("7x:4x4x4", Machine("7x", 1, (4, 4, 4))),
+    ("TPU7x:4x4x4", Machine("7x", 1, (4, 4, 4))),
+    ("2x7x:2x2x1", Machine("7x", 2, (2, 2, 1))),
+    ("2x tpu7x:2x2x1", Machine("7x", 2, (2, 2, 1))),
+    ("h100:8", Machine("h100", 1, (8,))),
+    ("h100:2x8", Machine("h100", 2, (8,))),
+]
+
+
+@pytest.mark.parametrize("name, expected", MACHINES)
+def test_parse_machine(name, expected):
+    machine = parse_machine(name)
+    assert machine == expected and parse_machine(str(machine)) == machine
+
+
+AXES = [  # (machine, its dims as mesh axes)
+    ("v5e:4x4", {"x": 4, "y": 4}),
+    ("2x v5e:4x8", {"slice": 2, "x": 4, "y": 8}),
+    ("3x7x:2x2x1", {"slice": 3, "x": 2, "y": 2, "z": 1, "w": 2}),
+    ("h100:8", {"x": 8}),
+    ("h100:2x8", {"x": 2, "y": 8}),
+]
+
+
+@pytest.mark.parametrize("name, expected", AXES)
+def test_axes_of_a_machine(name, expected):
+    assert list(parse_machine(name).axes.items()) == list(expected.items())
+
+
+LINKS = [  # (machine, axes, bytes/s per axis in GB/s, of each part if there are several)
     ("v5e:4x4", None, {"x": 50, "y": 50}),  # no ring below 16
     ("v5e:16x16", None, {"x": 100, "y": 100}),
-    ("v5e:4x4", {"data": 16}, {"data": 100}),  # a ring through both dims
+    ("v5e:8x16", None, {"x": 50, "y": 100}),
+    ("v5e:4x4", {"data": 16}, {"data": [50, 50]}),  # both dims side by side
     ("v5e:4x4", {"data": 4, "model": 4}, {"data": 50, "model": 50}),
-    ("v5e:4x4", {"data": 8, "model": 2}, {"data": 50, "model": 50}),
-    ("v5p:4x4x4", {"data": 16, "model": 4}, {"data": 200, "model": 200}),
-    ("V5P:2x2x4", None, {"x": 100, "y": 100, "z": 200}),
-    ("tpu7x:2x2x1", {"data": 8}, {"data": 100}),  # two devices per chip
+    ("v5e:4x4", {"data": 8, "model": 2}, {"data": 50, "model": 50}),  # lines laid through the torus
+    ("v5e:4x4", {"data": 16, "model": 1}, {"data": [50, 50], "model": 50}),
+    ("v5e:16x16", {"data": 16, "fsdp": 4, "model": 4}, {"data": 100, "fsdp": 50, "model": 50}),
+    ("v5p:4x4x4", {"data": 16, "model": 4}, {"data": [200, 200], "model": 200}),
+    ("V5P:2x2x4", None, {"x": 100, "y": 100, "z": 100}),  # no whole cube
+    ("v5p:4x4", None, {"x": 100, "y": 100}),  # of one layer
+    ("v5p:4x4x8", {"data": 8, "model": 16}, {"data": 200, "model": [200, 200]}),
+    ("tpu7x:2x2x1", {"data": 8}, {"data": [50, 50, 600]}),  # two devices per chip
+    ("tpu7x:2x2x1", {"data": 4, "model": 2}, {"data": [50, 50], "model": 600}),
+    ("2x v5e:4x4", None, {"slice": 3.125, "x": 50, "y": 50}),
+    ("2x v5e:4x4", {"data": 2, "model": 16}, {"data": 3.125, "model": [50, 50]}),
+    ("2x v5e:4x4", {"data": 8, "model": 4}, {"data": [3.125, 50], "model": 50}),
+    ("2x v5e:4x4", {"data": 32}, {"data": [3.125, 50, 50]}),
+    ("4x v5e:4x4", {"stage": 2, "data": 8, "model": 4}, {"stage": 3.125, "data": [3.125, 50], "model": 50}),
     ("h100:8", None, {"x": 450}),
     ("h100:2x8", {"data": 2, "model": 8}, {"data": 50, "model": 450}),
-    ("h100:2x8", {"data": 16}, {"data": 50}),
-    ("h100:2x8", {"data": 4, "model": 4}, {"data": 50, "model": 450}),
+    ("h100:2x8", {"data": 16}, {"data": [50, 450]}),
+    ("h100:2x8", {"data": 4, "model": 4}, {"data": [50, 450], "model": 450}),
     ("h100:2x8", {"pipe": 2, "data": 2, "model": 4}, {"pipe": 50, "data": 450, "model": 450}),
     ("cpu:8", {"data": 4, "model": 2}, {"data": 1.5, "model": 1.5}),
 ]
@@ -25,14 +73,25 @@ LINKS = [  # (machine, axes, bytes/s per axis in GB/s)
 
 @pytest.mark.parametrize("name, axes, expected", LINKS)
 def test_links(name, axes, expected):
-    links = topology(name, axes).links
-    assert {axis: link.bandwidth / 1e9 for axis, link in links.items()} == expected
+    machine = topology(name, axes)
+    machine.check(axes or parse_machine(name).axes)
+    parts = {axis: [part.bandwidth / 1e9 for _, part in link.over(1)] for axis, link in machine.links.items()}
+    assert parts == {axis: rates if isinstance(rates, list) else [rates] for axis, rates in expected.items()}
 
 
-@pytest.mark.parametrize("name", ["v5e", "v5e:", "v5e:4x", "z80:4", "v5e:0x4", "v5e:4,4"])
+@pytest.mark.parametrize(
+    "name", ["v5e", "v5e:", "v5e:4x", "z80:4", "v5e:0x4", "v5e:4,4", "0x v5e:4x4", "x v5e:4x4", "2x", "-1x v5e:4x4"]
+)
 def test_no_such_machine(name):
     with pytest.raises(MeshError, match=r"no machine .*write chip:shape"):
         topology(name)
+
+
+def test_other_shapes_than_the_chip_has():
+    with pytest.raises(MeshError, match=r"no machine '2x h100:8'; write hosts .* after the chip: 'h100:2x8'"):
+        parse_machine("2x h100:8")
+    with pytest.raises(MeshError, match="the torus of v5e has 2 dims, not 3"):
+        parse_machine("v5e:4x4x4")
 
 
 def test_axes_of_another_size():
