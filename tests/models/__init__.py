@@ -3,7 +3,7 @@
 `jax.eval_shape(lambda: make(...).state)` gives the state's shapes without allocating it, for sizes that do not fit.
 """
 
-from . import cnn, diffusion, gnn, gpt, lstm, mamba, mlp, moe, rnn, tied, unet, vit
+from . import cnn, diffusion, gnn, gpt, lstm, mamba, mlp, moe, resnet, rnn, tied, unet, vit
 from .model import Model
 
 MODELS = {"cnn": cnn.make, "gpt": gpt.make, "lstm": lstm.make, "mlp": mlp.make, "moe": moe.make, "tied": tied.make}
@@ -13,6 +13,7 @@ MORE_MODELS = {
     "diffusion": diffusion.make,
     "gnn": gnn.make,
     "mamba": mamba.make,
+    "resnet": resnet.make,
     "rnn": rnn.make,
     "unet": unet.make,
     "vit": vit.make,
@@ -30,6 +31,7 @@ __all__ = [
     "mamba",
     "mlp",
     "moe",
+    "resnet",
     "rnn",
     "tied",
     "unet",

@@ -40,7 +40,11 @@ class State(TrainState):
 
 def make(channels: tuple[int, ...] = (16, 32), size: int = 16, classes: int = 16, batch: int = 32) -> Model:
     """A classifier of `size` x `size` RGB images."""
-    model = CNN(channels, classes)
+    return classifier("cnn", CNN(channels, classes), size, classes, batch)
+
+
+def classifier(name: str, model: nn.Module, size: int, classes: int, batch: int) -> Model:
+    """The training of `model`, images to logits with batch norm, on images that are their class's under noise."""
     variables = model.init(jax.random.key(0), jnp.zeros((1, size, size, 3)))
     state = State.create(
         apply_fn=model.apply,
@@ -48,7 +52,6 @@ def make(channels: tuple[int, ...] = (16, 32), size: int = 16, classes: int = 16
         batch_stats=variables["batch_stats"],
         tx=optax.sgd(0.01, momentum=0.9),
     ).replace(step=jnp.zeros((), jnp.int32))  # an array from the start; `create` puts a Python int
-    prototypes = np.random.default_rng(0).normal(size=(classes, size, size, 3))
 
     def step(state, batch):
         def loss_of(params):
@@ -61,9 +64,10 @@ def make(channels: tuple[int, ...] = (16, 32), size: int = 16, classes: int = 16
         return state.apply_gradients(grads=gradients, batch_stats=batch_stats), loss
 
     def batches(i):
+        prototypes = np.random.default_rng(0).normal(size=(classes, size, size, 3))
         rng = np.random.default_rng(i)
         labels = rng.integers(classes, size=batch).astype(np.int32)
         images = prototypes[labels] + rng.normal(size=(batch, size, size, 3))
         return {"images": images.astype(np.float32), "labels": labels}
 
-    return Model("cnn", step, state, batches)
+    return Model(name, step, state, batches)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,25 +16,25 @@ from .model import Model
 class Block(nnx.Module):
     """Pre-LN attention and MLP."""
 
-    def __init__(self, d_model: int, heads: int, rngs: nnx.Rngs):
+    def __init__(self, d_model: int, heads: int, dtype: Any, rngs: nnx.Rngs):
         # No biases on query, key and value: softmax cancels a key bias, so its gradient is rounding noise, which Adam
         # would blow up to full-size updates that differ with every order of summation.
         head = (heads, d_model // heads)
-        self.norm1 = nnx.LayerNorm(d_model, rngs=rngs)
-        self.query = nnx.LinearGeneral(d_model, head, use_bias=False, rngs=rngs)
-        self.key = nnx.LinearGeneral(d_model, head, use_bias=False, rngs=rngs)
-        self.value = nnx.LinearGeneral(d_model, head, use_bias=False, rngs=rngs)
-        self.out = nnx.LinearGeneral(head, d_model, axis=(-2, -1), rngs=rngs)
-        self.norm2 = nnx.LayerNorm(d_model, rngs=rngs)
-        self.up = nnx.Linear(d_model, 4 * d_model, rngs=rngs)
-        self.down = nnx.Linear(4 * d_model, d_model, rngs=rngs)
+        self.norm1 = nnx.LayerNorm(d_model, dtype=dtype, rngs=rngs)
+        self.query = nnx.LinearGeneral(d_model, head, use_bias=False, dtype=dtype, rngs=rngs)
+        self.key = nnx.LinearGeneral(d_model, head, use_bias=False, dtype=dtype, rngs=rngs)
+        self.value = nnx.LinearGeneral(d_model, head, use_bias=False, dtype=dtype, rngs=rngs)
+        self.out = nnx.LinearGeneral(head, d_model, axis=(-2, -1), dtype=dtype, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(d_model, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(d_model, 4 * d_model, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * d_model, d_model, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = self.norm1(x)
         q, k, v = self.query(h), self.key(h), self.value(h)
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(v.dtype)
         x = x + self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v))
         return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
@@ -40,16 +42,26 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Token and position embedding, blocks, and an untied output projection."""
 
-    def __init__(self, layers: int, d_model: int, heads: int, vocab: int, seq: int, scan: bool, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        layers: int,
+        d_model: int,
+        heads: int,
+        vocab: int,
+        seq: int,
+        scan: bool,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
         self.scan = scan
-        self.token = nnx.Embed(vocab, d_model, rngs=rngs)
-        self.position = nnx.Embed(seq, d_model, rngs=rngs)
+        self.token = nnx.Embed(vocab, d_model, dtype=dtype, rngs=rngs)
+        self.position = nnx.Embed(seq, d_model, dtype=dtype, rngs=rngs)
         if scan:
-            self.blocks = nnx.vmap(lambda rngs: Block(d_model, heads, rngs))(rngs.split(layers))
+            self.blocks = nnx.vmap(lambda rngs: Block(d_model, heads, dtype, rngs))(rngs.split(layers))
         else:
-            self.blocks = nnx.List([Block(d_model, heads, rngs) for _ in range(layers)])
-        self.norm = nnx.LayerNorm(d_model, rngs=rngs)
-        self.head = nnx.Linear(d_model, vocab, use_bias=False, rngs=rngs)
+            self.blocks = nnx.List([Block(d_model, heads, dtype, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(d_model, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(d_model, vocab, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, *, remat: bool = False) -> jax.Array:
         def apply(block, x):
@@ -63,7 +75,7 @@ class GPT(nnx.Module):
         else:
             for block in self.blocks:
                 x = apply(block, x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x)).astype(jnp.float32)
 
 
 def make(
@@ -76,9 +88,13 @@ def make(
     *,
     scan: bool = False,
     remat: bool = False,
+    dtype: Any = jnp.float32,
 ) -> Model:
-    """A GPT; `scan` stacks the blocks and loops over them, `remat` recomputes each block in the backward pass."""
-    model = GPT(layers, d_model, heads, vocab, seq, scan, nnx.Rngs(0))
+    """A GPT; `scan` stacks the blocks and loops over them, `remat` recomputes each block in the backward pass.
+
+    It computes in `dtype`, apart from attention's softmax and the loss.
+    """
+    model = GPT(layers, d_model, heads, vocab, seq, scan, dtype, nnx.Rngs(0))
     # A gradient below Adam's usual epsilon of 1e-8 is rounding noise here, and would become a full-size update.
     optimizer = nnx.Optimizer(model, optax.adamw(3e-3, eps=1e-6), wrt=nnx.Param)
 

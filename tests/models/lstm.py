@@ -27,13 +27,13 @@ def make(hidden: int = 32, features: int = 16, classes: int = 8, seq: int = 16, 
     model = Classifier(hidden, classes)
     params = model.init(jax.random.key(0), jnp.zeros((1, seq, features)))
     optimizer = optax.adam(5e-3)
-    prototypes = np.random.default_rng(0).normal(size=(classes, seq, features))
 
     def loss_of(params, batch):
         logits = model.apply(params, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     def batches(i):
+        prototypes = np.random.default_rng(0).normal(size=(classes, seq, features))
         rng = np.random.default_rng(i)
         labels = rng.integers(classes, size=batch).astype(np.int32)
         x = prototypes[labels] + 0.5 * rng.normal(size=(batch, seq, features))

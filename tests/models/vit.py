@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +16,13 @@ from .model import Model
 class Block(nnx.Module):
     """Pre-LN attention and MLP."""
 
-    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, dtype: Any, rngs: nnx.Rngs):
         # No biases in attention, as in gpt.py: softmax cancels the key's.
-        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(heads, width, use_bias=False, decode=False, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.norm1 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, use_bias=False, decode=False, dtype=dtype, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.attention(self.norm1(x))
@@ -30,22 +32,32 @@ class Block(nnx.Module):
 class ViT(nnx.Module):
     """Patches by a strided convolution, a class token before them, positions, blocks; the class token is read."""
 
-    def __init__(self, layers: int, width: int, heads: int, patch: int, patches: int, classes: int, rngs: nnx.Rngs):
-        self.patches = nnx.Conv(3, width, (patch, patch), strides=patch, padding="VALID", rngs=rngs)
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        patch: int,
+        patches: int,
+        classes: int,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.patches = nnx.Conv(3, width, (patch, patch), strides=patch, padding="VALID", dtype=dtype, rngs=rngs)
         self.token = nnx.Param(jnp.zeros((1, 1, width)))
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, patches + 1, width)))
-        self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(layers)])
-        self.norm = nnx.LayerNorm(width, rngs=rngs)
-        self.head = nnx.Linear(width, classes, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, dtype, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(width, classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x = self.patches(images)
         x = x.reshape(len(x), -1, x.shape[-1])
-        token = jnp.broadcast_to(self.token[...], (len(x), 1, x.shape[-1]))
-        x = jnp.concatenate([token, x], axis=1) + self.positions[...]
+        token = jnp.broadcast_to(self.token[...].astype(x.dtype), (len(x), 1, x.shape[-1]))
+        x = jnp.concatenate([token, x], axis=1) + self.positions[...].astype(x.dtype)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)[:, 0])
+        return self.head(self.norm(x)[:, 0]).astype(jnp.float32)
 
 
 def make(
@@ -56,11 +68,11 @@ def make(
     patch: int = 4,
     classes: int = 16,
     batch: int = 16,
+    dtype: Any = jnp.float32,
 ) -> Model:
-    """A classifier of `size` x `size` RGB images, cut into squares of `patch` x `patch`."""
-    model = ViT(layers, width, heads, patch, (size // patch) ** 2, classes, nnx.Rngs(0))
+    """A classifier of `size` x `size` RGB images, cut into squares of `patch` x `patch`; it computes in `dtype`."""
+    model = ViT(layers, width, heads, patch, (size // patch) ** 2, classes, dtype, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3, eps=1e-6), wrt=nnx.Param)
-    prototypes = np.random.default_rng(0).normal(size=(classes, size, size, 3))
 
     def step(state, batch):
         model, optimizer = state
@@ -74,6 +86,7 @@ def make(
         return (model, optimizer), loss
 
     def batches(i):
+        prototypes = np.random.default_rng(0).normal(size=(classes, size, size, 3))
         rng = np.random.default_rng(i)
         labels = rng.integers(classes, size=batch).astype(np.int32)
         images = prototypes[labels] + 0.5 * rng.normal(size=(batch, size, size, 3))

@@ -1,0 +1,149 @@
+"""Shardings as people write them by hand: `in_shardings` of a train step for `autoshard.evaluate` and `jax.jit`.
+
+The mesh has the axes data and model. A parallelism says how an array of the state lies, from its path and shape, so
+that an optimizer's moments and a norm's running means lie as their parameters; and how the arrays of the batch lie.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from autoshard.layout import Layout, MeshShape, replicated, shards, spec_of
+from autoshard.program import slashed
+
+InShardings = tuple[Any, Any]  # PartitionSpecs in the tree of the state, and in that of the batch
+ALL = ("data", "model")
+STACKED = "*/blocks/[!0-9]*"  # paths of arrays whose first dim is the layers that a scan loops over: it stays whole
+
+# What Megatron splits over the model axis: family -> end of a path, as a glob -> dim, counted from the last, which the
+# first dim of stacked layers does not move. The first of two layers splits its results, the second what it sums over,
+# and only the second's result is summed over devices.
+TRANSFORMER = {
+    "query/kernel": -2, "key/kernel": -2, "value/kernel": -2,  # [model, heads, head]: each device has its heads
+    "out/kernel": -3,  # [heads, head, model]
+    "up/kernel": -1, "up/bias": -1, "down/kernel": -2,  # [model, hidden] and [hidden, model]
+}  # fmt: skip
+MEGATRON: dict[str, dict[str, int]] = {
+    "gpt": TRANSFORMER | {"token/embedding": -2, "head/kernel": -1},  # both by vocabulary
+    "lstm": {  # by hidden unit, all four gates of each: every time step gathers the hidden state
+        "OptimizedLSTMCell_0/*/kernel": -1, "OptimizedLSTMCell_0/*/bias": -1,
+        "Dense_0/kernel": -2,
+    },
+    "moe": {"up": -3, "down": -3},  # by expert
+    "resnet": {  # by channel between blocks: a block sums its narrow result over devices and gathers its middle one
+        "stem/conv/kernel": -1, "stem/norm/*": -1,
+        "narrow/conv/kernel": -2,  # [height, width, in, out]
+        "middle/conv/kernel": -1, "middle/norm/*": -1,
+        "wide/conv/kernel": -1, "wide/norm/*": -1,
+        "shortcut/conv/kernel": -1, "shortcut/norm/*": -1,
+        "head/kernel": -2,
+    },
+    "unet": {  # by channel in and out in turns
+        "Convolve_0/Conv_0/kernel": -1, "Convolve_0/GroupNorm_0/*": -1,
+        "Convolve_1/Conv_0/kernel": -2,
+        "Convolve_2/Conv_0/kernel": -1, "Convolve_2/GroupNorm_0/*": -1,
+        "ConvTranspose_0/kernel": -2,
+        "Convolve_3/Conv_0/kernel": -1, "Convolve_3/GroupNorm_0/*": -1,
+        "Convolve_4/Conv_0/kernel": -2,
+        "params/Conv_0/kernel": -1, "params/Conv_0/bias": -1,
+    },
+    "vit": TRANSFORMER | {"head/kernel": -1, "head/bias": -1},
+}  # fmt: skip
+
+# How the batch lies where its sequence is split too, an image's height standing for one. A MoE has its tokens in
+# groups already: more groups, not shorter ones, split its sequence, and all-to-alls take them to the experts. An LSTM
+# is left out: its sequence is what it loops over.
+SEQUENCE = {"gpt": P("data", "model"), "moe": P(ALL), "resnet": P("data", "model"), "unet": P("data", "model"),
+            "vit": P("data", "model")}  # fmt: skip
+
+
+def data_parallel(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
+    """Every device has all of the state and its part of the batch."""
+    return _laid(state, lambda path, shape: replicated(len(shape))), _batch(batch, P(ALL))
+
+
+def fsdp(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
+    """Every device has its part of the batch and of each array of the state, which it gathers for use (ZeRO-3)."""
+
+    def layout(path: str, shape: tuple[int, ...]) -> Layout:
+        return _largest_split(replicated(len(shape)), path, shape, ALL, mesh)
+
+    return _laid(state, layout), _batch(batch, P(ALL))
+
+
+def megatron(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
+    """Devices along the model axis share a part of the batch and split layers in pairs (Shoeybi et al. 2019)."""
+    return _laid(state, lambda path, shape: _megatron_split(family, path, shape)), _batch(batch, P("data"))
+
+
+def fsdp_megatron(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
+    """Megatron, with each array of the state split over the data axis too."""
+
+    def layout(path: str, shape: tuple[int, ...]) -> Layout:
+        return _largest_split(_megatron_split(family, path, shape), path, shape, ("data",), mesh)
+
+    return _laid(state, layout), _batch(batch, P("data"))
+
+
+def fsdp_megatron_sequence(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
+    """FSDP and Megatron, with the batch's sequence split over the model axis."""
+    return fsdp_megatron(family, state, batch, mesh)[0], _batch(batch, SEQUENCE[family])
+
+
+SHARDINGS: dict[str, Callable[[str, Any, Any, MeshShape], InShardings]] = {
+    "data parallel": data_parallel,
+    "FSDP": fsdp,
+    "Megatron": megatron,
+    "FSDP+Megatron": fsdp_megatron,
+    "FSDP+Megatron+sequence": fsdp_megatron_sequence,
+}
+
+
+def shardings_of(family: str, state: Any, batch: Any, mesh: MeshShape) -> dict[str, InShardings]:
+    """Every sharding by hand that the family has, by name.
+
+    Args:
+        family: a row of `MEGATRON`.
+        state: arrays or ShapeDtypeStructs.
+        batch: the same.
+        mesh: the sizes of the axes data and model, in the mesh's order.
+    """
+    return {
+        name: sharding(family, state, batch, mesh)
+        for name, sharding in SHARDINGS.items()
+        if sharding is not fsdp_megatron_sequence or family in SEQUENCE
+    }
+
+
+def _laid(state: Any, layout: Callable[[str, tuple[int, ...]], Layout]) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, x: spec_of(layout(slashed(path), x.shape)), state)
+
+
+def _batch(batch: Any, spec: P) -> Any:
+    """Labels have fewer dims than what they label."""
+    return jax.tree.map(lambda x: P(*spec[: len(x.shape)]), batch)
+
+
+def _megatron_split(family: str, path: str, shape: tuple[int, ...]) -> Layout:
+    layout = replicated(len(shape))
+    for end, dim in MEGATRON[family].items():
+        if fnmatch.fnmatchcase(path, f"*/{end}"):
+            return _with(layout, dim, ("model",))
+    return layout
+
+
+def _largest_split(layout: Layout, path: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape) -> Layout:
+    """`layout` with the largest dim split that is whole and that `axes` divide; if there is none, as it is."""
+    first = fnmatch.fnmatchcase(path, STACKED)
+    dims = [dim for dim in range(first, len(shape)) if not layout[dim] and shape[dim] % shards(axes, mesh) == 0]
+    return _with(layout, max(dims, key=lambda dim: shape[dim]), axes) if dims else layout
+
+
+def _with(layout: Layout, dim: int, axes: tuple[str, ...]) -> Layout:
+    dim %= len(layout)
+    return (*layout[:dim], axes, *layout[dim + 1 :])

@@ -1,0 +1,138 @@
+"""The train steps that predictions are held against, each at two scales.
+
+`SMALL` runs on 8 virtual CPU devices; `LARGE` is compiled for 16 devices, TPU v5e:4x4 or 2x8 H100, and never allocated.
+Their dims divide by the mesh axes 2, 4 and 8, and batches by 16, so that every sharding of `shardings.py` applies. The
+folder `tests` has to be on the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from models import Model, gpt, lstm, moe, resnet, unet, vit
+
+
+class Abstract(NamedTuple):
+    """A train step, and the shapes of its state and batch."""
+
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    state: Any  # a pytree of ShapeDtypeStructs
+    batch: dict[str, ShapeDtypeStruct]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A family of `tests/models` at chosen sizes."""
+
+    family: str  # a row of FAMILIES, and of MEGATRON in shardings.py
+    sizes: Mapping[str, Any]
+
+    def model(self) -> Model:
+        """Its train step with a state, allocated, and data."""
+        return FAMILIES[self.family].make(**self.sizes)
+
+    def abstract(self) -> Abstract:
+        """Its train step and the shapes of its arguments, of which nothing is allocated."""
+        models = []
+        state = jax.eval_shape(lambda: models.append(self.model()) or models[0].state)
+        # These steps close over no arrays, so that they outlive the trace that made them.
+        return Abstract(models[0].step, state, FAMILIES[self.family].batch(**self.sizes))
+
+
+class Family(NamedTuple):
+    """How a model is made, and the shapes of its batch; both are functions of its sizes."""
+
+    make: Callable[..., Model]
+    batch: Callable[..., dict[str, ShapeDtypeStruct]]
+
+
+def f32(*shape: int) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, jnp.float32)
+
+
+def i32(*shape: int) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, jnp.int32)
+
+
+def sentences(*, batch: int, seq: int, **_: Any) -> dict[str, ShapeDtypeStruct]:
+    return {"inputs": i32(batch, seq), "targets": i32(batch, seq)}
+
+
+def groups_of_tokens(*, groups: int, tokens: int, d_model: int, **_: Any) -> dict[str, ShapeDtypeStruct]:
+    return {"x": f32(groups, tokens, d_model), "y": f32(groups, tokens, d_model)}
+
+
+def classified_images(*, batch: int, size: int, **_: Any) -> dict[str, ShapeDtypeStruct]:
+    return {"images": f32(batch, size, size, 3), "labels": i32(batch)}
+
+
+def classified_pixels(*, batch: int, size: int, **_: Any) -> dict[str, ShapeDtypeStruct]:
+    return {"images": f32(batch, size, size, 3), "labels": i32(batch, size, size)}
+
+
+def classified_series(*, batch: int, seq: int, features: int, **_: Any) -> dict[str, ShapeDtypeStruct]:
+    return {"x": f32(batch, seq, features), "labels": i32(batch)}
+
+
+FAMILIES = {
+    "gpt": Family(gpt.make, sentences),
+    "lstm": Family(lstm.make, classified_series),
+    "moe": Family(moe.make, groups_of_tokens),
+    "resnet": Family(resnet.make, classified_images),
+    "unet": Family(unet.make, classified_pixels),
+    "vit": Family(vit.make, classified_images),
+}
+
+# Unrolled layers are what XLA for TPU takes long over: few of them. Those that compute in bfloat16 keep a state in
+# float32.
+SMALL_GPT = {"d_model": 128, "heads": 8, "vocab": 1024, "seq": 64, "batch": 32, "layers": 2}
+LARGE_GPT = {"d_model": 1024, "heads": 16, "vocab": 32768, "seq": 1024, "batch": 64, "dtype": jnp.bfloat16}
+SIZES = [  # name, family, small, large
+    ("gpt", "gpt", SMALL_GPT, LARGE_GPT | {"layers": 2}),
+    ("gpt remat", "gpt", SMALL_GPT | {"remat": True}, LARGE_GPT | {"layers": 2, "remat": True}),
+    ("gpt scan", "gpt", SMALL_GPT | {"scan": True}, LARGE_GPT | {"layers": 4, "scan": True}),
+    (
+        "gpt scan remat",
+        "gpt",
+        SMALL_GPT | {"scan": True, "remat": True},
+        LARGE_GPT | {"layers": 4, "scan": True, "remat": True},
+    ),
+    (
+        "moe",
+        "moe",
+        {"groups": 32, "tokens": 64, "d_model": 128, "d_hidden": 512, "experts": 16, "capacity": 16},
+        {"groups": 64, "tokens": 1024, "d_model": 1024, "d_hidden": 4096, "experts": 16, "capacity": 256},
+    ),
+    (
+        "vit",
+        "vit",
+        {"layers": 2, "width": 128, "heads": 8, "size": 32, "patch": 4, "classes": 16, "batch": 32},
+        {"layers": 2, "width": 1024, "heads": 16, "size": 256, "patch": 16, "classes": 1024, "batch": 256}
+        | {"dtype": jnp.bfloat16},
+    ),
+    (
+        "resnet",
+        "resnet",
+        {"stages": (1, 1, 1), "width": 32, "size": 32, "classes": 16, "batch": 32},
+        {"stages": (3, 4, 6, 3), "width": 64, "size": 224, "classes": 1024, "batch": 512, "dtype": jnp.bfloat16},
+    ),
+    (
+        "unet",
+        "unet",
+        {"width": 32, "size": 32, "classes": 16, "batch": 16},
+        {"width": 64, "size": 256, "classes": 32, "batch": 128},
+    ),
+    (
+        "lstm",
+        "lstm",
+        {"hidden": 256, "features": 128, "classes": 16, "seq": 16, "batch": 128},
+        {"hidden": 1024, "features": 1024, "classes": 1024, "seq": 256, "batch": 2048},
+    ),
+]
+SMALL = {name: Workload(family, small) for name, family, small, _ in SIZES}
+LARGE = {name: Workload(family, large) for name, family, _, large in SIZES}

@@ -1,0 +1,84 @@
+"""What the benchmark of predictions starts from: shardings by hand, and models of which nothing is allocated."""
+
+import fnmatch
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.program import slashed
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from shardings import MEGATRON, SHARDINGS, shardings_of
+from workloads import LARGE, SMALL
+
+MESHES = [AbstractMesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2) for sizes in ((4, 2), (4, 4), (2, 8))]
+BOTH = ("data", "model")
+
+
+def by_path(arrays, specs):
+    """Path -> (shape, spec)."""
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    paths = jax.tree_util.tree_leaves_with_path(arrays)
+    return {slashed(path): (x.shape, spec) for (path, x), spec in zip(paths, leaves, strict=True)}
+
+
+@pytest.mark.parametrize("workload", [*SMALL.values(), *LARGE.values()], ids=lambda workload: workload.family)
+def test_every_sharding_splits_evenly_and_every_row_of_the_table_something(workload):
+    _, state, batch = workload.abstract()
+    for mesh in MESHES:
+        found = shardings_of(workload.family, state, batch, dict(mesh.shape))
+        assert len(found) >= len(SHARDINGS) - 1
+        for name, (of_state, of_batch) in found.items():
+            for shape, spec in (by_path(state, of_state) | by_path(batch, of_batch)).values():
+                NamedSharding(mesh, spec).shard_shape(shape)  # fails if it is uneven
+            assert any(spec != P() for _, spec in by_path(state, of_state).values()) == (name != "data parallel")
+    for end in MEGATRON[workload.family]:
+        assert any(fnmatch.fnmatchcase(path, f"*/{end}") for path in by_path(state, of_state)), end
+
+
+SPECS = [  # workload, sharding, end of a path, spec
+    ("gpt", "FSDP", "0/blocks/0/query/kernel", P(BOTH)),
+    ("gpt", "FSDP+Megatron", "0/norm1/scale", P("data")),
+    ("gpt", "Megatron", "0/blocks/1/out/kernel", P("model")),
+    ("gpt scan", "FSDP+Megatron", "mu/blocks/query/kernel", P(None, "data", "model")),
+    ("gpt scan", "FSDP+Megatron", "0/blocks/up/bias", P(None, "model")),
+    ("gpt scan", "Megatron", "nu/token/embedding", P("model")),
+    ("lstm", "FSDP+Megatron", "OptimizedLSTMCell_0/hf/kernel", P("data", "model")),
+    ("moe", "FSDP", "1/0/mu/up", P(None, None, BOTH)),
+    ("moe", "FSDP+Megatron", "0/down", P("model", "data")),
+    ("resnet", "Megatron", "batch_stats/stage1_block0/middle/norm/var", P("model")),
+    ("resnet", "Megatron", "trace/stage1_block0/narrow/conv/kernel", P(None, None, "model")),
+    ("unet", "FSDP", "0/params/Convolve_4/Conv_0/kernel", P(None, None, BOTH)),
+    ("vit", "Megatron", "0/patches/kernel", P()),
+]
+
+
+@pytest.mark.parametrize("workload, sharding, end, expected", SPECS)
+def test_specs(workload, sharding, end, expected):
+    _, state, batch = LARGE[workload].abstract()
+    of_state, _ = SHARDINGS[sharding](LARGE[workload].family, state, batch, dict(MESHES[0].shape))
+    found = {spec for path, (_, spec) in by_path(state, of_state).items() if path.endswith(end)}
+    assert found == {expected}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_shapes_of_batches(name):
+    models = []
+    jax.eval_shape(lambda: models.append(SMALL[name].model()))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), models[0].batches(0))
+    assert shapes == SMALL[name].abstract().batch
+
+
+@pytest.mark.parametrize("name", ["gpt scan", "moe"])  # nnx modules, plain pytrees
+def test_evaluate_takes_them(name):
+    step, state, batch = LARGE[name].abstract()
+    specs = shardings_of(LARGE[name].family, state, batch, dict(MESHES[1].shape))["FSDP+Megatron"]
+    made = autoshard.evaluate(step, state, batch, mesh=MESHES[1], in_shardings=specs, donate_argnums=0)
+    taken = jax.tree.map(lambda sharding: sharding.spec, made.in_shardings)
+    assert by_path((state, batch), taken) == by_path((state, batch), specs)
+    assert made.predicted.collectives
