@@ -5,7 +5,7 @@
 ... def train_step(state, batch): ...
 """
 
-from autoshard.api import autoshard, evaluate, plan, propagate
+from autoshard.api import autoshard, evaluate, plan, propagate, verify
 from autoshard.errors import (
     ArgumentError,
     AutoshardError,
@@ -42,4 +42,5 @@ __all__ = [
     "propagate",
     "register_rule",
     "topology",
+    "verify",
 ]

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.arguments import Static, abstract, not_an_array, place, type_of
-from autoshard.errors import ArgumentError, ConflictError, MemoryLimitError, MeshError
+from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape, layout_of, spec_of
-from autoshard.lower import jitted, lowered
-from autoshard.mesh.collectives import has_reduce_scatter
+from autoshard.lower import Lowering
 from autoshard.mesh.topology import Topology
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
@@ -25,6 +24,7 @@ from autoshard.program import Program, Value, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
+from autoshard.report.verification import Verification, compiled, verification
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import InfeasibleError
@@ -157,8 +157,8 @@ class Autosharded:
 
     def finish(self, program: Program, plan: Plan) -> _Compiled:
         """The program under `jax.jit` as the plan says."""
-        step = jitted(program, plan, **self._jit_keywords)
-        return _Compiled(replace(plan, lowering=functools.partial(lowered, program, plan, step)), program, step)
+        lowering = Lowering.of(program, plan, **self._jit_keywords)
+        return _Compiled(replace(plan, lowering=lowering), program, lowering.step)
 
     def _prepare(self, args: tuple, kwargs: dict) -> tuple[_Compiled, list]:
         static, dynamic = self._static.split(args, kwargs)
@@ -226,12 +226,70 @@ def evaluate(
         if i not in program.carried.values() and isinstance(program.results[i], Value)
     }
     formulation = formulate(
-        program, rules, mesh_shape, options.topology, fixed=layouts, scatters=has_reduce_scatter(options.mesh)
+        program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
     )
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
     made = make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
     return step.finish(program, replace(made, memory=options.memory)).plan
+
+
+def verify(
+    fn: Callable,
+    *args: Any,
+    mesh: Mesh | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Verification:
+    """What XLA makes of a function under `jax.jit` or `autoshard`: its collectives and peak memory, beside predictions.
+
+    Of a function that autoshard did not plan, the predictions are those of `evaluate` for the shardings that its
+    arguments and results were compiled with; where these are nothing that can be planned with, none.
+
+    Args:
+        fn: a jitted or decorated function.
+        *args: arrays or ShapeDtypeStructs, with the shardings that the function is to be compiled for, unless it was
+            jitted with shardings. With those of a `target_mesh` it is compiled for a machine that is not there.
+        mesh: the mesh; that of the arguments' or results' shardings by default.
+        kwargs: keyword arguments of `fn`.
+
+    Raises:
+        ArgumentError: the function is not jitted.
+        MeshError: there is no mesh to be found.
+    """
+    kwargs = kwargs or {}
+    if isinstance(fn, Autosharded):
+        return fn.plan(*args, **kwargs).verify()
+    if not hasattr(fn, "lower"):
+        raise ArgumentError(f"{fn!r} is not jitted; give verify jax.jit(fn, ...) or autoshard(fn, ...)")
+    lowered = fn.lower(*args, **kwargs)
+    mesh = mesh or _mesh_of((args, kwargs, lowered.out_info))
+    found = compiled(lowered, mesh)
+    try:
+        in_shardings, keyword_shardings = found.program.input_shardings
+        if keyword_shardings:
+            raise ArgumentError("keyword arguments have shardings that evaluate does not take; pass them by position")
+        donated = [all(info.donated for info in jax.tree.leaves(arg)) for arg in lowered.args_info[0]]
+        predicted = evaluate(
+            fn,
+            *args,
+            mesh=mesh,
+            in_shardings=tuple(in_shardings),
+            out_shardings=found.program.output_shardings,
+            donate_argnums=tuple(i for i, given in enumerate(donated) if given),
+        )
+    except AutoshardError as error:
+        return verification(None, found, mesh, str(error))
+    return verification(predicted.predicted, found, mesh)
+
+
+def _mesh_of(leaves: Any) -> Mesh:
+    """The first mesh that something in a pytree lies on."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(leaves))
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
+    for mesh in meshes:
+        if isinstance(mesh, Mesh):
+            return mesh
+    raise MeshError("no argument or result of the function has a NamedSharding to take the mesh from; pass mesh=")
 
 
 def propagate(
@@ -291,7 +349,7 @@ def _planned(program: Program, options: Options) -> Plan:
         options.topology,
         memory=options.memory,
         fixed=fixed_layouts(program, options.fixed, mesh_shape),
-        scatters=has_reduce_scatter(options.mesh),
+        backend=options.backend,
     )
     try:
         solution = solve_within(formulation, options.time_limit)

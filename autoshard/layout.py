@@ -66,6 +66,19 @@ def without_idle_axes(layout: Layout, mesh: MeshShape) -> Layout:
     return tuple(tuple(axis for axis in dim if axis in mesh) for dim in layout)
 
 
+def spec_text(layout: Layout) -> str:
+    """A layout as one writes its PartitionSpec.
+
+    >>> spec_text((("data",), (), ("x", "y"), ()))
+    'P("data", None, ("x", "y"))'
+    """
+    quoted = [[f'"{axis}"' for axis in axes] for axes in layout]
+    entries = [f"({', '.join(axes)})" if len(axes) > 1 else axes[0] if axes else "None" for axes in quoted]
+    while entries and entries[-1] == "None":
+        entries.pop()
+    return f"P({', '.join(entries)})"
+
+
 def spec_of(layout: Layout) -> PartitionSpec:
     """The shortest PartitionSpec that means `layout`."""
     entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in layout]

@@ -6,6 +6,7 @@ plan decided. `scan`, `while`, `cond`, `jax.checkpoint` and custom derivatives s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +56,29 @@ def jitted(program: Program, plan: Plan, **jit_keywords: Any) -> Any:
     )
 
 
-def lowered(program: Program, plan: Plan, step: Any) -> jax.stages.Lowered:
-    """`jitted` lowered for arguments as the plan places them; on a mesh without devices, lowered for TPU."""
-    arguments = [
-        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        for value, sharding in zip(program.arguments, plan.flat_in_shardings, strict=True)
-    ]
-    platforms = None if isinstance(plan.mesh, Mesh) else ("tpu",)
-    return step.trace(*arguments).lower(lowering_platforms=platforms)
+@dataclass(frozen=True, eq=False)
+class Lowering:
+    """A program and its plan under `jax.jit`; called, it lowers them for arguments as the plan places them."""
+
+    program: Program
+    plan: Plan
+    step: Any  # flat arguments to flat results
+    jit_keywords: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, program: Program, plan: Plan, **jit_keywords: Any) -> Lowering:
+        return cls(program, plan, jitted(program, plan, **jit_keywords), jit_keywords)
+
+    def __call__(self, mesh: Mesh | AbstractMesh | None = None) -> jax.stages.Lowered:
+        """For the plan's mesh, or another of the same axes; on a mesh without devices, lowered for TPU."""
+        if mesh is not None and mesh is not self.plan.mesh:
+            return Lowering.of(self.program, self.plan.on(mesh), **self.jit_keywords)()
+        arguments = [
+            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+            for value, sharding in zip(self.program.arguments, self.plan.flat_in_shardings, strict=True)
+        ]
+        platforms = None if isinstance(self.plan.mesh, Mesh) else ("tpu",)
+        return self.step.trace(*arguments).lower(lowering_platforms=platforms)
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
@@ -149,6 +165,11 @@ class _Emitter:
         return self.body(closed, env, path)
 
     def equation(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
+        scope = _scope(eqn, self.equations.get(path))
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            return self.emitted(eqn, operands, path)
+
+    def emitted(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
         name, opened = eqn.primitive.name, called_jaxpr(eqn)
         if opened is not None and name in CUSTOM:
             return self.custom(eqn, opened, operands, path)
@@ -305,6 +326,15 @@ class _Emitter:
         branches = [branch(b, closed) for b, closed in enumerate(eqn.params["branches"])]
         arrays = jax.lax.switch(operands[0].array, branches)
         return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
+
+
+def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
+    """What the operations of an equation are called in the compiled program: the user's names, line, and its index.
+
+    The emitted operations come from lines of this file; `report/hlo.py` reads the user's back from here.
+    """
+    names = str(eqn.source_info.name_stack)
+    return "/".join(filter(None, [names, equation and equation.label]))
 
 
 def _pinned(program: Program, annotations: Annotations) -> frozenset[int]:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.layout import with_auto_axes
+from autoshard.mesh.backends import Backend, backend_of
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.topology import Topology
 
@@ -28,6 +29,7 @@ class Options:
 
     mesh: Mesh | AbstractMesh  # axis types Auto
     topology: Topology
+    backend: Backend
     memory: float  # bytes per device
     fixed: Mapping[str, PartitionSpec]  # path or glob -> spec
     time_limit: float  # s
@@ -47,6 +49,7 @@ def options_of(
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
     mesh = with_auto_axes(mesh)
+    backend = backend_of(mesh, topology if isinstance(topology, str) else None)
     if isinstance(topology, str):
         topology = preset(topology, dict(mesh.shape))
     elif topology is None:
@@ -62,7 +65,7 @@ def options_of(
     if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit >= 0:
         raise ArgumentError(f"time_limit={time_limit!r}; seconds are needed, 0 or more")
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    return Options(mesh, topology, limit, dict(fixed or {}), float(time_limit))
+    return Options(mesh, topology, backend, limit, dict(fixed or {}), float(time_limit))
 
 
 def check_jit_keywords(keywords: Mapping[str, Any]) -> None:

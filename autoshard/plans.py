@@ -20,13 +20,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autoshard.errors import PlanError
-from autoshard.layout import Layout, spec_of, with_auto_axes
+from autoshard.layout import Layout, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
 from autoshard.program import VALUE_KEYS, Program, Value
 from autoshard.solver.formulate import Formulation, Reader
 from autoshard.solver.problem import Solution
 
 if TYPE_CHECKING:
+    from autoshard.lower import Lowering
     from autoshard.report.verification import Verification
 
 _FORMAT = 1
@@ -102,7 +103,7 @@ class Plan:
     argument_slots: tuple[tuple, dict] = field(repr=False)  # (args, kwargs), indices of arguments in their places
     result_slots: Any = field(repr=False)  # the result, indices of results in their places
     comparison: Comparison = field(repr=False, default_factory=Comparison)
-    lowering: Callable[[], jax.stages.Lowered] | None = field(repr=False, default=None)  # None: loaded, not yet bound
+    lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
 
     @property
     def alternatives(self) -> Mapping[str, Prediction | None]:
@@ -200,16 +201,20 @@ class Plan:
             )
         return replace(self, argument_slots=program.argument_slots, result_slots=program.result_slots)
 
-    def verify(self) -> Verification:
+    def verify(self, target: str | None = None) -> Verification:
         """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
+
+        Args:
+            target: a machine by name, ``"v5e:4x4"`` or ``"h100:2x8"``, to compile for instead of the devices of the
+                mesh. It need not be there: see `autoshard.mesh.targets`.
 
         Raises:
             PlanError: the plan was loaded and is not bound to a step.
-            MeshError: the mesh has no devices to compile for.
+            MeshError: the mesh has no devices to compile for, or the target or its compiler cannot be had.
         """
-        from autoshard.report.verification import verify
+        from autoshard.report.verification import verify_plan
 
-        return verify(self)
+        return verify_plan(self, target)
 
     # Reports stand above plans; showing a plan is asking for a report of it.
 
@@ -352,8 +357,8 @@ class _Choice:
         compute = communication = 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
-        def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source) -> None:
-            tally = found[kind, axes, str(source or "unknown line")]
+        def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
+            tally = found[kind, axes, str(source or "unknown line"), why]
             tally[0] += size * runs
             tally[1] += runs
 
@@ -366,19 +371,25 @@ class _Choice:
             compute += seconds.compute
             communication += seconds.communication
             for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
-                note(finish.kind, finish.axes, size, group.trips, group.equations[-1].source)
+                reduced = group.equations[-1]
+                note(finish.kind, finish.axes, size, group.trips, reduced.source, f"partial sums of {reduced.primitive}")
         for value, source, target, line in self.reshardings():
             communication += self.prices.resharding(value, source, target) * value.trips
             for step in self.prices.steps(value, source, target):
-                note(step.kind, step.axes, step.bytes, value.trips, line)
+                why = f"{value} from {spec_text(source)} to {spec_text(target)}"
+                note(step.kind, step.axes, step.bytes, value.trips, line, why)
         collectives = tuple(
-            Collective(kind, axes, size, count, source) for (kind, axes, source), (size, count) in found.items()
+            Collective(kind, axes, size, count, source, why)
+            for (kind, axes, source, why), (size, count) in found.items()
         )
         peak = self.formulation.peak_bytes(self.choice)
         return Prediction(compute + communication, compute, communication, communication, peak, collectives)
 
     def reshardings(self):
-        """Every resharding of the step: (value, from, to, the line that asks for it)."""
+        """Every resharding of the step: (value, from, to, the line that asks for it).
+
+        Readers that ask for the same one get the same array: XLA merges equal collectives.
+        """
         for id, readers in self.formulation.readers.items():
             value = self.program.values[id]
             home = self.homes[id]
@@ -386,9 +397,11 @@ class _Choice:
             if seen != home:
                 lines = [r.use.equation.source for r in readers if r.use is not None and self.want(r) == seen]
                 yield value, home, seen, next(iter(lines), value.source)
+            reached = {home, seen}
             for reader in readers:
                 want = self.want(reader)
-                if want not in (home, seen):
+                if want not in reached:
+                    reached.add(want)
                     yield value, seen, want, reader.use.equation.source if reader.use else value.source
 
 

@@ -99,6 +99,11 @@ class Equation:
     trips: int = 1  # how often it runs per step: the product of the loops around it
     loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
 
+    @property
+    def label(self) -> str:
+        """What it is called in a compiled program: the user's line, and its index."""
+        return f"{self.source or 'unknown line'}#{self.index}"
+
     def __str__(self) -> str:
         operands = ", ".join(str(list(x.shape)) for x in self.inputs)
         results = ", ".join(str(list(x.shape)) for x in self.outputs)

@@ -1,18 +1,29 @@
-"""What XLA really did: the text of a compiled (partitioned) HLO module in, its collectives out.
+"""What XLA really did: the text of a compiled (partitioned) HLO module in, its collectives and its work out.
 
-Reads what XLA prints for CPU and GPU: one instruction a line, collectives plain or as ``-start`` / ``-done`` pairs,
-alone or combined into tuples, replica groups as lists, as iota (``[4,2]<=[2,4]T(1,0)``) or on a mesh
+Reads what XLA prints for CPU, GPU and TPU: one instruction a line, collectives plain or as ``-start`` / ``-done``
+pairs, alone or combined into tuples, replica groups as lists, as iota (``[4,2]<=[2,4]T(1,0)``) or on a mesh
 (``mesh['x'=4,'y'=2] {'y'}``). A loop body counts as often as the loop runs; when XLA does not know how often, once.
+
+What TPU programs have besides:
+
+- A collective that runs beside other work stands in several fusions, with one channel id. It counts once, as often as
+  the one that runs least.
+- A reduce_scatter is an all-reduce in a computation named ``all-reduce-scatter``, which keeps a slice.
+- A matrix product with a gathered or scattered operand can be a loop of collective-permutes ("windowed einsum"). It
+  counts as the gather or scatter that it stands for.
+- Between slices a collective is a pair of ``send`` and ``recv`` to the host, whose attributes tell its kind.
+- Each operation says how many cycles XLA expects it to take.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from autoshard.errors import MeshError
@@ -33,6 +44,8 @@ _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> 
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
+_WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")
+_LABEL = re.compile(r"([^/:(\"]+:\d+|unknown line)#(\d+)")  # Equation.label
 
 
 @dataclass(frozen=True)
@@ -67,35 +80,67 @@ def read_collectives(
     >>> print(*read_collectives(hlo, {"x": 4, "y": 2}))
     1 x all_gather over x: 128 bytes (unknown line)
     """
-    computations, entry = _computations(hlo_text)
+    module = _Module.of(hlo_text)
     lines = _source_lines(hlo_text)
     devices = math.prod(mesh_shape.values())
     order = np.arange(devices) if device_order is None else np.asarray(device_order)
+    found: dict[Any, Collective] = {}
+    windowed: dict[str, Collective] = {}  # by the name of the product
+    for computation, instruction, runs in module.executed():
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode not in _KINDS:
+            continue
+        groups = _groups(instruction, opcode, devices)
+        axes = _axes(groups, order, mesh_shape)
+        if not axes:
+            continue
+        kind, size = _KINDS[opcode], _bytes(_result_shape(instruction))
+        if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
+            kind, size = "reduce_scatter", size // groups.shape[-1]
+        name = re.search(r'op_name="([^"]*)"', instruction.rest)
+        one = Collective(kind, axes, size * runs, runs, _source_line(instruction.rest, lines), name[1] if name else "")
+        if loop := _WINDOWED.search(computation):
+            shards = math.prod(mesh_shape[axis] for axis in axes) if loop["kind"] == "ag" else 1
+            times = runs // module.turns[computation]
+            kind = {"ag": "all_gather", "rs": "reduce_scatter"}[loop["kind"]]
+            windowed[one.why] = replace(one, kind=kind, bytes=size * shards * times, count=times)
+            continue
+        channel = _attribute(instruction.rest, "channel_id")
+        key = (channel, kind) if channel else len(found)
+        if key not in found or one.count < found[key].count:
+            found[key] = one
+    # a loop's last permute stands behind it
+    alone = (one for one in found.values() if one.kind != "collective_permute" or one.why not in windowed)
+    return (*alone, *windowed.values())
 
-    def collectives(computation: str, runs: int) -> Iterator[Collective]:
-        for instruction in computations[computation]:
-            opcode = instruction.opcode.removesuffix("-start")
-            if opcode in _KINDS:
-                groups = _groups(instruction, opcode, devices)
-                axes = _axes(groups, order, mesh_shape)
-                if axes:
-                    size = _bytes(_result_shape(instruction))
-                    source = _source_line(instruction.rest, lines)
-                    yield Collective(_KINDS[opcode], axes, size * runs, runs, source)
-            else:
-                for callee, times in _callees(instruction, computations):
-                    yield from collectives(callee, runs * times)
 
-    return tuple(collectives(entry, 1))
+def equation_of(why: str) -> int | None:
+    """The index of the equation of ours that a collective read from a compiled module belongs to."""
+    labels = _LABEL.findall(why)
+    return int(labels[-1][1]) if labels else None
+
+
+def estimated_cycles(hlo_text: str) -> int:
+    """Cycles that XLA expects a TPU to compute for in one run of a compiled module; 0 for CPU and GPU, where it is mute.
+
+    Collectives have no cycles, nor has what waits for them.
+    """
+    return sum(
+        runs * int(cycles[1])
+        for _, instruction, runs in _Module.of(hlo_text).executed(into_fusions=False)
+        if (cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.rest))
+    )
 
 
 def peak_bytes(compiled: Any) -> int:
     """Bytes one device holds while a `jax.stages.Compiled` runs, by XLA's own memory analysis.
 
-    Arguments, results and temporaries, a donated argument and its result once. (CPU's `peak_memory_in_bytes` is the
-    arguments alone.)
+    Where XLA simulates the heap, on TPU, its peak. Elsewhere arguments, results and temporaries, a donated argument and
+    its result once. (CPU's and GPU's `peak_memory_in_bytes` is not that of the whole program.)
     """
     memory = compiled.memory_analysis()
+    if _platform(compiled) == "tpu":
+        return memory.peak_memory_in_bytes
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
@@ -104,38 +149,98 @@ def peak_bytes(compiled: Any) -> int:
     )
 
 
-def _computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """Instructions by computation, and the entry's name."""
-    computations: dict[str, list[_Instruction]] = {}
-    entry = current = None
-    for line in hlo_text.splitlines():
-        if match := _COMPUTATION.match(line):
-            current = computations.setdefault(match["name"], [])
-            if match["entry"]:
-                entry = match["name"]
-        elif line == "}":
-            current = None
-        elif current is not None and (match := _INSTRUCTION.match(line)):
-            current.append(_Instruction(**match.groupdict()))
-    if entry is None:
-        raise MeshError("this text has no ENTRY computation; it is not that of a compiled HLO module")
-    return computations, entry
+def _platform(compiled: Any) -> str:
+    """Of the devices that a program was compiled for."""
+    shardings = (*jax.tree.leaves(compiled.input_shardings), *jax.tree.leaves(compiled.output_shardings))
+    devices = {device.platform for sharding in shardings for device in sharding.device_set}
+    return devices.pop() if devices else ""
 
 
-def _callees(instruction: _Instruction, computations: dict[str, list[_Instruction]]) -> Iterator[tuple[str, int]]:
-    """The computations an instruction runs, and how often each; reducers and the like hold no collectives."""
-    if instruction.opcode == "while":
-        condition, body = _attribute(instruction.rest, "condition"), _attribute(instruction.rest, "body")
-        trips = _trips(instruction, computations[condition], computations)
-        yield from ((condition, trips), (body, trips))
-    elif instruction.opcode == "conditional":
-        branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
-        both = (_attribute(instruction.rest, "true_computation"), _attribute(instruction.rest, "false_computation"))
-        names = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else both
-        yield from ((name, 1) for name in names)
-    elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
-        callee = _attribute(instruction.rest, "to_apply") or _attribute(instruction.rest, "calls")
-        yield callee, 1
+@dataclass(frozen=True)
+class _Module:
+    """A module's computations: name -> instructions."""
+
+    computations: Mapping[str, Sequence[_Instruction]]
+    entry: str
+    turns: dict[str, int] = field(default_factory=dict)  # body of a loop -> how often it runs in a run of the loop
+
+    @classmethod
+    def of(cls, hlo_text: str) -> _Module:
+        computations: dict[str, list[_Instruction]] = {}
+        entry = current = None
+        for line in hlo_text.splitlines():
+            if match := _COMPUTATION.match(line):
+                current = computations.setdefault(match["name"], [])
+                if match["entry"]:
+                    entry = match["name"]
+            elif line == "}":
+                current = None
+            elif current is not None and (match := _INSTRUCTION.match(line)):
+                current.append(_Instruction(**match.groupdict()))
+        if entry is None:
+            raise MeshError("this text has no ENTRY computation; it is not that of a compiled HLO module")
+        return cls(computations, entry)
+
+    def executed(self, into_fusions: bool = True) -> Iterator[tuple[str, _Instruction, int]]:
+        """(computation, instruction, how often it runs), in program order; reducers and the like are left out."""
+
+        def below(computation: str, runs: int) -> Iterator[tuple[str, _Instruction, int]]:
+            for instruction in self.computations[computation]:
+                yield computation, instruction, runs
+                if into_fusions or instruction.opcode != "fusion":
+                    for callee, times in self.callees(instruction):
+                        yield from below(callee, runs * times)
+
+        return below(self.entry, 1)
+
+    def callees(self, instruction: _Instruction) -> Iterator[tuple[str, int]]:
+        """The computations an instruction runs, and how often each."""
+        if instruction.opcode == "while":
+            condition, body = _attribute(instruction.rest, "condition"), _attribute(instruction.rest, "body")
+            trips = self.turns[body] = self.trips(instruction, condition, body)
+            yield from ((condition, trips), (body, trips))
+        elif instruction.opcode == "conditional":
+            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
+            both = (_attribute(instruction.rest, "true_computation"), _attribute(instruction.rest, "false_computation"))
+            names = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else both
+            yield from ((name, 1) for name in names)
+        elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
+            callee = _attribute(instruction.rest, "to_apply") or _attribute(instruction.rest, "calls")
+            yield callee, 1
+
+    def trips(self, loop: _Instruction, condition: str, body: str) -> int:
+        """How often a loop runs: XLA's note, or the constant its counter is held against; 1 where neither is there."""
+        if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
+            return int(known[1])
+        compare = list(self.computations[condition])
+        for fusion in [instruction for instruction in compare if instruction.opcode == "fusion"]:
+            compare += self.computations[_attribute(fusion.rest, "calls")]
+        limits = [number for i in compare if (number := _scalar(i)) is not None]
+        directions = [_attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
+        if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
+            return 1
+        last = limits[0] + (directions[0] == "LE")
+        return -(-last // self.step(condition, body))
+
+    def step(self, condition: str, body: str) -> int:
+        """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""
+        counters = {_attribute(i.rest, "index") for i in self.computations[condition] if i.opcode == "get-tuple-element"}
+        inside = {i.name: i for i in self.computations[body]}
+        root = self.computations[body][-1]
+        if len(counters) != 1 or root.opcode != "tuple":
+            return 1
+        handed_on = inside.get(_operands(root)[int(counters.pop())])
+        if handed_on is None or handed_on.opcode != "add":
+            return 1
+        steps = [_scalar(inside[name]) for name in _operands(handed_on) if name in inside]
+        return next((step for step in steps if step), 1)
+
+
+def _scalar(instruction: _Instruction) -> int | None:
+    """The value of an integer constant."""
+    if instruction.opcode != "constant" or not re.match(r"[su](8|16|32|64)\[\]", instruction.shape):
+        return None
+    return int(instruction.rest.split(")")[0])
 
 
 def _attribute(rest: str, key: str) -> str | None:
@@ -143,19 +248,8 @@ def _attribute(rest: str, key: str) -> str | None:
     return match[1] if match else None
 
 
-def _trips(loop: _Instruction, condition: list[_Instruction], computations: dict[str, list[_Instruction]]) -> int:
-    """How often a loop runs: XLA's note, or the constant its counter is held against; 1 where neither is there."""
-    if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
-        return int(known[1])
-    compare = condition
-    if fusion := next((i for i in condition if i.opcode == "fusion"), None):
-        compare = condition + computations[_attribute(fusion.rest, "calls")]
-    limits = [int(i.rest.split(")")[0]) for i in compare
-              if i.opcode == "constant" and re.match(r"[su](8|16|32|64)\[\]", i.shape)]
-    directions = [_attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
-    if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
-        return 1
-    return limits[0] + (directions[0] == "LE")
+def _operands(instruction: _Instruction) -> list[str]:
+    return re.findall(r"%([^\s,()]+)", instruction.rest.partition(")")[0])
 
 
 def _groups(instruction: _Instruction, opcode: str, devices: int) -> np.ndarray:
@@ -255,7 +349,10 @@ def _bits(dtype: str) -> int:
 
 
 def _source_lines(hlo_text: str) -> dict[int, str]:
-    """The innermost line of each stack frame, from the tables newer XLA prints at the module's head."""
+    """The user's line of each stack frame, from the tables newer XLA prints at the module's head.
+
+    It is the innermost that is in no installed package, or else the innermost.
+    """
     tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     table = None
     for line in hlo_text.splitlines():
@@ -266,15 +363,28 @@ def _source_lines(hlo_text: str) -> dict[int, str]:
         elif table is not None:
             number, _, entry = line.partition(" ")
             table[int(number)] = entry
-    places = {}
-    for frame, entry in tables["StackFrames"].items():
-        location = tables["FileLocations"][int(_attribute(entry, "file_location_id"))]
+
+    def place(frame: int) -> tuple[str, str]:
+        location = tables["FileLocations"][int(_attribute(tables["StackFrames"][frame], "file_location_id"))]
         file = tables["FileNames"][int(_attribute(location, "file_name_id"))].strip('"')
-        places[frame] = f"{file.rsplit('/', 1)[-1]}:{_attribute(location, 'line')}"
+        return file, f"{file.rsplit('/', 1)[-1]}:{_attribute(location, 'line')}"
+
+    places = {}
+    for frame in tables["StackFrames"]:
+        _, places[frame] = place(frame)
+        caller = frame
+        while caller in tables["StackFrames"]:
+            file, line = place(caller)
+            if "site-packages" not in file:
+                places[frame] = line
+                break
+            caller = int(_attribute(tables["StackFrames"][caller], "parent_frame_id")) - 1  # XLA counts these from 1 on
     return places
 
 
 def _source_line(rest: str, lines: dict[int, str]) -> str:
+    if labels := _LABEL.findall(rest):  # written by lower.py
+        return labels[-1][0]
     if file := re.search(r'source_file="([^"]*)"', rest):
         return f"{file[1].rsplit('/', 1)[-1]}:{_attribute(rest, 'source_line')}"
     frame = _attribute(rest, "stack_frame_id")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.layout import Layout
+from autoshard.layout import spec_text
+from autoshard.mesh.collectives import Collective
 from autoshard.plans import Placed, Plan, Prediction
 
 WIDTH = 110  # columns
@@ -23,7 +25,8 @@ _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 def plan_text(plan: Plan) -> str:
     """The whole report, `WIDTH` columns wide, without colours."""
-    sections = [_header(plan), _arguments(plan), _results(plan), _comparison(plan), _collectives(plan)]
+    sections = [_header(plan), _arguments(plan), _results(plan), _comparison(plan)]
+    sections.append(collectives_text(plan.predicted.collectives))
     sections += [f"Warning: {warning}" for warning in plan.warnings]
     return "\n\n".join(section for section in sections if section)
 
@@ -48,19 +51,6 @@ def seconds_text(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds:.3g} s"
-
-
-def spec_text(layout: Layout) -> str:
-    """A layout as one writes its PartitionSpec.
-
-    >>> spec_text((("data",), (), ("x", "y"), ()))
-    'P("data", None, ("x", "y"))'
-    """
-    quoted = [[f'"{axis}"' for axis in axes] for axes in layout]
-    entries = [f"({', '.join(axes)})" if len(axes) > 1 else axes[0] if axes else "None" for axes in quoted]
-    while entries and entries[-1] == "None":
-        entries.pop()
-    return f"P({', '.join(entries)})"
 
 
 def table_text(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -143,18 +133,34 @@ def _figures(name: str, predicted: Prediction | None, limit: float | None) -> tu
     return (name, *map(seconds_text, seconds), bytes_text(predicted.peak_bytes), "over the limit" if over else "")
 
 
-def _collectives(plan: Plan) -> str:
-    collectives = sorted(plan.predicted.collectives, key=lambda collective: -collective.bytes)
-    if not collectives:
+def collectives_text(collectives: Iterable[Collective], title: str = "Collectives per step") -> str:
+    """A table of the largest, each with the user's line and what asks for it."""
+    ordered = sorted(_summed(collectives), key=lambda collective: -collective.bytes)
+    if not ordered:
         return "No collectives: the devices don't talk."
     rows = [
-        (one.kind, ", ".join(one.axes), str(one.count), bytes_text(one.bytes), one.source)
-        for one in collectives[:_COLLECTIVES]
+        (one.kind, ", ".join(one.axes), str(one.count), bytes_text(one.bytes), one.source, one.why)
+        for one in ordered[:_COLLECTIVES]
     ]
-    if rest := collectives[_COLLECTIVES:]:
+    if rest := ordered[_COLLECTIVES:]:
         count, size = sum(one.count for one in rest), sum(one.bytes for one in rest)
-        rows.append((f"and {len(rest)} more", "", str(count), bytes_text(size), ""))
-    return table_text(("Collectives per step", "over axes", " runs", " bytes per device", "for"), rows)
+        rows.append((f"and {len(rest)} more", "", str(count), bytes_text(size), "", ""))
+    return table_text((title, "over axes", " runs", " bytes per device", "for", ""), rows)
+
+
+def _summed(collectives: Iterable[Collective]) -> list[Collective]:
+    """Those of one kind, line and reason as one; of several reasons on one line, the largest is given."""
+    found: dict[tuple, list[Collective]] = defaultdict(list)
+    for one in collectives:
+        found[one.kind, one.axes, one.source].append(one)
+    return [
+        replace(
+            max(alike, key=lambda one: one.bytes),
+            bytes=sum(one.bytes for one in alike),
+            count=sum(one.count for one in alike),
+        )
+        for alike in found.values()
+    ]
 
 
 # Folding of long lists.

@@ -1,22 +1,61 @@
-"""A plan in, what XLA really does beside what was predicted out."""
+"""A plan or a jitted function in, what XLA really does with it out, beside what was predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import jax
 from jax.sharding import Mesh
 
 from autoshard.errors import MeshError, PlanError
 from autoshard.layout import MeshShape, shards
 from autoshard.mesh.collectives import Collective, has_reduce_scatter
-from autoshard.plans import Plan
-from autoshard.report.hlo import peak_bytes, read_collectives
-from autoshard.report.text import bytes_text, table_text
+from autoshard.mesh.targets import compiler_options, target_mesh
+from autoshard.plans import Plan, Prediction
+from autoshard.program import Program
+from autoshard.report.hlo import equation_of, peak_bytes, read_collectives
+from autoshard.report.text import bytes_text, collectives_text, table_text
 
 _TOLERANCE = 0.20  # share by which the peak may be off
+_REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization.*?from sharding \{(?P<source>.*?)\} to \{(?P<target>.*?)\}"
+    r"(?: without| efficiently).*?for HLO operation:? %(?P<operation>\S+) = (?P<shape>\S+)(?P<rest>.*)"
+)
 
 Traffic = Mapping[tuple[str, tuple[str, ...]], int]  # (kind, axes) -> bytes per step on one device
+
+
+@dataclass(frozen=True)
+class Rematerialization:
+    """An array that XLA gathers whole on every device, since it knows no other way between two shardings."""
+
+    shape: str  # of one shard, "f32[8,16]"
+    source: str  # XLA's text of the sharding that it has, "devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate"
+    target: str  # and of the one that is wanted
+    line: str  # the user's, "train.py:41"
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.shape} from {{{self.source}}} to {{{self.target}}}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one step of a compiled program does on each device."""
+
+    program: jax.stages.Compiled
+    collectives: tuple[Collective, ...]
+    peak_bytes: int
+    rematerializations: tuple[Rematerialization, ...]
+
+    def named(self, program: Program) -> Compiled:
+        """The same with reasons in the words of the program that was compiled."""
+        return replace(self, collectives=tuple(_named(one, program) for one in self.collectives))
 
 
 @dataclass(frozen=True)
@@ -26,7 +65,10 @@ class Verification:
     predicted: Traffic  # as this backend shows it
     actual: Traffic
     predicted_peak: int  # bytes
-    actual_peak: int  # bytes; arguments + outputs - aliased + temporaries
+    actual_peak: int  # bytes, see `report.hlo.peak_bytes`
+    collectives: tuple[Collective, ...]  # what was compiled, one by one
+    rematerializations: tuple[Rematerialization, ...]
+    unpredicted: str = ""  # why nothing is predicted, if so
 
     @property
     def collectives_agree(self) -> bool:
@@ -46,37 +88,86 @@ class Verification:
         rows = []
         for kind, axes in sorted(self.predicted.keys() | self.actual.keys()):
             foreseen, found = (side.get((kind, axes), 0) for side in (self.predicted, self.actual))
-            verdict = "" if foreseen == found else "differs"
-            rows.append((kind, ", ".join(axes), bytes_text(foreseen), bytes_text(found), verdict))
-        verdict = "" if self.memory_agrees else "differs"
-        rows.append(("peak memory", "", bytes_text(self.predicted_peak), bytes_text(self.actual_peak), verdict))
-        return table_text(("Per step and device", "over axes", " predicted", " compiled", ""), rows)
+            rows.append((kind, ", ".join(axes), *self._beside(foreseen, found, foreseen == found)))
+        rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
+        sections = [table_text(("Per step and device", "over axes", " predicted", " compiled", ""), rows)]
+        if self.unpredicted:
+            sections.append(f"Nothing is predicted: {self.unpredicted}")
+        if self.collectives:
+            shown = [replace(one, why=_last_name(one.why)) for one in self.collectives]
+            sections.append(collectives_text(shown, "Compiled collectives"))
+        if self.rematerializations:
+            lines = "\n".join(f"  {one}" for one in self.rematerializations)
+            sections.append(f"Involuntary full rematerialization, by way of the whole array:\n{lines}")
+        return "\n\n".join(sections)
+
+    def _beside(self, foreseen: int, found: int, agrees: bool) -> tuple[str, str, str]:
+        if self.unpredicted:
+            return "", bytes_text(found), ""
+        return bytes_text(foreseen), bytes_text(found), "" if agrees else "differs"
 
 
-def verify(plan: Plan) -> Verification:
-    """Compiles a plan for the devices of its mesh, and reads what came out.
+def verify_plan(plan: Plan, target: str | None = None) -> Verification:
+    """Compiles a plan for the devices of its mesh, or for a machine that need not be there, and reads what came out.
 
     Raises:
         PlanError: the plan was loaded and is not bound to a step.
-        MeshError: the mesh has no devices to compile for.
+        MeshError: the mesh has no devices to compile for, or the target cannot be had.
     """
     if plan.lowering is None:
         raise PlanError(
             "a plan that was loaded from a file knows no step to compile.\n"
             "Give it to autoshard(step, mesh=..., plan=...) and verify `.plan(...)` of that."
         )
-    if not isinstance(plan.mesh, Mesh):
-        raise MeshError(f"{plan.mesh} has no devices to compile for; plan on a mesh of devices to verify")
-    compiled = plan.lowering().compile()
-    mesh = dict(plan.mesh.shape)
-    predicted = plan.predicted.collectives
-    shown = predicted if has_reduce_scatter(plan.mesh) else as_cpu_shows(predicted, mesh)
+    mesh = plan.mesh if target is None else target_mesh(target, dict(plan.mesh.shape))
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"{plan.mesh} has no devices to compile for.\n"
+            "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
+        )
+    found = compiled(plan.lowering(mesh), mesh)
+    return verification(plan.predicted, found.named(plan.lowering.program), mesh)
+
+
+def verification(predicted: Prediction | None, found: Compiled, mesh: Mesh, unpredicted: str = "") -> Verification:
+    """What was predicted for a program, if it was, beside what was compiled for `mesh`."""
+    foreseen = predicted.collectives if predicted else ()
+    shown = foreseen if has_reduce_scatter(mesh) else as_cpu_shows(foreseen, dict(mesh.shape))
     return Verification(
         predicted=traffic(shown),
-        actual=traffic(read_collectives(compiled.as_text(), mesh)),
-        predicted_peak=plan.predicted.peak_bytes,
-        actual_peak=peak_bytes(compiled),
+        actual=traffic(found.collectives),
+        predicted_peak=predicted.peak_bytes if predicted else 0,
+        actual_peak=found.peak_bytes,
+        collectives=found.collectives,
+        rematerializations=found.rematerializations,
+        unpredicted=unpredicted,
     )
+
+
+def compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
+    """What XLA makes of a program that was lowered for `mesh`."""
+    warnings: list[str] = []
+    with _standard_error(into=warnings):
+        program = lowered.compile(compiler_options=compiler_options(mesh))
+    return Compiled(
+        program=program,
+        collectives=read_collectives(program.as_text(), dict(mesh.shape)),
+        peak_bytes=peak_bytes(program),
+        rematerializations=tuple(rematerializations_in("".join(warnings))),
+    )
+
+
+def rematerializations_in(log: str) -> Iterator[Rematerialization]:
+    """The arrays that XLA's warnings name, each once."""
+    seen = set()
+    for match in _REMATERIALIZED.finditer(log):
+        label = re.search(r'op_name="[^"]*?([^/"]+:\d+)#\d+', match["rest"])
+        line = re.search(r'source_file="[^"]*?([^/"]+)" source_line=(\d+)', match["rest"])
+        where = label[1] if label else f"{line[1]}:{line[2]}" if line else f"%{match['operation']}"
+        one = Rematerialization(match["shape"].split("{")[0], match["source"], match["target"], where)
+        if one not in seen:
+            seen.add(one)
+            yield one
 
 
 def traffic(collectives: Iterable[Collective]) -> Traffic:
@@ -93,3 +184,42 @@ def as_cpu_shows(collectives: Iterable[Collective], mesh: MeshShape) -> list[Col
         return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
 
     return [shown(one) if one.kind == "reduce_scatter" else one for one in collectives]
+
+
+def _named(one: Collective, program: Program) -> Collective:
+    """With what asks for it in the words of the program, as far as XLA has kept track of it."""
+    index = equation_of(one.why)
+    if index is not None:
+        name = program.equations[index].primitive
+        return replace(one, why=f"operand or result of {name}" if one.why.endswith("sharding_constraint") else name)
+    if argument := re.match(r"arguments\[(\d+)\]", one.why):  # what lower.py calls them
+        return replace(one, why=program.arguments[int(argument[1])].name)
+    return one
+
+
+def _last_name(name: str) -> str:
+    """Of an `op_name`: the operation, or several that XLA has combined, without where they stand.
+
+    >>> _last_name("jit(step)/transpose(jvp())/(reduce_sum:dot_general:reduce_sum)")
+    'reduce_sum, dot_general'
+    """
+    return ", ".join(dict.fromkeys(name.rpartition("/")[2].strip("()").split(":")))
+
+
+@contextlib.contextmanager
+def _standard_error(into: list[str]) -> Iterator[None]:
+    """Collects what the process, XLA's C++ included, writes to standard error meanwhile; it is written there after."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+            into.append(text)
+            os.write(2, text.encode())

@@ -22,6 +22,7 @@ import numpy as np
 
 from autoshard.errors import ConflictError
 from autoshard.layout import Layout, MeshShape, layouts_of, shards, spec_of, without_idle_axes
+from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
@@ -150,7 +151,7 @@ def formulate(
     *,
     memory: float | None = None,
     fixed: Mapping[int, Layout] | None = None,
-    scatters: bool = True,
+    backend: Backend = CPU,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -161,18 +162,18 @@ def formulate(
         topology: what the machine costs.
         memory: bytes per device that may be in use at any point; None for no limit.
         fixed: argument index -> layout that it must have.
-        scatters: whether the compiler has a reduce_scatter; XLA's CPU backend makes an all_reduce and slices of it.
+        backend: the compiler that will make a program of it.
     """
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
-    groups, prices = groups_of(program, rules), Prices(mesh, topology)
-    return _Formulator(program, groups, prices, fixed or {}, scatters).formulation(memory)
+    groups, prices = groups_of(program, rules, backend), Prices(mesh, topology)
+    return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
 
 
 class _Formulator:
     def __init__(
-        self, program: Program, groups: list[Group], prices: Prices, fixed: Mapping[int, Layout], scatters: bool
+        self, program: Program, groups: list[Group], prices: Prices, fixed: Mapping[int, Layout], backend: Backend
     ):
-        self.program, self.groups, self.prices, self.fixed, self.scatters = program, groups, prices, fixed, scatters
+        self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
         self.names: list[str] = []
@@ -370,9 +371,9 @@ class _Formulator:
         strategies = self._strategies(group)
         unfinished = np.array([self._unfinished(group, strategy) for strategy in strategies])
         waits = np.zeros(len(strategies), bool)
-        reduced = left if self.scatters else np.maximum(left, unfinished)  # what the collectives write
+        reduced = left if self.backend.reduce_scatters else np.maximum(left, unfinished)  # what the collectives write
         if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
-            combined = {ALL_REDUCE} if self.scatters else {ALL_REDUCE, REDUCE_SCATTER}
+            combined = {ALL_REDUCE} if self.backend.reduce_scatters else {ALL_REDUCE, REDUCE_SCATTER}
             waits = np.array([any(finish.kind in combined for finish in s.finishes) for s in strategies])
             self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)
             self._hold(node, end - 1, end, (reduced + unfinished) * waits)

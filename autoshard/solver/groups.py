@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoshard.jaxprs import CONSTRAINTS
+from autoshard.mesh.backends import CPU, Backend
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.rule import Dims, Rule
 
@@ -27,6 +28,8 @@ _EXPENSIVE = frozenset({
     "random_bits", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "threefry2x32",
 })  # fmt: skip
 
+_REDUCTIONS = frozenset({"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
+                         "reduce_sum"})  # fmt: skip
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
@@ -91,6 +94,10 @@ class Group:
         return self.equations[0].primitive == "dot_general"
 
     @property
+    def reduces(self) -> bool:
+        return self.equations[0].primitive in _REDUCTIONS
+
+    @property
     def trips(self) -> int:
         return max(equation.trips for equation in self.equations)
 
@@ -100,7 +107,7 @@ class Group:
         return {factor for tensor in dims for dim in tensor for factor in dim}
 
 
-def groups_of(program: Program, rules: Sequence[Rule]) -> list[Group]:
+def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -> list[Group]:
     """The groups of `program`, in program order of their last equation."""
     readers: dict[int, list[tuple[Equation, int]]] = defaultdict(list)
     for equation in program.equations:
@@ -130,7 +137,7 @@ def groups_of(program: Program, rules: Sequence[Rule]) -> list[Group]:
         group.last = group.point
         if not any(made.value.id in needed_outside for made in group.made):
             group.folded = _is_folded(group, users[group.index])
-            group.repeated = group.folded or _is_repeated(group, users[group.index])
+            group.repeated = group.folded or _is_repeated(group, users[group.index], backend)
         if group.repeated:
             group.last = max(user.last for user in users[group.index])
     return groups
@@ -230,10 +237,12 @@ def _is_folded(group: Group, users: list[Group]) -> bool:
     return bool(users) and products <= _PRODUCTS and {user.equations[0].primitive for user in users} == {"reduce_sum"}
 
 
-def _is_repeated(group: Group, users: list[Group]) -> bool:
+def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     """Whether XLA fuses an elementwise group, a view, or a slice that a loop takes, into every group that reads it."""
     if not users or not (group.fuses or group.equations[0].primitive == "scan_slice"):
         return False
+    if backend.recomputes:
+        return all(user.stacks or user.fuses or user.contracts or user.reduces for user in users)
     if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and user.contracts) for user in users):
         return False
     return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)

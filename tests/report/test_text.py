@@ -17,9 +17,9 @@ from steps import mlp
 
 import autoshard
 from autoshard import Link, Topology
-from autoshard.layout import layout_of
+from autoshard.layout import layout_of, spec_text
 from autoshard.plans import Placed, Plan
-from autoshard.report.text import bytes_text, folded, plan_text, seconds_text, spec_text
+from autoshard.report.text import bytes_text, folded, plan_text, seconds_text
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CHIP = Topology(
