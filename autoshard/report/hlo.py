@@ -9,8 +9,8 @@ What TPU programs have besides:
 - A collective that runs beside other work stands in several fusions, with one channel id. It counts once, as often as
   the one that runs least.
 - A reduce_scatter is an all-reduce in a computation named ``all-reduce-scatter``, which keeps a slice.
-- A matrix product with a gathered or scattered operand can be a loop of collective-permutes ("windowed einsum"). It
-  counts as the gather or scatter that it stands for.
+- A matrix product with a gathered operand or scattered result can be a loop of collective-permutes ("windowed
+  einsum"), or that loop unrolled. It counts as the all_gather or reduce_scatter that it stands for.
 - Between slices a collective is a pair of ``send`` and ``recv`` to the host, whose attributes tell its kind.
 - Each operation says how many cycles XLA expects it to take.
 """
@@ -85,7 +85,7 @@ def read_collectives(
     devices = math.prod(mesh_shape.values())
     order = np.arange(devices) if device_order is None else np.asarray(device_order)
     found: dict[Any, Collective] = {}
-    windowed: dict[str, Collective] = {}  # by the name of the product
+    windowed: dict[tuple, Collective] = {}  # by the name and axes of the product
     for computation, instruction, runs in module.executed():
         opcode = instruction.opcode.removesuffix("-start")
         if opcode not in _KINDS:
@@ -97,21 +97,25 @@ def read_collectives(
         kind, size = _KINDS[opcode], _bytes(_result_shape(instruction))
         if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind, size = "reduce_scatter", size // groups.shape[-1]
-        name = re.search(r'op_name="([^"]*)"', instruction.rest)
-        one = Collective(kind, axes, size * runs, runs, _source_line(instruction.rest, lines), name[1] if name else "")
-        if loop := _WINDOWED.search(computation):
-            shards = math.prod(mesh_shape[axis] for axis in axes) if loop["kind"] == "ag" else 1
-            times = runs // module.turns[computation]
-            kind = {"ag": "all_gather", "rs": "reduce_scatter"}[loop["kind"]]
-            windowed[one.why] = replace(one, kind=kind, bytes=size * shards * times, count=times)
+        said = instruction.rest
+        if "metadata=" not in said and computation in module.callers:
+            said = module.callers[computation].rest
+        name = re.search(r'op_name="([^"]*)"', said)
+        one = Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else "")
+        loop = _WINDOWED.search(computation)
+        if kind == "collective_permute" and (loop or one.why.endswith("/dot_general")):
+            times = runs // module.turns[computation] if loop else runs
+            if loop and loop["kind"] == "ag":
+                kind, size = "all_gather", size * math.prod(mesh_shape[axis] for axis in axes)
+            else:
+                kind = "reduce_scatter"
+            windowed[one.why, axes] = replace(one, kind=kind, bytes=size * times, count=times)
             continue
         channel = _attribute(instruction.rest, "channel_id")
         key = (channel, kind) if channel else len(found)
         if key not in found or one.count < found[key].count:
             found[key] = one
-    # a loop's last permute stands behind it
-    alone = (one for one in found.values() if one.kind != "collective_permute" or one.why not in windowed)
-    return (*alone, *windowed.values())
+    return (*found.values(), *windowed.values())
 
 
 def equation_of(why: str) -> int | None:
@@ -163,6 +167,7 @@ class _Module:
     computations: Mapping[str, Sequence[_Instruction]]
     entry: str
     turns: dict[str, int] = field(default_factory=dict)  # body of a loop -> how often it runs in a run of the loop
+    callers: dict[str, _Instruction] = field(default_factory=dict)  # computation -> who runs it
 
     @classmethod
     def of(cls, hlo_text: str) -> _Module:
@@ -189,6 +194,7 @@ class _Module:
                 yield computation, instruction, runs
                 if into_fusions or instruction.opcode != "fusion":
                     for callee, times in self.callees(instruction):
+                        self.callers[callee] = instruction
                         yield from below(callee, runs * times)
 
         return below(self.entry, 1)

@@ -45,6 +45,7 @@ from autoshard.solver.memory import (
 from autoshard.solver.prices import Priced, Prices
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.solver.widths import widths_of
 
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the program then has far fewer choices that memory couples.
@@ -129,7 +130,8 @@ class Formulation:
                 continue
             start, end = change.used
             kinds = [step.kind for step in self.prices.steps(change.value, left, wanted)]
-            before, after = (self.prices.local_bytes(change.value, layout) for layout in (left, wanted))
+            before = self.prices.local_bytes(change.value, left)
+            after = self.prices.copy_bytes(change.value, wanted)
             if kinds:
                 copies = (not change.counts_left) + ("all_to_all" in kinds)
                 transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
@@ -165,7 +167,8 @@ def formulate(
         backend: the compiler that will make a program of it.
     """
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
-    groups, prices = groups_of(program, rules, backend), Prices(mesh, topology)
+    groups = groups_of(program, rules, backend)
+    prices = Prices(mesh, topology, widths_of(program, groups, backend))
     return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
 
 
@@ -277,7 +280,7 @@ class _Formulator:
         value = self.program.arguments[index]
         start, end = min(start for start, _ in spans), max(end for _, end in spans)
         own = self._sizes(value, [kept.home for kept in kepts]) * (copied and gradient is None)
-        gathered = self._sizes(value, [kept.copy for kept in kepts])
+        gathered = np.array([self.prices.copy_bytes(value, kept.copy) for kept in kepts])
         self._hold(index, start, end, np.where([kept.copy == kept.home for kept in kepts], own, gathered))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.made[0].value

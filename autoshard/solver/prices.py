@@ -17,6 +17,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value
 from autoshard.solver.groups import Group
 from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
+from autoshard.solver.widths import Widths
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
 # runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
@@ -61,16 +62,16 @@ class Priced:
 class Prices:
     """The price list of one mesh and topology."""
 
-    def __init__(self, mesh: MeshShape, topology: Topology):
+    def __init__(self, mesh: MeshShape, topology: Topology, widths: Widths | None = None):
         topology.check(mesh)
-        self.mesh, self.topology = dict(mesh), topology
+        self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self._groups: dict[tuple, Priced] = {}
         self._tables: dict[tuple, np.ndarray] = {}
         self._pairs: dict[tuple, tuple[tuple[Step, ...], float]] = {}
 
     def group(self, group: Group) -> Priced:
         """Every strategy of `group` with its seconds per step."""
-        key = _signature(group)
+        key = _signature(group, self.widths)
         if key not in self._groups:
             strategies = tuple(strategies_of(group, self.mesh))
             self._groups[key] = Priced(strategies, tuple(self._seconds(group, strategy) for strategy in strategies))
@@ -78,15 +79,15 @@ class Prices:
 
     def steps(self, value: Value, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The collectives that bring `value` from one layout to the other."""
-        return self._pair(value.shape, itemsize(value), source, target)[0]
+        return self._pair(value.shape, self.widths.moving(value), source, target)[0]
 
     def resharding(self, value: Value, source: Layout, target: Layout) -> float:
         """Seconds of one resharding of `value`."""
-        return self._pair(value.shape, itemsize(value), source, target)[1]
+        return self._pair(value.shape, self.widths.moving(value), source, target)[1]
 
     def table(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """Seconds per step of resharding `value` from each of `sources` (rows) to each of `targets` (columns)."""
-        key = value.shape, itemsize(value), tuple(sources), tuple(targets)
+        key = value.shape, self.widths.moving(value), tuple(sources), tuple(targets)
         if key not in self._tables:
             shape, size = key[:2]
             self._tables[key] = np.array([[self._pair(shape, size, a, b)[1] for b in targets] for a in sources])
@@ -98,11 +99,15 @@ class Prices:
 
     def local_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of `value` on one device."""
-        return math.prod(local_shape(value.shape, layout, self.mesh)) * itemsize(value)
+        return math.prod(local_shape(value.shape, layout, self.mesh)) * self.widths.of(value)
+
+    def copy_bytes(self, value: Value, layout: Layout) -> int:
+        """Bytes of a resharded copy of `value` on one device."""
+        return math.prod(local_shape(value.shape, layout, self.mesh)) * self.widths.moving(value)
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [finish.elements * itemsize(group.made[finish.made].value) for finish in strategy.finishes]
+        return [finish.elements * self.widths.of(group.made[finish.made].value) for finish in strategy.finishes]
 
     def _pair(self, shape, size: int, source: Layout, target: Layout) -> tuple[tuple[Step, ...], float]:
         if source == target:
@@ -158,22 +163,17 @@ class Prices:
         return sum(read) + sum(written)
 
 
-def itemsize(value: Value) -> int:
-    """Bytes per element, PRNG keys included."""
-    return value.bytes // math.prod(value.shape) if value.bytes else value.dtype.itemsize
-
-
 def _dtype(equations: Sequence[Equation]) -> str:
     """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
     operands = (*equations[0].inputs, *equations[0].outputs)
     return str(operands[0].dtype) if operands else "bool"  # an effect alone
 
 
-def _signature(group: Group) -> tuple:
+def _signature(group: Group, widths: Widths) -> tuple:
     """Equal for groups whose strategies and seconds are equal."""
     return (
-        tuple((use.value.shape, itemsize(use.value), use.dims) for use in group.uses),
-        tuple((made.value.shape, itemsize(made.value), made.dims) for made in group.made),
+        tuple((use.value.shape, widths.of(use.value), use.dims) for use in group.uses),
+        tuple((made.value.shape, widths.of(made.value), made.dims) for made in group.made),
         tuple(group.sizes.items()),
         tuple(sorted(group.splittable)),
         group.reduction,
