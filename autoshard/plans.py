@@ -366,11 +366,16 @@ class _Choice:
             if index not in self.program.carried:  # it arrives anew every step
                 compute += self.prices.writing(value, self.homes[value.id])
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
+        reduced_sums = set()
         for group, priced, strategy in choices:
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
             compute += seconds.compute
             communication += seconds.communication
             for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
+                if group.summed is not None and finish.kind == "all_reduce":
+                    if (group.summed, finish.axes) in reduced_sums:
+                        continue
+                    reduced_sums.add((group.summed, finish.axes))
                 reduced = group.equations[-1]
                 note(finish.kind, finish.axes, size, group.trips, reduced.source, f"partial sums of {reduced.primitive}")
         for value, source, target, line in self.reshardings():

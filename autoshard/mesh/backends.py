@@ -15,13 +15,14 @@ class Backend:
 
     name: str  # a `jax.Device.platform`
     reduce_scatters: bool = True  # otherwise an all_reduce of the whole, and a slice
+    sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     recomputes: bool = False  # elementwise work is done again in every reader, also in matrix products, not stored
 
 
 CPU = Backend("cpu", reduce_scatters=False)
 GPU = Backend("gpu")
-TPU = Backend("tpu", rounds_operands=True, recomputes=True)
+TPU = Backend("tpu", sums_first=True, rounds_operands=True, recomputes=True)
 
 _BACKENDS = {backend.name: backend for backend in (CPU, GPU, TPU)}
 

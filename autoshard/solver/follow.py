@@ -30,7 +30,7 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
         as_they_lie = [  # as XLA does: it moves no operand where it can work on it as it lies
             option for option in fitting if _agree(reads, priced.strategies[option].wants)
         ]
-        if fitting:
+        if fitting and not group.fills:
             allowed[formulation.group_node(group)] = as_they_lie or fitting
     try:
         solution = solve(free.restrict(allowed), time_limit=_TIME_LIMIT)

@@ -7,6 +7,7 @@ group of its consumers when they all are in one group. So an AdamW update of one
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class Group:
     point: int = 0  # the program point at which it runs
     last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
     repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
+    summed: int | None = None  # of a product: the value that XLA adds it and others up to before it reduces the sum
+    summands: int = 1  # how many these are
     folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
 
     @property
@@ -88,6 +91,11 @@ class Group:
     def stacks(self) -> bool:
         """Whether it writes what a loop's body makes into the loop's result, in place."""
         return self.equations[0].primitive == "scan_stack"
+
+    @property
+    def fills(self) -> bool:
+        """Whether it repeats a number or counts: XLA makes it as it is wanted, wherever it is wanted."""
+        return self.only_moves and all(math.prod(use.value.shape) == 1 for use in self.uses)
 
     @property
     def contracts(self) -> bool:
@@ -128,6 +136,8 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.index = index
         group.equations.reverse()
         _connect(group, readers, home, needed_outside)
+    if backend.sums_first:
+        _note_summands(program, readers, home)
     users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
     for group in reversed(groups):
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
@@ -205,6 +215,22 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
                 if mapping.setdefault(factor, host_factor) != host_factor:
                     return None
     return mapping if len(set(mapping.values())) == len(mapping) else None
+
+
+def _note_summands(program: Program, readers, home) -> None:
+    """Sets `Group.summed` and `summands` of the products whose results are added up with others and read by nobody else."""
+    summed: dict[int, list[Group]] = {}  # value -> the products that it is the sum of
+    for equation in program.equations:
+        alone = len(equation.outputs) == 1 and len(readers[equation.outputs[0].id]) == 1
+        if equation.primitive == "dot_general" and alone:
+            summed[equation.outputs[0].id] = [home[equation.index]]
+        elif equation.primitive in ("add", "add_any"):
+            parts = [summed.get(x.id) if isinstance(x, Value) else None for x in equation.inputs]
+            if all(parts) and alone:
+                summed[equation.outputs[0].id] = [product for part in parts for product in part]
+            if all(parts):
+                for product in (product for part in parts for product in part):
+                    product.summed, product.summands = equation.outputs[0].id, sum(map(len, parts))
 
 
 def _end(group: Group, readers, home, last: int) -> int | None:

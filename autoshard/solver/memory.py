@@ -120,8 +120,8 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holdi
         return Holding(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
     if producer.primitive in _SEEN_THROUGH or group.repeated:
         return Holding(None, used, stored=False)
-    if used and group.only_moves and all(math.prod(use.value.shape) == 1 for use in group.uses):
-        return Holding(None, (min(start, used[0]), used[1]), stored=True)  # a fill, which XLA makes as it is wanted
+    if used and group.fills:
+        return Holding(None, (min(start, used[0]), used[1]), stored=True)
     return Holding((start, max(start, used[0]) if used else start + 1), used, stored=True)
 
 

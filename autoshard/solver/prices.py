@@ -122,7 +122,7 @@ class Prices:
     def _seconds(self, group: Group, strategy: Strategy) -> Seconds:
         compute = self._compute(group, strategy)
         communication = sum(
-            self._finish_seconds(finish, size, combined=group.late)
+            self._finish_seconds(finish, size, group)
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True)
         )
         return Seconds(compute * group.trips, communication * group.trips)
@@ -132,9 +132,14 @@ class Prices:
         textbook = collective_seconds(kind, axes, size, self.mesh, self.topology)
         return LAUNCH_SECONDS + textbook * (HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0)
 
-    def _finish_seconds(self, finish: Finish, size: int, combined: bool) -> float:
-        """XLA combines the all_reduces that nothing waits for, gradient reductions above all: latency is paid once."""
-        if combined and finish.kind == ALL_REDUCE:
+    def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
+        """XLA combines the all_reduces that nothing waits for, gradient reductions above all: latency is paid once.
+
+        Of products that are added up before they are reduced each pays its part.
+        """
+        if finish.kind == ALL_REDUCE and group.summands > 1:
+            return self._collective(finish.kind, finish.axes, size) / group.summands
+        if group.late and finish.kind == ALL_REDUCE:
             whole, latency = (
                 collective_seconds(finish.kind, finish.axes, moved, self.mesh, self.topology) for moved in (size, 0)
             )
@@ -182,4 +187,5 @@ def _signature(group: Group, widths: Widths) -> tuple:
         _dtype(group.equations),
         group.trips,
         group.late,
+        group.summands,
     )
