@@ -342,7 +342,7 @@ class _Choice:
 
     def placed(self, value: Value, name: str, layout: Layout | None = None) -> Placed:
         layout = self.homes[value.id] if layout is None else layout
-        return Placed(name, value.shape, str(value.dtype), layout, self.prices.local_bytes(value, layout))
+        return Placed(name, value.shape, str(value.dtype), layout, self.prices.shard_bytes(value, layout))
 
     def placed_result(self, index: int) -> Placed:
         value, name = self.program.results[index], self.program.result_names[index]

@@ -18,6 +18,7 @@ from autoshard.program import slashed
 
 InShardings = tuple[Any, Any]  # PartitionSpecs in the tree of the state, and in that of the batch
 ALL = ("data", "model")
+ADDED = ("position/embedding", "positions")
 STACKED = "*/blocks/[!0-9]*"  # paths of arrays whose first dim is the layers that a scan loops over: it stays whole
 
 # What Megatron splits over the model axis: family -> end of a path, as a glob -> dim, counted from the last, which the
@@ -138,8 +139,14 @@ def _megatron_split(family: str, path: str, shape: tuple[int, ...]) -> Layout:
 
 
 def _largest_split(layout: Layout, path: str, shape: tuple[int, ...], axes: tuple[str, ...], mesh: MeshShape) -> Layout:
-    """`layout` with the largest dim split that is whole and that `axes` divide; if there is none, as it is."""
+    """`layout` with the largest dim split that is whole and that `axes` divide; if there is none, as it is.
+
+    Vectors, and what is added to every element of the batch, stay as they are, as in FSDP libraries: they save little,
+    and where they are split, propagation splits activations alike.
+    """
     first = fnmatch.fnmatchcase(path, STACKED)
+    if sum(size > 1 for size in shape[first:]) < 2 or path.endswith(ADDED):
+        return layout
     dims = [dim for dim in range(first, len(shape)) if not layout[dim] and shape[dim] % shards(axes, mesh) == 0]
     return _with(layout, max(dims, key=lambda dim: shape[dim]), axes) if dims else layout
 

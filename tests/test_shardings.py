@@ -43,7 +43,7 @@ def test_every_sharding_splits_evenly_and_every_row_of_the_table_something(workl
 
 SPECS = [  # workload, sharding, end of a path, spec
     ("gpt", "FSDP", "0/blocks/0/query/kernel", P(BOTH)),
-    ("gpt", "FSDP+Megatron", "0/norm1/scale", P("data")),
+    ("gpt", "FSDP+Megatron", "0/norm1/scale", P()),
     ("gpt", "Megatron", "0/blocks/1/out/kernel", P("model")),
     ("gpt scan", "FSDP+Megatron", "mu/blocks/query/kernel", P(None, "data", "model")),
     ("gpt scan", "FSDP+Megatron", "0/blocks/up/bias", P(None, "model")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
@@ -15,14 +17,41 @@ class Backend:
 
     name: str  # a `jax.Device.platform`
     reduce_scatters: bool = True  # otherwise an all_reduce of the whole, and a slice
+    tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array in memory are padded to
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
+    transposes_operands: bool = False  # products want some operands in another order, and copy them
+    relays_state: bool = False  # a weight whose gradient comes out transposed is copied into that order to be updated
     recomputes: bool = False  # elementwise work is done again in every reader, also in matrix products, not stored
 
 
-CPU = Backend("cpu", reduce_scatters=False)
+CPU = Backend("cpu", reduce_scatters=False, transposes_operands=True)
 GPU = Backend("gpu")
-TPU = Backend("tpu", sums_first=True, rounds_operands=True, recomputes=True)
+TPU = Backend("tpu", tile=(8, 128), sums_first=True, rounds_operands=True, relays_state=True, recomputes=True)
+
+def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
+    """Elements that an array takes in memory, whichever of its dims are the minor ones: XLA chooses those that pad least.
+
+    Fewer rows than a tile has are padded to a power of two.
+
+    >>> padded_size((16, 256, 3), (8, 128)), padded_size((16, 16, 257, 257), (8, 128))
+    (16384, 25264128)
+    """
+    size = math.prod(shape)
+    if tile is None or not size:
+        return size
+    rows, columns = tile
+    if len(shape) < 2:
+        return _padded(size, columns)
+    return min(
+        size // (row * column) * _padded(row, min(rows, 1 << (row - 1).bit_length())) * _padded(column, columns)
+        for row, column in itertools.permutations(shape, 2)
+    )
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
 
 _BACKENDS = {backend.name: backend for backend in (CPU, GPU, TPU)}
 

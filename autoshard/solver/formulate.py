@@ -36,6 +36,7 @@ from autoshard.solver.memory import (
     holding,
     is_kernel_gradient,
     looped,
+    relays,
     repeats,
     scratch_copies,
     transposes,
@@ -168,7 +169,7 @@ def formulate(
     """
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     groups = groups_of(program, rules, backend)
-    prices = Prices(mesh, topology, widths_of(program, groups, backend))
+    prices = Prices(mesh, topology, widths_of(program, groups, backend), backend)
     return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
 
 
@@ -253,6 +254,7 @@ class _Formulator:
                 costs += [self.prices.writing(value, kept.home) for kept in kepts]
             self.costs.append(costs)
         copied = copied_when_donated(self.program, self.groups)
+        relaid = self._relaid()
         in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
@@ -262,13 +264,27 @@ class _Formulator:
                 Live(index, 0, len(self.program.equations), self._sizes(value, [kept.home for kept in kepts]))
             )
             uses = [(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
+            if value.id in relaid:
+                self._hold(index, *relaid[value.id], self._sizes(value, [kept.home for kept in kepts]))
             if index in in_loops:  # a copy of it is the loop's own buffer
                 self._hold_copies(index, kepts, [use.equation.loop for _, use in uses], index in copied, None)
-            elif any(transposes(use) for _, use in uses):
+            elif self.backend.transposes_operands and any(transposes(use) for _, use in uses):
                 self._hold_copies(index, kepts, [(0, 0), *itertools.starmap(use_span, uses)], True, None)
             elif uses:
                 spans = list(itertools.starmap(use_span, uses))
                 self._hold_copies(index, kepts, spans, index in copied, copied.get(index))
+
+    def _relaid(self) -> dict[int, Span]:
+        """The matrices of the state that are copied to be updated: value -> when."""
+        if not self.backend.relays_state:
+            return {}
+        return {
+            use.value.id: (max(self.start.get(other.value.id, 0) for other in group.uses), group.point + 1)
+            for group in self.groups
+            if relays(group)
+            for use in group.uses
+            if use.value.shape == group.made[0].value.shape
+        }
 
     def _hold_copies(
         self, index: int, kepts: tuple[Kept, ...], spans: Sequence[Span], copied: bool, gradient: Group | None
@@ -387,9 +403,9 @@ class _Formulator:
             self._hold(node, *held.made, left * ~waits)
         for use in repeats(group):
             self._hold(node, self.start.get(use.value.id, 0), group.point + 1, left)
-        if is_kernel_gradient(group.equations[0]):
+        if self.backend.transposes_operands and is_kernel_gradient(group.equations[0]):
             self._hold(node, group.point, group.point + 1, self._operand_bytes(group))
-        if scratch := scratch_copies(group):
+        if self.backend.transposes_operands and (scratch := scratch_copies(group)):
             self._hold(node, group.point, group.point + 1, left * scratch)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:

@@ -29,8 +29,11 @@ _EXPENSIVE = frozenset({
     "random_bits", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "threefry2x32",
 })  # fmt: skip
 
-_REDUCTIONS = frozenset({"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
-                         "reduce_sum"})  # fmt: skip
+# What XLA for TPU fuses elementwise work into.
+_TAKES_IN = frozenset({
+    "argmax", "argmin", "concatenate", "conv_general_dilated", "dot_general", "dynamic_slice", "pad", "reduce_and",
+    "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "rev", "slice", "split",
+})  # fmt: skip
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
@@ -102,10 +105,6 @@ class Group:
         return self.equations[0].primitive == "dot_general"
 
     @property
-    def reduces(self) -> bool:
-        return self.equations[0].primitive in _REDUCTIONS
-
-    @property
     def trips(self) -> int:
         return max(equation.trips for equation in self.equations)
 
@@ -146,7 +145,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     for group in reversed(groups):
         group.last = group.point
         if not any(made.value.id in needed_outside for made in group.made):
-            group.folded = _is_folded(group, users[group.index])
+            group.folded = not backend.recomputes and _is_folded(group, users[group.index])
             group.repeated = group.folded or _is_repeated(group, users[group.index], backend)
         if group.repeated:
             group.last = max(user.last for user in users[group.index])
@@ -268,7 +267,7 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     if not users or not (group.fuses or group.equations[0].primitive == "scan_slice"):
         return False
     if backend.recomputes:
-        return all(user.stacks or user.fuses or user.contracts or user.reduces for user in users)
+        return all(user.stacks or user.fuses or user.equations[0].primitive in _TAKES_IN for user in users)
     if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and user.contracts) for user in users):
         return False
     return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, local_shape, shards
+from autoshard.mesh.backends import CPU, Backend, padded_size
 from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.resharding import Step, reshard
@@ -17,7 +18,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value
 from autoshard.solver.groups import Group
 from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
-from autoshard.solver.widths import Widths
+from autoshard.solver.widths import Widths, itemsize
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
 # runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
@@ -62,9 +63,11 @@ class Priced:
 class Prices:
     """The price list of one mesh and topology."""
 
-    def __init__(self, mesh: MeshShape, topology: Topology, widths: Widths | None = None):
+    def __init__(self, mesh: MeshShape, topology: Topology, widths: Widths | None = None, backend: Backend = CPU):
         topology.check(mesh)
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
+        self.tile = backend.tile
+        self._sizes: dict[tuple, int] = {}
         self._groups: dict[tuple, Priced] = {}
         self._tables: dict[tuple, np.ndarray] = {}
         self._pairs: dict[tuple, tuple[tuple[Step, ...], float]] = {}
@@ -98,12 +101,22 @@ class Prices:
         return self.local_bytes(value, layout) / self.topology.memory_bandwidth
 
     def local_bytes(self, value: Value, layout: Layout) -> int:
-        """Bytes of `value` on one device."""
-        return math.prod(local_shape(value.shape, layout, self.mesh)) * self.widths.of(value)
+        """Bytes of `value` in the memory of one device."""
+        return self._local_size(value, layout) * self.widths.of(value)
+
+    def shard_bytes(self, value: Value, layout: Layout) -> int:
+        """Bytes of the elements of `value` that one device has."""
+        return math.prod(local_shape(value.shape, layout, self.mesh)) * itemsize(value)
 
     def copy_bytes(self, value: Value, layout: Layout) -> int:
-        """Bytes of a resharded copy of `value` on one device."""
-        return math.prod(local_shape(value.shape, layout, self.mesh)) * self.widths.moving(value)
+        """Bytes of a resharded copy of `value` in the memory of one device."""
+        return self._local_size(value, layout) * self.widths.moving(value)
+
+    def _local_size(self, value: Value, layout: Layout) -> int:
+        shape = local_shape(value.shape, layout, self.mesh)
+        if shape not in self._sizes:
+            self._sizes[shape] = padded_size(shape, self.tile)
+        return self._sizes[shape]
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
