@@ -377,7 +377,8 @@ class _Choice:
                         continue
                     reduced_sums.add((group.summed, finish.axes))
                 reduced = group.equations[-1]
-                note(finish.kind, finish.axes, size, group.trips, reduced.source, f"partial sums of {reduced.primitive}")
+                runs = group.finish_trips(finish.kind)
+                note(finish.kind, finish.axes, size, runs, reduced.source, f"partial sums of {reduced.primitive}")
         for value, source, target, line in self.reshardings():
             communication += self.prices.resharding(value, source, target) * value.trips
             for step in self.prices.steps(value, source, target):

@@ -18,6 +18,8 @@ class Backend:
     name: str  # a `jax.Device.platform`
     reduce_scatters: bool = True  # otherwise an all_reduce of the whole, and a slice
     tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array in memory are padded to
+    scatters_globally: bool = True  # reduce_scatters over all devices, of anything but products
+    hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     transposes_operands: bool = False  # products want some operands in another order, and copy them
@@ -27,7 +29,16 @@ class Backend:
 
 CPU = Backend("cpu", reduce_scatters=False, transposes_operands=True)
 GPU = Backend("gpu")
-TPU = Backend("tpu", tile=(8, 128), sums_first=True, rounds_operands=True, relays_state=True, recomputes=True)
+TPU = Backend(
+    "tpu",
+    tile=(8, 128),
+    scatters_globally=False,
+    hoists_sums=True,
+    sums_first=True,
+    rounds_operands=True,
+    relays_state=True,
+    recomputes=True,
+)
 
 def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
     """Elements that an array takes in memory, whichever of its dims are the minor ones: XLA chooses those that pad least.

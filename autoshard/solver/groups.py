@@ -34,6 +34,7 @@ _TAKES_IN = frozenset({
     "argmax", "argmin", "concatenate", "conv_general_dilated", "dot_general", "dynamic_slice", "pad", "reduce_and",
     "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "rev", "slice", "split",
 })  # fmt: skip
+_LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
@@ -79,6 +80,7 @@ class Group:
     repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
     summed: int | None = None  # of a product: the value that XLA adds it and others up to before it reduces the sum
     summands: int = 1  # how many these are
+    hoisted: int | None = None  # how often its result is all_reduced, if that is less often than it is made
     folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
 
     @property
@@ -103,6 +105,10 @@ class Group:
     @property
     def contracts(self) -> bool:
         return self.equations[0].primitive == "dot_general"
+
+    def finish_trips(self, kind: str) -> int:
+        """How often per step a collective finishes its result."""
+        return self.trips if self.hoisted is None or kind != "all_reduce" else self.hoisted
 
     @property
     def trips(self) -> int:
@@ -135,6 +141,8 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.index = index
         group.equations.reverse()
         _connect(group, readers, home, needed_outside)
+    if backend.hoists_sums:
+        _note_hoisted(program, readers, home)
     if backend.sums_first:
         _note_summands(program, readers, home)
     users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
@@ -214,6 +222,25 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
                 if mapping.setdefault(factor, host_factor) != host_factor:
                     return None
     return mapping if len(set(mapping.values())) == len(mapping) else None
+
+
+def _note_hoisted(program: Program, readers, home) -> None:
+    """Sets `Group.hoisted` of what a loop only adds up."""
+    makers = {output.id: equation for equation in program.equations for output in equation.outputs}
+    for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
+        inside, after = carry.outputs
+        total = makers.get(carry.inputs[1].id) if isinstance(carry.inputs[1], Value) else None
+        if total is None or total.primitive not in ("add", "add_any") or inside not in total.inputs:
+            continue
+        added = next((x for x in total.inputs if x is not inside), None)
+        alone = len(readers[inside.id]) == 1
+        while alone and isinstance(added, Value) and added.id in makers:
+            alone = len(readers[added.id]) == 1
+            maker = makers[added.id]
+            if alone and maker.primitive not in _LINEAR:
+                home[maker.index].hoisted = after.trips
+                break
+            added = maker.inputs[0] if maker.inputs else None
 
 
 def _note_summands(program: Program, readers, home) -> None:

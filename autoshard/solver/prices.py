@@ -66,7 +66,7 @@ class Prices:
     def __init__(self, mesh: MeshShape, topology: Topology, widths: Widths | None = None, backend: Backend = CPU):
         topology.check(mesh)
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
-        self.tile = backend.tile
+        self.backend = backend
         self._sizes: dict[tuple, int] = {}
         self._groups: dict[tuple, Priced] = {}
         self._tables: dict[tuple, np.ndarray] = {}
@@ -76,7 +76,7 @@ class Prices:
         """Every strategy of `group` with its seconds per step."""
         key = _signature(group, self.widths)
         if key not in self._groups:
-            strategies = tuple(strategies_of(group, self.mesh))
+            strategies = tuple(strategies_of(group, self.mesh, self.backend))
             self._groups[key] = Priced(strategies, tuple(self._seconds(group, strategy) for strategy in strategies))
         return self._groups[key]
 
@@ -115,7 +115,7 @@ class Prices:
     def _local_size(self, value: Value, layout: Layout) -> int:
         shape = local_shape(value.shape, layout, self.mesh)
         if shape not in self._sizes:
-            self._sizes[shape] = padded_size(shape, self.tile)
+            self._sizes[shape] = padded_size(shape, self.backend.tile)
         return self._sizes[shape]
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
@@ -135,10 +135,10 @@ class Prices:
     def _seconds(self, group: Group, strategy: Strategy) -> Seconds:
         compute = self._compute(group, strategy)
         communication = sum(
-            self._finish_seconds(finish, size, group)
+            self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True)
         )
-        return Seconds(compute * group.trips, communication * group.trips)
+        return Seconds(compute * group.trips, communication)
 
     def _collective(self, kind: str, axes: tuple[str, ...], size: int) -> float:
         """Seconds of one collective that runs as an operation of its own."""
@@ -201,4 +201,5 @@ def _signature(group: Group, widths: Widths) -> tuple:
         group.trips,
         group.late,
         group.summands,
+        group.hoisted,
     )

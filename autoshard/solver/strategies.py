@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shards
+from autoshard.mesh.backends import GPU, Backend
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims
 from autoshard.solver.groups import Group
@@ -46,7 +47,7 @@ class Strategy:
         return dict(self.assignment)
 
 
-def strategies_of(group: Group, mesh: MeshShape) -> list[Strategy]:
+def strategies_of(group: Group, mesh: MeshShape, backend: Backend = GPU) -> list[Strategy]:
     """Every strategy of `group`; the first splits nothing.
 
     Two strategies that want and leave the same layouts at the same cost are one: strategies come in a fixed order and
@@ -59,7 +60,7 @@ def strategies_of(group: Group, mesh: MeshShape) -> list[Strategy]:
         if wants is None or leaves is None:
             continue
         frozen = tuple(sorted(assignment.items()))
-        for finished, finishes in _finishes(group, leaves, assignment, mesh):
+        for finished, finishes in _finishes(group, leaves, assignment, mesh, backend):
             strategy = Strategy(frozen, wants, finished, finishes)
             unique.setdefault((frozen, wants, finished, finishes), strategy)
     return list(unique.values())
@@ -99,7 +100,7 @@ def _layouts(tensors: list[Dims], assignment, group: Group, mesh: MeshShape) -> 
     return tuple(layouts)
 
 
-def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tuple]:
+def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backend) -> Iterator[tuple]:
     """The ways to finish unreduced results: (layouts, collectives) pairs.
 
     XLA reduces factor by factor, so a reduce_scatter can take the place of one all_reduce, if it scatters over all the
@@ -120,6 +121,8 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape) -> Iterator[tup
     contracts = group.equations[0].primitive in _CONTRACTIONS
     for scattered_factor, axes in partial:
         if contracts and _uses_idle_devices(assignment, axes, mesh):
+            continue
+        if not contracts and not backend.scatters_globally and shards(axes, mesh) == math.prod(mesh.values()):
             continue
         for dim in range(len(shape)):
             scattered = _scattered(layout, axes, dim, shape, mesh)
