@@ -41,7 +41,7 @@ class Prediction:
     step_seconds: float
     compute_seconds: float
     communication_seconds: float
-    exposed_seconds: float  # of communication: what does not hide behind compute
+    exposed_seconds: float  # of communication: what does not run behind compute
     peak_bytes: int
     collectives: tuple[Collective, ...]
 
@@ -354,7 +354,7 @@ class _Choice:
         return self.placed(value, name)
 
     def prediction(self) -> Prediction:
-        compute = communication = 0.0
+        compute = communication = hidden = 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
@@ -371,6 +371,7 @@ class _Choice:
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
             compute += seconds.compute
             communication += seconds.communication
+            hidden += seconds.hidden
             for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
                 if group.summed is not None and finish.kind == "all_reduce":
                     if (group.summed, finish.axes) in reduced_sums:
@@ -381,6 +382,7 @@ class _Choice:
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial sums of {reduced.primitive}")
         for value, source, target, line in self.reshardings():
             communication += self.prices.resharding(value, source, target) * value.trips
+            hidden += self.prices.hidden(value, source, target) * value.trips
             for step in self.prices.steps(value, source, target):
                 why = f"{value} from {spec_text(source)} to {spec_text(target)}"
                 note(step.kind, step.axes, step.bytes, value.trips, line, why)
@@ -389,7 +391,8 @@ class _Choice:
             for (kind, axes, source, why), (size, count) in found.items()
         )
         peak = self.formulation.peak_bytes(self.choice)
-        return Prediction(compute + communication, compute, communication, communication, peak, collectives)
+        exposed = communication - min(hidden, compute)
+        return Prediction(compute + exposed, compute, communication, exposed, peak, collectives)
 
     def reshardings(self):
         """Every resharding of the step: (value, from, to, the line that asks for it).

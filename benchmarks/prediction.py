@@ -4,7 +4,7 @@
     python benchmarks/prediction.py --targets tpu --models gpt moe   # a part; prints the rows
     python benchmarks/prediction.py --cache DIR                      # keeps what was compiled for the next time
 
-Needs the extras tpu and cuda, but no hardware: TPU and GPU programs are compiled, not run. Set JAX_PLATFORMS=cpu.
+Needs the extras tpu and cuda, but no hardware: TPU and GPU programs are compiled, not run.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+
+jax.config.update("jax_platforms", "cpu")  # compilers for what is not there need JAX to look for nothing else
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from oracles import mesh_of  # noqa: E402  (needs the path above)

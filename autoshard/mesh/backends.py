@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -18,26 +19,35 @@ class Backend:
     name: str  # a `jax.Device.platform`
     reduce_scatters: bool = True  # otherwise an all_reduce of the whole, and a slice
     tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array in memory are padded to
+    hides: Mapping[str, float] = field(default_factory=dict)  # kind -> share of its time that runs behind compute, where
+    # nothing waits for it: gathers of weights, which can start early, and reductions of gradients, which can end late
     scatters_globally: bool = True  # reduce_scatters over all devices, of anything but products
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     relays_state: bool = False  # a weight whose gradient comes out transposed is copied into that order to be updated
-    recomputes: bool = False  # elementwise work is done again in every reader, also in matrix products, not stored
+    takes_in: frozenset[str] = frozenset()  # primitives, beside elementwise ones, that do the work of their operands again
 
+
+# What becomes a loop over its result, or a reduction, that computes its operands as it goes.
+_LOOPS = frozenset({
+    "argmax", "argmin", "concatenate", "dynamic_slice", "pad", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+    "reduce_prod", "reduce_sum", "rev", "slice", "split",
+})  # fmt: skip
 
 CPU = Backend("cpu", reduce_scatters=False, transposes_operands=True)
-GPU = Backend("gpu")
+GPU = Backend("gpu", sums_first=True, takes_in=_LOOPS)
 TPU = Backend(
     "tpu",
     tile=(8, 128),
+    hides={"all_gather": 0.65, "reduce_scatter": 0.5},
     scatters_globally=False,
     hoists_sums=True,
     sums_first=True,
     rounds_operands=True,
     relays_state=True,
-    recomputes=True,
+    takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
 )
 
 def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:

@@ -30,7 +30,7 @@ from autoshard.plans import Prediction, prediction_of
 from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.formulate import Formulation, Kept
-from autoshard.solver.groups import Group
+from autoshard.solver.groups import Group, made_of_state
 from autoshard.solver.problem import Problem
 from autoshard.solver.strategies import Strategy
 
@@ -67,12 +67,10 @@ class _Problems:
         program = formulation.program
         self.state = sorted(program.carried)
         self.batch = [i for i in range(len(program.arguments)) if i not in program.carried]
-        self.of_state = {program.arguments[i].id for i in self.state}  # values made of the state alone
-        self.making: list[Group] = []  # the groups that make them
-        for group in formulation.groups:
-            if group.uses and not group.reduction and self.reads_only_state(group):
-                self.making.append(group)
-                self.of_state.update(made.value.id for made in group.made)
+        self.of_state = made_of_state(program, formulation.groups)
+        self.making = [  # the groups that make them
+            group for group in formulation.groups if any(made.value.id in self.of_state for made in group.made)
+        ]
 
     def data_parallel(self) -> Problem | None:
         batch = self.split_batch()

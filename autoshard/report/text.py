@@ -122,13 +122,14 @@ def _placed_table(title: str, placed: Sequence[Placed]) -> str:
 def _comparison(plan: Plan) -> str:
     rows = [_figures("this plan", plan.predicted, plan.memory)]
     rows += [_figures(name, predicted, plan.memory) for name, predicted in plan.alternatives.items()]
-    return table_text(("Predicted", " per step", " compute", " communication", " peak per device", ""), rows)
+    return table_text(("Predicted", " per step", " compute", " communication", " exposed", " peak per device", ""), rows)
 
 
 def _figures(name: str, predicted: Prediction | None, limit: float | None) -> tuple[str, ...]:
     if predicted is None:
-        return name, "", "", "", "", "no such sharding"
+        return name, "", "", "", "", "", "no such sharding"
     seconds = predicted.step_seconds, predicted.compute_seconds, predicted.communication_seconds
+    seconds += (predicted.exposed_seconds,)
     over = limit is not None and predicted.peak_bytes > limit
     return (name, *map(seconds_text, seconds), bytes_text(predicted.peak_bytes), "over the limit" if over else "")
 

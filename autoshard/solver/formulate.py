@@ -26,7 +26,7 @@ from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
-from autoshard.solver.groups import Group, Use, groups_of
+from autoshard.solver.groups import Group, Use, groups_of, made_of_state
 from autoshard.solver.memory import (
     HEAP,
     Holding,
@@ -169,7 +169,7 @@ def formulate(
     """
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     groups = groups_of(program, rules, backend)
-    prices = Prices(mesh, topology, widths_of(program, groups, backend), backend)
+    prices = Prices(mesh, topology, widths_of(program, groups, backend), backend, made_of_state(program, groups))
     return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
 
 
@@ -249,7 +249,7 @@ class _Formulator:
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
-            costs = np.array([self.prices.resharding(value, kept.home, kept.copy) for kept in kepts])
+            costs = np.array([self.prices.exposed(value, kept.home, kept.copy) for kept in kepts])
             if index not in self.program.carried:  # it arrives anew every step
                 costs += [self.prices.writing(value, kept.home) for kept in kepts]
             self.costs.append(costs)

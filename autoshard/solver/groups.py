@@ -29,11 +29,6 @@ _EXPENSIVE = frozenset({
     "random_bits", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "threefry2x32",
 })  # fmt: skip
 
-# What XLA for TPU fuses elementwise work into.
-_TAKES_IN = frozenset({
-    "argmax", "argmin", "concatenate", "conv_general_dilated", "dot_general", "dynamic_slice", "pad", "reduce_and",
-    "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "rev", "slice", "split",
-})  # fmt: skip
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
@@ -153,11 +148,20 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     for group in reversed(groups):
         group.last = group.point
         if not any(made.value.id in needed_outside for made in group.made):
-            group.folded = not backend.recomputes and _is_folded(group, users[group.index])
+            group.folded = not backend.takes_in and _is_folded(group, users[group.index])
             group.repeated = group.folded or _is_repeated(group, users[group.index], backend)
         if group.repeated:
             group.last = max(user.last for user in users[group.index])
     return groups
+
+
+def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
+    """The arguments that the step carries over, and the values that are made of these alone."""
+    found = {program.arguments[i].id for i in program.carried}
+    for group in groups:
+        if group.uses and not group.reduction and found.issuperset(use.value.id for use in group.uses):
+            found.update(made.value.id for made in group.made)
+    return found
 
 
 def _new_group(index: int, equation: Equation, rule: Rule) -> Group:
@@ -293,8 +297,8 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     """Whether XLA fuses an elementwise group, a view, or a slice that a loop takes, into every group that reads it."""
     if not users or not (group.fuses or group.equations[0].primitive == "scan_slice"):
         return False
-    if backend.recomputes:
-        return all(user.stacks or user.fuses or user.equations[0].primitive in _TAKES_IN for user in users)
+    if backend.takes_in:
+        return all(user.stacks or user.fuses or user.equations[0].primitive in backend.takes_in for user in users)
     if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and user.contracts) for user in users):
         return False
     return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)

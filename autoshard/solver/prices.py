@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,10 +42,11 @@ class Seconds:
 
     compute: float
     communication: float
+    hidden: float = 0.0  # of the communication: what can run behind compute
 
     @property
     def total(self) -> float:
-        return self.compute + self.communication
+        return self.compute + self.communication - self.hidden
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,22 @@ class Priced:
 class Prices:
     """The price list of one mesh and topology."""
 
-    def __init__(self, mesh: MeshShape, topology: Topology, widths: Widths | None = None, backend: Backend = CPU):
+    def __init__(
+        self,
+        mesh: MeshShape,
+        topology: Topology,
+        widths: Widths | None = None,
+        backend: Backend = CPU,
+        weights: Collection[int] = (),
+    ):
         topology.check(mesh)
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
+        self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self._sizes: dict[tuple, int] = {}
         self._groups: dict[tuple, Priced] = {}
         self._tables: dict[tuple, np.ndarray] = {}
-        self._pairs: dict[tuple, tuple[tuple[Step, ...], float]] = {}
+        self._pairs: dict[tuple, tuple[tuple[Step, ...], float, float]] = {}
 
     def group(self, group: Group) -> Priced:
         """Every strategy of `group` with its seconds per step."""
@@ -88,12 +97,21 @@ class Prices:
         """Seconds of one resharding of `value`."""
         return self._pair(value.shape, self.widths.moving(value), source, target)[1]
 
+    def hidden(self, value: Value, source: Layout, target: Layout) -> float:
+        """How many of these run behind compute."""
+        if value.id not in self.weights:
+            return 0.0
+        return self._pair(value.shape, self.widths.moving(value), source, target)[2]
+
+    def exposed(self, value: Value, source: Layout, target: Layout) -> float:
+        """How many of these something waits for."""
+        return self.resharding(value, source, target) - self.hidden(value, source, target)
+
     def table(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """Seconds per step of resharding `value` from each of `sources` (rows) to each of `targets` (columns)."""
-        key = value.shape, self.widths.moving(value), tuple(sources), tuple(targets)
+        """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets` (columns)."""
+        key = value.shape, self.widths.moving(value), value.id in self.weights, tuple(sources), tuple(targets)
         if key not in self._tables:
-            shape, size = key[:2]
-            self._tables[key] = np.array([[self._pair(shape, size, a, b)[1] for b in targets] for a in sources])
+            self._tables[key] = np.array([[self.exposed(value, a, b) for b in targets] for a in sources])
         return self._tables[key] * value.trips
 
     def writing(self, value: Value, layout: Layout) -> float:
@@ -122,23 +140,26 @@ class Prices:
         """Bytes of the result of each of the strategy's own collectives, one run."""
         return [finish.elements * self.widths.of(group.made[finish.made].value) for finish in strategy.finishes]
 
-    def _pair(self, shape, size: int, source: Layout, target: Layout) -> tuple[tuple[Step, ...], float]:
+    def _pair(self, shape, size: int, source: Layout, target: Layout) -> tuple[tuple[Step, ...], float, float]:
+        """The steps of a resharding, their seconds, and how many of these can run behind compute."""
         if source == target:
-            return (), 0.0
+            return (), 0.0, 0.0
         key = shape, size, source, target
         if key not in self._pairs:
             steps = reshard(shape, size, source, target, self.mesh)
-            total = sum(self._collective(step.kind, step.axes, step.bytes) for step in steps)
-            self._pairs[key] = steps, total
+            costs = [self._collective(step.kind, step.axes, step.bytes) for step in steps]
+            behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
+            self._pairs[key] = steps, sum(costs), behind
         return self._pairs[key]
 
     def _seconds(self, group: Group, strategy: Strategy) -> Seconds:
         compute = self._compute(group, strategy)
-        communication = sum(
-            self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
-            for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True)
-        )
-        return Seconds(compute * group.trips, communication)
+        communication = hidden = 0.0
+        for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
+            cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
+            communication += cost
+            hidden += cost * self.backend.hides.get(finish.kind, 0.0) * (group.ends is not None)
+        return Seconds(compute * group.trips, communication, hidden)
 
     def _collective(self, kind: str, axes: tuple[str, ...], size: int) -> float:
         """Seconds of one collective that runs as an operation of its own."""
@@ -200,6 +221,7 @@ def _signature(group: Group, widths: Widths) -> tuple:
         _dtype(group.equations),
         group.trips,
         group.late,
+        group.ends is not None,
         group.summands,
         group.hoisted,
     )
