@@ -1,10 +1,11 @@
-"""What is predicted beside what XLA makes of it, for CPU devices, TPU and GPU: collectives, peak memory, seconds.
+"""What is predicted beside what XLA makes of it, on CPU devices, TPU and GPU: collectives, peak memory, seconds.
 
     python benchmarks/prediction.py                                  # everything; writes docs/benchmarks/prediction.md
-    python benchmarks/prediction.py --targets tpu --models gpt moe   # a part; prints the rows
+    python benchmarks/prediction.py --targets tpu --models gpt moe   # a part; only prints the rows
     python benchmarks/prediction.py --cache DIR                      # keeps what was compiled for the next time
 
-Needs the extras tpu and cuda, but no hardware: TPU and GPU programs are compiled, not run.
+Needs the extras tpu and cuda, but no hardware: TPU and GPU programs are compiled, not run. Everything takes hours on
+two cores.
 """
 
 import argparse
@@ -15,15 +16,15 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 jax.config.update("jax_platforms", "cpu")  # compilers for what is not there need JAX to look for nothing else
-
+jax.config.update("jax_num_cpu_devices", 8)
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from oracles import mesh_of  # noqa: E402  (needs the path above)
 from shardings import shardings_of  # noqa: E402
@@ -31,10 +32,16 @@ from workloads import LARGE, SMALL, Workload  # noqa: E402
 
 from autoshard import AutoshardError, Collective, Plan, evaluate, plan, topology  # noqa: E402
 from autoshard.mesh.collectives import seconds  # noqa: E402
-from autoshard.mesh.presets import CHIPS  # noqa: E402
+from autoshard.mesh.presets import CHIPS, parse_machine  # noqa: E402
 from autoshard.mesh.targets import compiler_options, target_mesh  # noqa: E402
 from autoshard.report.hlo import estimated_cycles, peak_bytes, read_collectives  # noqa: E402
 from autoshard.report.verification import as_cpu_shows  # noqa: E402
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "prediction.md"
+OWN = "autoshard"  # the sharding that is solved for
+LEAST = 0.01  # of a program's bytes: kinds of collectives that move less are not compared
+BYTES_WITHIN, PEAK_WITHIN = 0.10, 0.15
+ROUNDS = 7  # of measured steps; all shardings of a model take turns
 
 
 class Target(NamedTuple):
@@ -43,16 +50,13 @@ class Target(NamedTuple):
     machine: str  # a name as for `topology`
     axes: dict[str, int]
     workloads: Mapping[str, Workload]
-    runs: bool = False  # whether it is there
 
 
 TARGETS = {
-    "cpu": Target("cpu:8", {"data": 4, "model": 2}, SMALL, runs=True),
+    "cpu": Target("cpu:8", {"data": 4, "model": 2}, SMALL),
     "tpu": Target("v5e:4x4", {"data": 4, "model": 4}, LARGE),
     "gpu": Target("h100:2x8", {"data": 2, "model": 8}, LARGE),
 }
-OWN = "autoshard"  # the sharding that is solved for
-SLACK = 0.01  # of a program's bytes: kinds of collectives that move less are not compared
 
 
 @dataclass(frozen=True)
@@ -62,104 +66,142 @@ class Row:
     target: str
     model: str
     sharding: str
-    predicted_bytes: dict[str, int]  # by kind of collective
-    compiled_bytes: dict[str, int]
+    predicted_bytes: Mapping[str, int]  # by kind of collective
+    compiled_bytes: Mapping[str, int]
     predicted_peak: int
     compiled_peak: int | None  # None: it does not fit
     predicted_seconds: float
-    compiled_seconds: float | None  # XLA's estimate for TPU, measured on CPU
+    seconds: float | None  # measured on CPU, XLA's estimate for TPU
     fits: bool  # whether the plan is said to fit
 
-    @property
-    def bytes_error(self) -> float:
-        """The largest error of any kind of collective, as a share of what was compiled."""
-        least = SLACK * sum(self.compiled_bytes.values())
-        errors = [0.0]
-        for kind in self.predicted_bytes.keys() | self.compiled_bytes.keys():
-            foreseen, found = self.predicted_bytes.get(kind, 0), self.compiled_bytes.get(kind, 0)
-            if max(foreseen, found) > least:
-                errors.append(abs(foreseen - found) / max(found, 1))
-        return max(errors)
+    def off(self) -> dict[str, tuple[int, int]]:
+        """The kinds of collectives whose bytes are predicted wrong: kind -> (predicted, compiled)."""
+        found = {}
+        for kind in sorted(self.predicted_bytes.keys() | self.compiled_bytes.keys()):
+            foreseen, there = self.predicted_bytes.get(kind, 0), self.compiled_bytes.get(kind, 0)
+            counts = max(foreseen, there) > LEAST * sum(self.compiled_bytes.values())
+            if counts and abs(foreseen - there) > BYTES_WITHIN * there:
+                found[kind] = foreseen, there
+        return found
 
     @property
     def peak_error(self) -> float | None:
         return None if self.compiled_peak is None else self.predicted_peak / self.compiled_peak - 1
 
 
+class Compiled(NamedTuple):
+    """What is kept of a compiled program."""
+
+    hlo: str | None  # None: it does not fit
+    peak: int | None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=TARGETS)
+    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--models", nargs="*", default=list(SMALL), choices=list(SMALL))
-    parser.add_argument("--shardings", nargs="*", help="of those in shardings.py, and autoshard")
+    parser.add_argument("--shardings", nargs="*", help="some of those in shardings.py, or autoshard")
     parser.add_argument("--cache", type=Path, help="a folder for what was compiled")
-    parser.add_argument("--rows", type=Path, help="a JSON file to keep rows in")
     chosen = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 8)
     rows = []
     for target in chosen.targets:
         for model in chosen.models:
             for row in rows_of(target, model, chosen.shardings, chosen.cache):
                 rows.append(row)
                 print(line(row), flush=True)
-                if chosen.rows:
-                    chosen.rows.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print(summary(rows))
+    if chosen.targets == list(TARGETS) and chosen.models == list(SMALL) and not chosen.shardings:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(page(rows))
 
 
-def rows_of(target: str, model: str, shardings: list[str] | None, cache: Path | None) -> Iterable[Row]:
-    machine, axes, workloads, runs = TARGETS[target]
-    mesh = mesh_of(axes) if runs else target_mesh(machine, axes)
+def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Path | None) -> Iterator[Row]:
+    machine, axes, workloads = TARGETS[target]
+    mesh = mesh_of(axes) if target == "cpu" else target_mesh(machine, axes)
     workload = workloads[model]
-    step, state, batch = workload.abstract()
     options = {"mesh": mesh, "topology": topology(machine, axes), "donate_argnums": 0}
-    for name, in_shardings in (shardings_of(workload.family, state, batch, axes) | {OWN: None}).items():
-        if shardings and name not in shardings:
-            continue
-        try:
-            if name == OWN:
-                made = plan(step, state, batch, **options)
-            else:
-                made = evaluate(step, state, batch, in_shardings=in_shardings, **options)
-        except AutoshardError as error:
-            print(f"{target} {model} {name}: {error}", file=sys.stderr)
-            continue
+    plans = dict(plans_of(workload, options, shardings))
+    measured = measured_seconds(plans, workload) if target == "cpu" else {}
+    for name, made in plans.items():
         found = compiled(made, mesh, cache)
+        there = read_collectives(found.hlo, axes) if found.hlo else ()
+        foreseen = made.predicted.collectives
         yield Row(
             target=target,
             model=model,
             sharding=name,
-            predicted_bytes=by_kind(made.predicted.collectives if not runs else as_cpu_shows(made.predicted.collectives, axes)),
-            compiled_bytes=by_kind(Collective(**one) for one in found["collectives"]),
+            predicted_bytes=by_kind(as_cpu_shows(foreseen, axes) if target == "cpu" else foreseen),
+            compiled_bytes=by_kind(there),
             predicted_peak=made.predicted.peak_bytes,
-            compiled_peak=found["peak_bytes"],
+            compiled_peak=found.peak,
             predicted_seconds=made.predicted.step_seconds,
-            compiled_seconds=None,
+            seconds=estimated_seconds(found.hlo, there, machine, axes) if target == "tpu" else measured.get(name),
             fits=made.predicted.peak_bytes <= made.memory,
         )
 
 
-def compiled(made: Plan, mesh: Any, cache: Path | None) -> dict:
+def plans_of(workload: Workload, options: dict, shardings: Sequence[str] | None) -> Iterator[tuple[str, Plan]]:
+    """The plan of every sharding by hand, and our own."""
+    step, state, batch = workload.abstract()
+    by_hand = shardings_of(workload.family, state, batch, dict(options["mesh"].shape))
+    for name in (*by_hand, OWN):
+        if shardings and name not in shardings:
+            continue
+        try:
+            if name == OWN:
+                yield name, plan(step, state, batch, **options)
+            else:
+                yield name, evaluate(step, state, batch, in_shardings=by_hand[name], **options)
+        except AutoshardError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+
+
+def compiled(made: Plan, mesh: Any, cache: Path | None) -> Compiled:
+    """The plan compiled for the devices of `mesh`, or what an earlier run kept of it."""
     lowered = made.lowering(mesh)
-    text = lowered.as_text()
-    platform = mesh.devices.flat[0].device_kind
-    key = hashlib.sha256(f"{jax.__version__} {platform} {text}".encode()).hexdigest()[:24]
-    file = cache and cache / f"{key}.hlo.gz"
+    kept = f"{jax.__version__} {mesh.devices.flat[0].device_kind} {lowered.as_text()}"
+    file = cache and cache / f"{hashlib.sha256(kept.encode()).hexdigest()[:24]}.hlo.gz"
     if file and file.exists():
         content = json.loads(gzip.decompress(file.read_bytes()))
-    else:
-        start = time.perf_counter()
-        try:
-            program = lowered.compile(compiler_options=compiler_options(mesh))
-            content = {"hlo": program.as_text(), "peak": peak_bytes(program), "error": None}
-        except jax.errors.JaxRuntimeError as error:
-            content = {"hlo": None, "peak": None, "error": str(error)[:4000]}
-        content["seconds"] = time.perf_counter() - start
-        if file:
-            cache.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(gzip.compress(json.dumps(content).encode()))
-    found = read_collectives(content["hlo"], dict(mesh.shape)) if content["hlo"] else ()
-    cycles = estimated_cycles(content["hlo"]) if content["hlo"] else 0
-    return {"collectives": [asdict(one) for one in found], "peak_bytes": content["peak"], "cycles": cycles,
-            "error": content["error"], "file": str(file)}
+        return Compiled(content["hlo"], content["peak"])
+    try:
+        program = lowered.compile(compiler_options=compiler_options(mesh))
+        found = Compiled(program.as_text(), peak_bytes(program))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        found = Compiled(None, None)
+    if file:
+        cache.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(json.dumps(found._asdict()).encode()))
+    return found
+
+
+def measured_seconds(plans: Mapping[str, Plan], workload: Workload) -> dict[str, float]:
+    """Median seconds of a step on the devices at hand, per plan; the plans take turns."""
+    model = workload.model()
+    leaves = jax.tree.leaves((model.state, model.batches(0)))
+    arguments = {name: jax.device_put(leaves, list(made.flat_in_shardings)) for name, made in plans.items()}
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(ROUNDS + 1):  # the first compiles
+        for name, made in plans.items():
+            start = time.perf_counter()
+            results = jax.block_until_ready(made.lowering.step(*arguments[name]))
+            times[name].append(time.perf_counter() - start)
+            for argument, result in made.carried.items():
+                arguments[name][argument] = results[result]
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+
+
+def estimated_seconds(hlo: str | None, collectives: Sequence[Collective], machine: str, axes: dict) -> float | None:
+    """XLA's own estimate of the work, and the collectives it runs at the links of the topology, one after the other."""
+    if hlo is None:
+        return None
+    links = topology(machine, axes)
+    talking = sum(
+        one.count * seconds(one.kind, one.axes, one.bytes / one.count, axes, links) for one in collectives if one.count
+    )
+    return estimated_cycles(hlo) / CHIPS[parse_machine(machine).chip].clock + talking
 
 
 def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
@@ -169,13 +211,61 @@ def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
     return dict(found)
 
 
+# Reports.
+
+
 def line(row: Row) -> str:
-    peak = "does not fit" if row.peak_error is None else f"{row.peak_error:+7.1%}"
+    off = ", ".join(f"{kind} {foreseen:.3g} for {there:.3g}" for kind, (foreseen, there) in row.off().items())
+    peak = "does not fit" if row.peak_error is None else f"{row.peak_error:+.1%}"
+    ran = "" if row.seconds is None else f"{row.seconds * 1e3:.4g}"
     return (
-        f"{row.target:4} {row.model:15} {row.sharding:24} bytes {row.bytes_error:8.1%}  peak {peak} "
-        f"({row.predicted_peak / 2**20:.0f} vs {(row.compiled_peak or 0) / 2**20:.0f} MiB) "
-        f"{row.predicted_bytes} vs {row.compiled_bytes}"
+        f"{row.target} | {row.model} | {row.sharding} | {off or 'agree'} | {mib(row.predicted_peak)} | "
+        f"{mib(row.compiled_peak)} | {peak} | {row.predicted_seconds * 1e3:.4g} | {ran}"
     )
+
+
+def mib(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.1f}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    lines = []
+    for target in TARGETS:
+        chosen = [row for row in rows if row.target == target]
+        if not chosen:
+            continue
+        agree = sum(not row.off() for row in chosen)
+        errors = [row.peak_error for row in chosen if row.peak_error is not None]
+        near = sum(abs(error) <= PEAK_WITHIN for error in errors)
+        lost = sum(row.fits and row.compiled_peak is None for row in chosen)
+        lines.append(
+            f"- {target}: collectives within {BYTES_WITHIN:.0%} in {agree} of {len(chosen)} programs, "
+            f"peak within {PEAK_WITHIN:.0%} in {near} of {len(errors)}; {lost} said to fit do not."
+        )
+        for model in dict.fromkeys(row.model for row in chosen):
+            pairs = [(row.predicted_seconds, row.seconds) for row in chosen if row.model == model and row.seconds]
+            if len(pairs) > 2:
+                lines.append(f"  - {model}: Spearman {spearman(pairs):.2f} over {len(pairs)} shardings")
+        pairs = [(row.predicted_seconds, row.seconds) for row in chosen if row.seconds]
+        if pairs:
+            lines.append(f"  - all models together: Spearman {spearman(pairs):.2f}")
+    return "\n".join(lines)
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Spearman's rank correlation."""
+    return statistics.correlation(*zip(*pairs, strict=True), method="ranked")
+
+
+def page(rows: Sequence[Row]) -> str:
+    head = (PAGE.parent / "prediction.head.md").read_text()
+    titles = ("model", "sharding", "collectives", "predicted MiB", "compiled MiB", "peak off", "predicted ms", "ms")
+    sections = [head.strip(), "## Summary\n\n" + summary(rows)]
+    for target, (machine, axes, _) in TARGETS.items():
+        lines = [f"## {machine}, {axes}", "", " | ".join(titles), " | ".join("---" for _ in titles)]
+        lines += [line(row).partition(" | ")[2] for row in rows if row.target == target]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ _LOOPS = frozenset({
 })  # fmt: skip
 
 CPU = Backend("cpu", reduce_scatters=False, transposes_operands=True)
-GPU = Backend("gpu", sums_first=True, takes_in=_LOOPS)
+GPU = Backend("gpu", hoists_sums=True, sums_first=True, takes_in=_LOOPS)
 TPU = Backend(
     "tpu",
     tile=(8, 128),

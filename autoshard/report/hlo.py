@@ -45,6 +45,7 @@ _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
 _WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")
+_PRODUCTS = ("/dot_general", "/conv_general_dilated")
 _LABEL = re.compile(r"([^/:(\"]+:\d+|unknown line)#(\d+)")  # Equation.label
 
 
@@ -103,7 +104,7 @@ def read_collectives(
         name = re.search(r'op_name="([^"]*)"', said)
         one = Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else "")
         loop = _WINDOWED.search(computation)
-        if kind == "collective_permute" and (loop or one.why.endswith("/dot_general")):
+        if kind == "collective_permute" and (loop or one.why.endswith(_PRODUCTS)):
             times = runs // module.turns[computation] if loop else runs
             if loop and loop["kind"] == "ag":
                 kind, size = "all_gather", size * math.prod(mesh_shape[axis] for axis in axes)
