@@ -24,6 +24,7 @@ from autoshard.layout import Layout, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
 from autoshard.program import VALUE_KEYS, Program, Value
 from autoshard.solver.formulate import Formulation, Reader
+from autoshard.solver.groups import Group
 from autoshard.solver.problem import Solution
 
 if TYPE_CHECKING:
@@ -328,6 +329,13 @@ class _Choice:
     def want(self, reader: Reader) -> Layout:
         return reader.wants[self.choice[reader.node]]
 
+    def stays(self, group: Group) -> bool:
+        """Whether what a loop adds up is added up in the layout it is made in, all the way."""
+        if group.hoisted is None:
+            return True
+        readers = [(made.value, reader) for made in group.made for reader in self.formulation.readers[made.value.id]]
+        return all(self.want(r) == self.homes[v.id] and (r.group is None or self.stays(r.group)) for v, r in readers)
+
     def annotations(self) -> Annotations:
         wants = {}
         for readers in self.formulation.readers.values():
@@ -378,7 +386,7 @@ class _Choice:
                         continue
                     reduced_sums.add((group.summed, finish.axes))
                 reduced = group.equations[-1]
-                runs = group.finish_trips(finish.kind)
+                runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial sums of {reduced.primitive}")
         for value, source, target, line in self.reshardings():
             communication += self.prices.resharding(value, source, target) * value.trips

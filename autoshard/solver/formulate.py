@@ -350,6 +350,8 @@ class _Formulator:
         table = self._table(value, leaves, wants)
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = np.where(table > 0, np.inf, table)
+        if group.hoisted is not None:
+            table = table + self._unhoisted(group, value, leaves, wants)
         self._connect(node, holder, table)
         if held.used is None:
             return
@@ -359,6 +361,12 @@ class _Formulator:
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         self.changes.append(Change(value, held.used, *hop, counts_left=kept, counts_wanted=stored, fused=fused))
+
+    def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
+        """Seconds, at most, that it costs to reduce in every turn of a loop what is not added up in the layout it is in."""
+        axes = tuple(self.prices.mesh)
+        again = self.prices.all_reduce(axes, value.bytes) * (group.trips - group.hoisted)
+        return np.array([[0.0 if left == want else again for want in wants] for left in leaves])
 
     def _connect_readers(self, readers: Sequence[Reader], value: Value) -> tuple[int, tuple[Layout, ...]]:
         """The node that decides in which layout the readers of a value see it, and that layout per option.

@@ -75,7 +75,7 @@ class Group:
     repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
     summed: int | None = None  # of a product: the value that XLA adds it and others up to before it reduces the sum
     summands: int = 1  # how many these are
-    hoisted: int | None = None  # how often its result is all_reduced, if that is less often than it is made
+    hoisted: int | None = None  # how often its result is all_reduced, if a loop only adds it up, in the layout it is in
     folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
 
     @property
@@ -229,7 +229,7 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
 
 
 def _note_hoisted(program: Program, readers, home) -> None:
-    """Sets `Group.hoisted` of what a loop only adds up."""
+    """Sets `Group.hoisted` of what a loop only adds up, and of what it goes through on the way."""
     makers = {output.id: equation for equation in program.equations for output in equation.outputs}
     for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
         inside, after = carry.outputs
@@ -241,8 +241,9 @@ def _note_hoisted(program: Program, readers, home) -> None:
         while alone and isinstance(added, Value) and added.id in makers:
             alone = len(readers[added.id]) == 1
             maker = makers[added.id]
-            if alone and maker.primitive not in _LINEAR:
+            if alone:
                 home[maker.index].hoisted = after.trips
+            if maker.primitive not in _LINEAR:
                 break
             added = maker.inputs[0] if maker.inputs else None
 

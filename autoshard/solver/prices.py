@@ -161,6 +161,10 @@ class Prices:
             hidden += cost * self.backend.hides.get(finish.kind, 0.0) * (group.ends is not None)
         return Seconds(compute * group.trips, communication, hidden)
 
+    def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
+        """Seconds of one all_reduce of `size` bytes."""
+        return self._collective(ALL_REDUCE, axes, size)
+
     def _collective(self, kind: str, axes: tuple[str, ...], size: int) -> float:
         """Seconds of one collective that runs as an operation of its own."""
         textbook = collective_seconds(kind, axes, size, self.mesh, self.topology)
