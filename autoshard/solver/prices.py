@@ -120,7 +120,7 @@ class Prices:
 
     def local_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of `value` in the memory of one device."""
-        return self._local_size(value, layout) * self.widths.of(value)
+        return self._local_size(value, layout) * self.widths.stored(value)
 
     def shard_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of the elements of `value` that one device has."""
@@ -215,8 +215,8 @@ def _dtype(equations: Sequence[Equation]) -> str:
 def _signature(group: Group, widths: Widths) -> tuple:
     """Equal for groups whose strategies and seconds are equal."""
     return (
-        tuple((use.value.shape, widths.of(use.value), use.dims) for use in group.uses),
-        tuple((made.value.shape, widths.of(made.value), made.dims) for made in group.made),
+        tuple((use.value.shape, widths.stored(use.value), use.dims) for use in group.uses),
+        tuple((made.value.shape, widths.of(made.value), widths.stored(made.value), made.dims) for made in group.made),
         tuple(group.sizes.items()),
         tuple(sorted(group.splittable)),
         group.reduction,

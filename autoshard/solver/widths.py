@@ -29,9 +29,14 @@ class Widths:
 
     kept: frozenset[int] = frozenset()  # values that are stored rounded
     moved: frozenset[int] = frozenset()  # values whose resharded copies are rounded
+    fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
 
     def of(self, value: Value) -> int:
+        """As it is made, and summed over devices."""
         return _ROUNDED if value.id in self.kept else itemsize(value)
+
+    def stored(self, value: Value) -> int:
+        return _ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value) -> int:
         return _ROUNDED if value.id in self.moved else itemsize(value)
@@ -61,15 +66,29 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
                 if made.value.id not in results and all(map(rounds, users)):
                     kept.add(made.value.id)
                 _note(made.value, users, rounds, moved)
+    fused = {
+        group.made[0].value.id
+        for group in groups
+        if group.equations[0].primitive in _PRODUCTS and _goes_on(group, readers[group.made[0].value.id], kept)
+    }
     for value in program.arguments:
         if str(value.dtype) == "float32":
             _note(value, readers[value.id], rounds, moved)
-    return Widths(frozenset(kept), frozenset(kept | moved))
+    return Widths(frozenset(kept), frozenset(kept | moved), frozenset(fused))
 
 
 def itemsize(value: Value) -> int:
     """Bytes per element, PRNG keys included."""
     return value.bytes // math.prod(value.shape) if value.bytes else value.dtype.itemsize
+
+
+def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
+    """Whether XLA fuses the one reader of a product into it, and stores what that makes."""
+    if len(users) != 1 or not users[0].fuses:
+        return False
+    made = users[0].made
+    shape = product.made[0].value.shape
+    return all(one.value.id in kept and math.prod(one.value.shape) == math.prod(shape) for one in made)
 
 
 def _note(value: Value, users: Sequence[Group], rounds, moved: set[int]) -> None:
