@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,7 +87,7 @@ def read_collectives(
     devices = math.prod(mesh_shape.values())
     order = np.arange(devices) if device_order is None else np.asarray(device_order)
     found: dict[Any, Collective] = {}
-    windowed: dict[tuple, Collective] = {}  # by the name and axes of the product
+    products: dict[tuple, dict[Any, _Turn]] = defaultdict(dict)  # name, place and axes -> by channel
     for computation, instruction, runs in module.executed():
         opcode = instruction.opcode.removesuffix("-start")
         if opcode not in _KINDS:
@@ -104,19 +105,57 @@ def read_collectives(
         name = re.search(r'op_name="([^"]*)"', said)
         one = Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else "")
         loop = _WINDOWED.search(computation)
-        if kind == "collective_permute" and (loop or one.why.endswith(_PRODUCTS)):
-            times = runs // module.turns[computation] if loop else runs
-            if loop and loop["kind"] == "ag":
-                kind, size = "all_gather", size * math.prod(mesh_shape[axis] for axis in axes)
-            else:
-                kind = "reduce_scatter"
-            windowed[one.why, axes] = replace(one, kind=kind, bytes=size * times, count=times)
-            continue
         channel = _attribute(instruction.rest, "channel_id")
+        rotates = kind == "collective_permute" and len(groups) == devices  # everybody hands on to another
+        if rotates and (loop or one.why.endswith(_PRODUCTS)):
+            times = runs // module.turns[computation] if loop else runs
+            turns = products[one.why, _attribute(said, "stack_frame_id"), axes]
+            turns[channel or len(turns)] = _Turn(
+                replace(one, bytes=size * times, count=times),
+                loop and (computation, loop["kind"]),
+                module.operand(instruction, computation).opcode == "broadcast",
+            )
+            continue
         key = (channel, kind) if channel else len(found)
         if key not in found or one.count < found[key].count:
             found[key] = one
-    return (*found.values(), *windowed.values())
+    for (_, _, axes), turns in products.items():
+        for one in _windowed(list(turns.values()), math.prod(mesh_shape[axis] for axis in axes)):
+            found[len(found)] = one
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One collective-permute of a windowed einsum: every device hands on what it has to the next."""
+
+    collective: Collective  # in one run of its loop
+    loop: tuple[str, str] | None  # the body that it stands in, and its kind, "ag" or "rs"; None: unrolled
+    starts: bool  # whether it sends zeros, the sum before anything is added
+
+
+def _windowed(turns: Sequence[_Turn], places: int) -> Iterator[Collective]:
+    """The all_gathers and reduce_scatters that the turns of a product, or of several products alike, stand for.
+
+    Turns before and after a loop belong to it. Without one, a gathered operand takes a turn less than there are
+    places, and a scattered sum goes round both ways, each starting with zeros.
+    """
+    found = {turn.loop: (turn, turn.loop[1], 1) for turn in turns if turn.loop}
+    if not found:
+        alike = defaultdict(list)
+        for turn in turns:
+            alike[turn.collective.bytes, turn.collective.count].append(turn)
+        for same in alike.values():
+            starts = sum(turn.starts for turn in same)
+            kind, count = ("rs", starts // 2) if starts else ("ag", len(same) // (places - 1))
+            found[len(found)] = same[0], kind, max(1, count)
+    for turn, kind, count in found.values():
+        one = turn.collective
+        size, runs = one.bytes * count, one.count * count
+        if kind == "ag":
+            yield replace(one, kind="all_gather", bytes=size * places, count=runs)
+        else:
+            yield replace(one, kind="reduce_scatter", bytes=size, count=runs)
 
 
 def equation_of(why: str) -> int | None:
@@ -199,6 +238,11 @@ class _Module:
                         yield from below(callee, runs * times)
 
         return below(self.entry, 1)
+
+    def operand(self, instruction: _Instruction, computation: str) -> _Instruction:
+        """What gives an instruction its first operand; itself if that is not of its computation."""
+        name = next(iter(_operands(instruction)), None)
+        return next((i for i in self.computations[computation] if i.name == name), instruction)
 
     def callees(self, instruction: _Instruction) -> Iterator[tuple[str, int]]:
         """The computations an instruction runs, and how often each."""
