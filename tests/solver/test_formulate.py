@@ -11,6 +11,7 @@ from programs import f32, formulated, model_program, random_choices, round_topol
 
 from autoshard.errors import ConflictError
 from autoshard.layout import layouts_of
+from autoshard.mesh.backends import CPU
 from autoshard.plans import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import formulate as module
@@ -135,7 +136,7 @@ def test_reductions_wait_for_each_other():
         return (jnp.sin(x @ a) * (x @ b) + x @ c).sum(0)
 
     fixed = {0: ((), ("x",)), 1: (("x",), ()), 2: (("x",), ()), 3: (("x",), ())}
-    formulation = formulated(three, X, W, W, W, mesh=LINE, topology=TOPOLOGY, fixed=fixed, scatters=False)
+    formulation = formulated(three, X, W, W, W, mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=CPU)
     choice = zeros(formulation)
     for group in range(4):  # three products and what reads them, all by rows
         node, option = chosen(formulation, group, (("x",), ()), *["reduce_scatter"] * (group < 3))
@@ -349,6 +350,6 @@ def test_a_value_is_resharded_once_for_all_its_readers():
 
 
 def test_without_a_reduce_scatter_the_whole_is_held_longer():
-    with_one, without = formulation_of("fan"), formulation_of("fan", scatters=False)
+    with_one, without = formulation_of("fan"), formulation_of("fan", backend=CPU)
     peaks = [(with_one.peak_bytes(c), without.peak_bytes(c)) for c in random_choices(with_one, 20)]
     assert all(a <= b for a, b in peaks) and any(a < b for a, b in peaks)
