@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 jax.config.update("jax_platforms", "cpu")  # compilers for what is not there need JAX to look for nothing else
 jax.config.update("jax_num_cpu_devices", 8)
@@ -180,7 +181,7 @@ def compiled(made: Plan, mesh: Any, cache: Path | None) -> Compiled:
 def measured_seconds(plans: Mapping[str, Plan], workload: Workload) -> dict[str, float]:
     """Median seconds of a step on the devices at hand, per plan; the plans take turns."""
     model = workload.model()
-    leaves = jax.tree.leaves((model.state, model.batches(0)))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((model.state, model.batches(0)))]  # every plan has its own
     arguments = {name: jax.device_put(leaves, list(made.flat_in_shardings)) for name, made in plans.items()}
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(ROUNDS + 1):  # the first compiles
