@@ -265,9 +265,12 @@ def verify(
     mesh = mesh or _mesh_of((args, kwargs, lowered.out_info))
     found = compiled(lowered, mesh)
     try:
-        in_shardings, keyword_shardings = found.program.input_shardings
-        if keyword_shardings:
-            raise ArgumentError("keyword arguments have shardings that evaluate does not take; pass them by position")
+        in_shardings, _ = found.program.input_shardings
+        if kwargs or len(in_shardings) < len(args):
+            raise ArgumentError(
+                "it has keyword or static arguments, whose shardings evaluate does not take; pass arrays by position, "
+                "and close over what is static"
+            )
         donated = [all(info.donated for info in jax.tree.leaves(arg)) for arg in lowered.args_info[0]]
         predicted = evaluate(
             fn,

@@ -7,6 +7,7 @@ plan decided. `scan`, `while`, `cond`, `jax.checkpoint` and custom derivatives s
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,11 +141,21 @@ class _Emitter:
             return self.constrained(held.array, want)
         return held.copy if want == held.copy_layout else self.constrained(held.copy, want)
 
-    def behind_barrier(self, held: _Held) -> _Held:
-        """Says the shardings again: propagation passes through a barrier, and would pick others behind it."""
-        array, copy = jax.lax.optimization_barrier((held.array, held.copy))
-        array, copy = self.constrained(array, held.layout), self.constrained(copy, held.copy_layout)
-        return _Held(array, held.layout, copy, held.copy_layout)
+    def behind_barrier(self, operands: Sequence[_Held]) -> list[_Held]:
+        """All of them behind one barrier: what is computed from one waits for the others.
+
+        Says the shardings again: propagation passes through a barrier, and would pick others behind it.
+        """
+        pairs = jax.lax.optimization_barrier([(held.array, held.copy) for held in operands])
+        return [
+            _Held(
+                self.constrained(array, held.layout),
+                held.layout,
+                self.constrained(copy, held.copy_layout),
+                held.copy_layout,
+            )
+            for held, (array, copy) in zip(operands, pairs, strict=True)
+        ]
 
     def made(self, equation: Equation | None, arrays: Sequence[Any]) -> list[_Held]:
         if equation is None:  # nobody reads these
@@ -227,12 +238,15 @@ class _Emitter:
         ]
 
     def remat(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
-        """In a backward pass a barrier keeps XLA from undoing the recomputation, as JAX's own lowering does."""
+        """In a backward pass a barrier keeps XLA from undoing the recomputation, as JAX's own lowering does.
+
+        Cotangents are among its operands, so that the recomputation waits for the backward pass to come to it.
+        """
         opened, prevent_cse = called_jaxpr(eqn), eqn.params["prevent_cse"]
         if eqn.params["differentiated"]:
             guarded = prevent_cse if isinstance(prevent_cse, tuple) else [prevent_cse] * len(operands)
-            pairs = zip(operands, guarded, strict=True)
-            entries = [self.behind_barrier(held) if guard else held for held, guard in pairs]
+            behind = iter(self.behind_barrier(list(itertools.compress(operands, guarded))))
+            entries = [next(behind) if guard else held for held, guard in zip(operands, guarded, strict=True)]
             return self.call(opened, entries, path)
         results: list[_Held] = []
 

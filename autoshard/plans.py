@@ -26,6 +26,7 @@ from autoshard.program import VALUE_KEYS, Program, Value
 from autoshard.solver.formulate import Formulation, Reader
 from autoshard.solver.groups import Group
 from autoshard.solver.problem import Solution
+from autoshard.solver.widths import itemsize
 
 if TYPE_CHECKING:
     from autoshard.lower import Lowering
@@ -391,8 +392,9 @@ class _Choice:
         for value, source, target, line in self.reshardings():
             communication += self.prices.resharding(value, source, target) * value.trips
             hidden += self.prices.hidden(value, source, target) * value.trips
+            rounded = " in bfloat16" if self.prices.widths.moving(value) < itemsize(value) else ""
             for step in self.prices.steps(value, source, target):
-                why = f"{value} from {spec_text(source)} to {spec_text(target)}"
+                why = f"{value}{rounded} from {spec_text(source)} to {spec_text(target)}"
                 note(step.kind, step.axes, step.bytes, value.trips, line, why)
         collectives = tuple(
             Collective(kind, axes, size, count, source, why)

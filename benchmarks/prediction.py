@@ -3,6 +3,7 @@
     python benchmarks/prediction.py                                  # everything; writes docs/benchmarks/prediction.md
     python benchmarks/prediction.py --targets tpu --models gpt moe   # a part; only prints the rows
     python benchmarks/prediction.py --cache DIR                      # keeps what was compiled for the next time
+    python benchmarks/prediction.py --rows FILE --targets cpu        # adds to the rows of earlier runs; writes the page
 
 Needs the extras tpu and cuda, but no hardware: TPU and GPU programs are compiled, not run. Everything takes hours on
 two cores.
@@ -17,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,16 +104,22 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(SMALL), choices=list(SMALL))
     parser.add_argument("--shardings", nargs="*", help="some of those in shardings.py, or autoshard")
     parser.add_argument("--cache", type=Path, help="a folder for what was compiled")
+    parser.add_argument("--rows", type=Path, help="a JSON file of rows, to do everything in several runs")
     chosen = parser.parse_args()
-    rows = []
+    kept = {}  # (target, model, sharding) -> row
+    if chosen.rows and chosen.rows.exists():
+        kept = {(row["target"], row["model"], row["sharding"]): Row(**row) for row in json.loads(chosen.rows.read_text())}
     for target in chosen.targets:
         for model in chosen.models:
             for row in rows_of(target, model, chosen.shardings, chosen.cache):
-                rows.append(row)
+                kept[target, model, row.sharding] = row
                 print(line(row), flush=True)
+                if chosen.rows:
+                    chosen.rows.write_text(json.dumps([asdict(row) for row in kept.values()], indent=1))
+    rows = sorted(kept.values(), key=lambda row: (list(TARGETS).index(row.target), list(SMALL).index(row.model)))
     print(summary(rows))
-    if chosen.targets == list(TARGETS) and chosen.models == list(SMALL) and not chosen.shardings:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
+    whole = chosen.targets == list(TARGETS) and chosen.models == list(SMALL) and not chosen.shardings
+    if chosen.rows or whole:
         PAGE.write_text(page(rows))
 
 

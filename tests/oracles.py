@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from models import MODELS, Model, gpt
 
 from autoshard import Collective, Link, MemoryLimitError, Topology, plan
+from autoshard.mesh.backends import CPU
 from autoshard.solver.within import USABLE
 
 MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x2x2": {"x": 2, "y": 2, "z": 2}, "1": {"x": 1}}
@@ -25,6 +27,7 @@ SMALL: dict[str, Callable[[], Model]] = {
     "moe": lambda: MODELS["moe"](groups=8, tokens=8, d_model=16, d_hidden=16, experts=8, capacity=4),
     "tied": lambda: MODELS["tied"](vocab=64, d_model=16, seq=8, batch=8),
 }
+TEXTBOOK = replace(CPU, reduce_scatters=True)  # a compiler that rounds, pads and hides nothing
 
 
 def mesh_of(shape: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:

@@ -167,9 +167,34 @@ def test_the_checker_counts_the_users_of_unstable_parts():
     assert problems == ["jax.extend is imported by autoshard.lower, autoshard.program; 1 file(s) may"]
 
 
+# Modules that write environment variables, when they are called, and why. None reads one.
+WRITERS = {
+    "autoshard.mesh.targets": "libtpu takes from there alone that it need not look for the machine it runs on",
+}
+
+
+def touches_the_environment(module: str, source: str) -> bool:
+    """Whether a module reads environment variables, or writes them unless it may."""
+    if module in WRITERS:
+        source = re.sub(r"\bos\.environ\.update\(", "", source)
+    return bool(re.search(r"\b(environ|getenv|putenv)\b", source))
+
+
 def test_no_environment_variable_is_read():
-    readers = [name for name, text in package_sources().items() if re.search(r"\bos\.environ|\bgetenv\b", text)]
-    assert readers == []
+    assert [name for name, text in package_sources().items() if touches_the_environment(name, text)] == []
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("autoshard.mesh.targets", "os.environ.update(A='1')\nhome = os.environ['HOME']"),
+        ("autoshard.mesh.targets", "os.getenv('HOME')"),
+        ("autoshard.api", "os.environ.update(A='1')"),
+        ("autoshard.api", "from os import environ"),
+    ],
+)
+def test_the_checker_sees_planted_environment_variables(module, text):
+    assert touches_the_environment(module, text)
 
 
 IMPORT_ALONE = """

@@ -165,7 +165,7 @@ def equation_of(why: str) -> int | None:
 
 
 def estimated_cycles(hlo_text: str) -> int:
-    """Cycles that XLA expects a TPU to compute for in one run of a compiled module; 0 for CPU and GPU, where it is mute.
+    """Cycles that XLA expects a TPU to compute in one run of a compiled module; 0 for CPU and GPU, where it is mute.
 
     Collectives have no cycles, nor has what waits for them.
     """
@@ -275,7 +275,8 @@ class _Module:
 
     def step(self, condition: str, body: str) -> int:
         """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""
-        counters = {_attribute(i.rest, "index") for i in self.computations[condition] if i.opcode == "get-tuple-element"}
+        tests = self.computations[condition]
+        counters = {_attribute(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
         inside = {i.name: i for i in self.computations[body]}
         root = self.computations[body][-1]
         if len(counters) != 1 or root.opcode != "tuple":

@@ -122,7 +122,8 @@ def _placed_table(title: str, placed: Sequence[Placed]) -> str:
 def _comparison(plan: Plan) -> str:
     rows = [_figures("this plan", plan.predicted, plan.memory)]
     rows += [_figures(name, predicted, plan.memory) for name, predicted in plan.alternatives.items()]
-    return table_text(("Predicted", " per step", " compute", " communication", " exposed", " peak per device", ""), rows)
+    headers = "Predicted", " per step", " compute", " communication", " exposed", " peak per device", ""
+    return table_text(headers, rows)
 
 
 def _figures(name: str, predicted: Prediction | None, limit: float | None) -> tuple[str, ...]:

@@ -200,9 +200,11 @@ def _named(one: Collective, program: Program) -> Collective:
 def _last_name(name: str) -> str:
     """Of an `op_name`: the operation, or several that XLA has combined, without where they stand.
 
-    >>> _last_name("jit(step)/transpose(jvp())/(reduce_sum:dot_general:reduce_sum)")
-    'reduce_sum, dot_general'
+    >>> _last_name("jit(step)/transpose(jvp())/(reduce_sum:dot_general:reduce_sum)"), _last_name("state/up/kernel")
+    ('reduce_sum, dot_general', 'state/up/kernel')
     """
+    if not name.startswith("jit("):  # an argument's
+        return name
     return ", ".join(dict.fromkeys(name.rpartition("/")[2].strip("()").split(":")))
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
-from autoshard.report.hlo import peak_bytes, read_collectives
+from autoshard.report.hlo import equation_of, estimated_cycles, peak_bytes, read_collectives
 
 P = PartitionSpec
 
@@ -58,6 +58,9 @@ PROGRAMS = [
     # CPU prints a tuple of slices: the result is the whole local shard
     ("transpose", lambda a: a * 2, XY, P("x"), P(None, "x"), ((16, 8),), [("all_to_all", ("x",), 1, 16 * 8 // 4 * 4)]),
     ("permute", lambda a: a * 2, XYZ, P("x"), P("y"), ((16, 8),), [("collective_permute", ("x", "y"), 1, 16 * 4 * 4)]),
+    # said to be for a product, but no turn of a windowed einsum: nobody who has the right rows already moves any
+    ("permute and multiply", lambda a, b: a @ b, XYZ, (P("x"), P()), P("y"), ((16, 8), (8, 32)),
+     [("collective_permute", ("x", "y"), 1, 16 // 2 * 8 * 4)]),
     # combined into one all-reduce of a tuple: 4x8 and 8x2 float32
     ("combined", lambda a, b: (a.sum(0), b.sum(0)), XY, (P("x"), P("x")), P(), ((16, 32), (16, 2)),
      [("all_reduce", ("x",), 1, (32 + 2) * 4)]),
@@ -182,3 +185,228 @@ def test_peak_bytes_counts_a_donated_argument_once():
     donated = compiled(lambda a: a * 2, XY, P("x"), P("x"), (16, 8), donate_argnums=0)
     assert peak_bytes(whole) - peak_bytes(donated) == 16 * 8 * 4 // 4
     assert peak_bytes(whole) >= 2 * 16 * 8 * 4 // 4
+
+
+# Traps of TPU programs, in short texts of the forms that XLA prints for v5e.
+
+MESH = {"x": 4, "y": 2}  # partition 2 * x + y
+OVER_X = "replica_groups=[2,4]<=[4,2]T(1,0)"
+NEXT = "source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}"  # round x
+BACK = "source_target_pairs={{0,6},{2,0},{4,2},{6,4},{1,7},{3,1},{5,3},{7,5}}"
+SWAP = "source_target_pairs={{0,0},{1,2},{2,1},{3,3},{4,4},{5,6},{6,5},{7,7}}"  # of y and half of x
+PRODUCT = 'metadata={op_name="jit(f)/dot_general" stack_frame_id=3}'
+
+
+def computation(name, *lines):
+    return f"{name} (p: f32[8]) -> f32[8] {{\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+
+
+def entry(*lines):
+    return computation("ENTRY %main", "%p = f32[2,8]{1,0} parameter(0)", *lines)
+
+
+def gathered(channel):
+    return f"ROOT %g = f32[8]{{0}} all-gather(%p), channel_id={channel}, {OVER_X}"
+
+
+def fused(callee):
+    return f"%f = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%{callee}"
+
+
+def loop(body, trips, name="w"):
+    note = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return f"%{name} = f32[8] while(%p), condition=%test, body=%{body}, {note}"
+
+
+def handed(name, channel, pairs, operand="%p", said=PRODUCT):
+    """A collective-permute of 64 bytes."""
+    return f"%{name} = (f32[2,8]{{1,0}}, f32[2,8]{{1,0}}, u32[], u32[]) collective-permute-start({operand}), " \
+           f"channel_id={channel}, {pairs}, {said}"  # fmt: skip
+
+
+TEST = computation("%test", "ROOT %t = pred[] constant(true)")
+AG, RS = "wide.windowed_dot_general_body_ag.clone", "windowed_dot_general_body_rs.sunk"
+BOTH_WAYS = [handed("a", 1, NEXT), handed("b", 2, BACK)]
+ZEROS = "%zeros = f32[2,8]{1,0} broadcast(%zero), dimensions={}"
+UNROLLED = [handed("a", 1, NEXT), handed("b", 2, BACK), handed("c", 3, NEXT, "%a")]
+AGAIN = [handed("d", 4, NEXT), handed("e", 5, BACK), handed("f", 6, NEXT, "%d")]
+SUMMED = [
+    ZEROS, handed("a", 1, NEXT, "%zeros"), handed("b", 2, BACK, "%zeros"), handed("c", 3, NEXT, "%sum.1"),
+    handed("d", 4, BACK, "%sum.2"), handed("e", 5, NEXT, "%sum.3"),
+]  # fmt: skip
+WHOLE, PART = ("all_gather", ("x",), 1, 4 * 64), ("reduce_scatter", ("x",), 1, 64)
+OTHERS = handed("a", 1, NEXT, said='metadata={op_name="jit(f)/roll"}')
+TRAPS = {  # text, what is in it
+    "one channel in two fusions": (
+        computation("%one", gathered(7)) + computation("%other", gathered(7)) + entry(fused("one"), fused("other")),
+        [("all_gather", ("x",), 1, 32)],
+    ),
+    "one channel in a loop and in a loop inside": (
+        TEST + computation("%one", gathered(7)) + computation("%inner", fused("one"))
+        + computation("%outer", loop("inner", 3), fused("one")) + entry(loop("outer", 5)),
+        [("all_gather", ("x",), 5, 5 * 32)],
+    ),
+    "two channels": (
+        computation("%one", gathered(7)) + computation("%other", gathered(8)) + entry(fused("one"), fused("other")),
+        [("all_gather", ("x",), 1, 32)] * 2,
+    ),
+    "a reduce_scatter": (
+        computation("%all-reduce-scatter.3", f"%r = f32[8]{{0}} all-reduce(%p), channel_id=1, {OVER_X}, to_apply=%add")
+        + entry(fused("all-reduce-scatter.3")),
+        [("reduce_scatter", ("x",), 1, 8)],
+    ),
+    "a loop that gathers": (TEST + computation(f"%{AG}", *BOTH_WAYS) + entry(loop(AG, 2)), [WHOLE]),
+    "a loop that scatters": (TEST + computation(f"%{RS}", *BOTH_WAYS) + entry(loop(RS, 2)), [PART]),
+    "a turn before the loop, and one after": (
+        TEST + computation(f"%{AG}", *BOTH_WAYS)
+        + entry(handed("c", 3, NEXT), loop(AG, 1), handed("d", 4, NEXT, "%sum")),
+        [WHOLE],
+    ),
+    "in a loop over layers": (
+        TEST + computation(f"%{RS}", *BOTH_WAYS) + computation("%layer", loop(RS, 2)) + entry(loop("layer", 6)),
+        [("reduce_scatter", ("x",), 6, 6 * 64)],
+    ),
+    "two loops alike": (
+        TEST + computation(f"%{AG}", *BOTH_WAYS) + computation(f"%{AG}.1", *BOTH_WAYS[:1])
+        + entry(loop(AG, 2), loop(f"{AG}.1", 3)),
+        [("all_gather", ("x",), 1, 256)] * 2,
+    ),
+    "an unrolled loop that gathers": (entry(*UNROLLED), [WHOLE]),
+    "two unrolled loops alike": (entry(*UNROLLED, *AGAIN), [("all_gather", ("x",), 2, 2 * 256)]),
+    "an unrolled loop that scatters": (entry(*SUMMED), [PART]),
+    "unrolled, in a loop over layers": (
+        TEST + computation("%layer", *SUMMED) + entry(loop("layer", 6)),
+        [("reduce_scatter", ("x",), 6, 6 * 64)],
+    ),
+    "an operand that goes to another device": (
+        entry(handed("a", 1, SWAP)), [("collective_permute", ("x", "y"), 1, 64)],
+    ),
+    "what is no product": (entry(OTHERS), [("collective_permute", ("x",), 1, 64)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_traps(trap):
+    check(TRAPS[trap][0], MESH, TRAPS[trap][1])
+
+
+@pytest.mark.parametrize(
+    "trap, text, other",
+    [
+        ("one channel in two fusions", "channel_id=7", "channel_id=8"),
+        ("a reduce_scatter", "all-reduce-scatter.3", "region.3"),
+        ("a loop that gathers", "windowed_dot_general_body_ag", "region"),
+        ("an unrolled loop that scatters", "broadcast(", "copy("),
+        ("an operand that goes to another device", SWAP, NEXT),
+        ("what is no product", "/roll", "/dot_general"),
+    ],
+)
+def test_other_texts_are_read_otherwise(trap, text, other):
+    hlo, expected = TRAPS[trap]
+    changed = hlo.replace(text, other, 1) if trap.startswith("one channel") else hlo.replace(text, other)
+    with pytest.raises(AssertionError):
+        check(changed, MESH, expected)
+
+
+LIMIT = "%limit = s32[]{:T(128)} constant(8)"
+COUNTER = "%i = s32[]{:T(128)} get-tuple-element(%p), index=1"
+LESS = "ROOT %t = pred[]{:T(512)} compare(%i, %limit), direction=LT"
+STEPS = [  # the loop's condition, what it adds to its counter, how often it runs
+    ([LIMIT, COUNTER, LESS], 1, 8),
+    ([LIMIT, COUNTER, LESS.replace("LT", "LE")], 1, 9),
+    ([LIMIT, COUNTER, LESS], 2, 4),
+    ([LIMIT.replace("8", "7"), COUNTER, LESS], 2, 4),  # unrolled by two, and one turn that does half
+    ([LIMIT.replace("8", "7"), COUNTER, LESS.replace("LT", "LE")], 2, 4),
+    ([LIMIT, COUNTER, "ROOT %t = pred[] fusion(%i, %limit), kind=kLoop, calls=%less"], 2, 4),
+    ([LIMIT, COUNTER, LESS.replace("LT", "GT")], 1, 1),  # not known
+    ([COUNTER, LESS], 1, 1),
+]
+
+
+@pytest.mark.parametrize("test, step, trips", STEPS)
+def test_how_often_loops_run_that_xla_says_nothing_of(test, step, trips):
+    body = [
+        "%x = f32[8]{0} get-tuple-element(%p), index=0",
+        COUNTER,
+        f"%step = s32[]{{:T(128)}} constant({step})",
+        "%next = s32[]{:T(128)} add(%i, %step)",
+        f"%sum = f32[8]{{0}} all-reduce(%x), channel_id=1, {OVER_X}, to_apply=%add",
+        "ROOT %r = (f32[8]{0}, s32[]) tuple(%sum, %next)",
+    ]
+    hlo = computation("%less", LESS) + computation("%test", *test) + computation("%body", *body)
+    hlo += entry("%w = (f32[8]{0}, s32[]) while(%p), condition=%test, body=%body")
+    check(hlo, MESH, [("all_reduce", ("x",), trips, trips * 32)])
+
+
+def cycles(number, what="fusion(%p), kind=kLoop, calls=%inside"):
+    return f'%f = f32[8]{{0}} {what}, backend_config={{"window_config":{{"estimated_cycles":"{number}"}}}}'
+
+
+def test_cycles_are_those_of_whole_fusions_as_often_as_they_run():
+    inside = computation("%inside", cycles(70, "convolution(%p, %p)"))
+    body = computation("%body", cycles(100), cycles(20, "copy(%p)"))
+    assert estimated_cycles(inside + TEST + body + entry(cycles(5), loop("body", 3))) == 5 + 3 * 120
+    assert estimated_cycles(compiled(jnp.sin, XY, P("x"), P("x"), (16, 8)).as_text()) == 0  # CPU says nothing
+
+
+FRAMES = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/home/me/train.py"
+2 "/lib/python3.11/site-packages/optax/transform.py"
+
+FunctionNames
+1 "main"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=0 end_column=0}
+2 {file_name_id=1 function_name_id=1 line=20 end_line=20 column=0 end_column=0}
+3 {file_name_id=2 function_name_id=1 line=30 end_line=30 column=0 end_column=0}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=1}
+3 {file_location_id=3 parent_frame_id=2}
+4 {file_location_id=3 parent_frame_id=4}
+5 {file_location_id=3 parent_frame_id=1}
+
+
+"""
+PLACES = [  # metadata, the user's line. A frame's parent is called one more than it is
+    ("stack_frame_id=1", "train.py:10"),
+    ("stack_frame_id=2", "train.py:20"),
+    ("stack_frame_id=3", "train.py:10"),  # called from frame 1, not 2
+    ("stack_frame_id=4", "train.py:10"),  # called from frame 3, which is in a package too
+    ("stack_frame_id=5", "transform.py:30"),  # called by nobody
+    ("stack_frame_id=9", "unknown line"),
+    ('source_file="/home/me/train.py" source_line=7', "train.py:7"),
+    ('op_name="jit(run)/jvp(blocks)/train.py:41#12/dot_general" stack_frame_id=2', "train.py:41"),
+    ('op_name="jit(run)/while/body/unknown line#3/mul" stack_frame_id=2', "unknown line"),
+    ('op_name="jit(run)/(train.py:41#12/dot_general:train.py:43#15/add)" stack_frame_id=2', "train.py:43"),
+]
+
+
+@pytest.mark.parametrize("said, line", PLACES)
+def test_lines(said, line):
+    reduction = f"f32[8]{{0}} all-reduce(%p), channel_id=1, {OVER_X}, to_apply=%add"
+    (one,) = read_collectives(FRAMES + entry(f"%r = {reduction}, metadata={{{said}}}"), MESH)
+    assert one.source == line
+    scattered = computation("%all-reduce-scatter", f"%r = {reduction}")  # where it says nothing, who runs it does
+    (one,) = read_collectives(FRAMES + scattered + entry(fused(f"all-reduce-scatter, metadata={{{said}}}")), MESH)
+    assert (one.kind, one.source) == ("reduce_scatter", line)
+
+
+@pytest.mark.parametrize(
+    "why, index",
+    [
+        ("jit(run)/jvp(blocks)/train.py:41#12/dot_general", 12),
+        ("jit(run)/train.py:41#12/while/body/train.py:43#15/sharding_constraint", 15),
+        ("jit(run)/(train.py:41#12/mul:train.py:43#15/add)", 15),
+        ("jit(run)/unknown line#3/mul", 3),
+        ("jit(step)/transpose(jvp())/(reduce_sum:dot_general)", None),
+        ("arguments[12]", None),
+        ("", None),
+    ],
+)
+def test_equations(why, index):
+    assert equation_of(why) == index

@@ -7,17 +7,14 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-from oracles import SMALL
+from oracles import SMALL, TEXTBOOK
 
-from autoshard.mesh.backends import CPU
 from autoshard.mesh.topology import Link, Topology
 from autoshard.program import Program, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import solve
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.groups import Group, groups_of
-
-SCATTERING = replace(CPU, reduce_scatters=True)  # nothing but the textbook: no tiles, no rounding, nothing hidden
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -44,7 +41,7 @@ def formulated(
     fn: Callable, *args, mesh: Mapping[str, int], topology: Topology, donate: tuple[int, ...] = (), **options
 ) -> Formulation:
     program = traced(fn, *args, donate=donate)
-    return formulate(program, rules_for(program), mesh, topology, **{"backend": SCATTERING} | options)
+    return formulate(program, rules_for(program), mesh, topology, **{"backend": TEXTBOOK} | options)
 
 
 def round_topology(*axes: str) -> Topology:

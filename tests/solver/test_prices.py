@@ -12,6 +12,7 @@ from autoshard.program import Value
 from autoshard.solver import prices as module
 from autoshard.solver.prices import Prices, itemsize
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER
+from autoshard.solver.widths import Widths
 
 LINE = {"x": 4}
 TOPOLOGY = Topology({"x": Link(1e-3, 1e6)}, memory_bytes=1e9, memory_bandwidth=1e9, flops={"float32": 1e9, "int8": 4e9})
@@ -218,7 +219,15 @@ DIFFERENT = {  # pairs that differ in one thing only
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_groups_that_differ_do_not_share(case):
     f, xs, g, ys = DIFFERENT[case]
-    assert module._signature(grouped(f, *xs)[0]) != module._signature(grouped(g, *ys)[0])
+    one, other = (module._signature(grouped(fn, *args)[0], Widths()) for fn, args in ((f, xs), (g, ys)))
+    assert one != other
+
+
+@pytest.mark.parametrize("field", ["kept", "fused"])
+def test_groups_that_are_rounded_do_not_share(field):
+    (group,) = grouped(jnp.matmul, *[f32(4, 4)] * 2)
+    rounded = Widths(**{field: frozenset([group.made[0].value.id])})
+    assert module._signature(group, rounded) != module._signature(group, Widths())
 
 
 # Wrong prices are caught.
