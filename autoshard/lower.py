@@ -99,10 +99,10 @@ class _Emitter:
 
     def results(self, arguments: Sequence[Any]) -> list:
         closed = self.program.jaxpr
-        env = {
-            var: self.held(value.id, array)
-            for var, value, array in zip(closed.jaxpr.invars, self.program.arguments, arguments, strict=True)
-        }
+        env = {}
+        for i, (var, array) in enumerate(zip(closed.jaxpr.invars, arguments, strict=True)):
+            with jax.named_scope(f"arguments[{i}]"):  # what XLA calls the argument itself
+                env[var] = self.held(self.program.arguments[i].id, array)
         env |= {
             var: self.held(value.id, array)
             for var, value, array in zip(closed.jaxpr.constvars, self.program.constants, closed.consts, strict=True)

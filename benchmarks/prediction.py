@@ -108,7 +108,8 @@ def main() -> None:
     chosen = parser.parse_args()
     kept = {}  # (target, model, sharding) -> row
     if chosen.rows and chosen.rows.exists():
-        kept = {(row["target"], row["model"], row["sharding"]): Row(**row) for row in json.loads(chosen.rows.read_text())}
+        earlier = [Row(**row) for row in json.loads(chosen.rows.read_text())]
+        kept = {(row.target, row.model, row.sharding): row for row in earlier}
     for target in chosen.targets:
         for model in chosen.models:
             for row in rows_of(target, model, chosen.shardings, chosen.cache):
@@ -262,7 +263,8 @@ def summary(rows: Sequence[Row]) -> str:
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
     """Spearman's rank correlation."""
-    return statistics.correlation(*zip(*pairs, strict=True), method="ranked")
+    ranks = np.argsort(np.argsort(np.array(pairs), axis=0), axis=0)
+    return float(np.corrcoef(ranks.T)[0, 1])
 
 
 def page(rows: Sequence[Row]) -> str:

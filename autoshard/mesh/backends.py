@@ -18,16 +18,17 @@ class Backend:
 
     name: str  # a `jax.Device.platform`
     reduce_scatters: bool = True  # otherwise an all_reduce of the whole, and a slice
-    tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array in memory are padded to
-    hides: Mapping[str, float] = field(default_factory=dict)  # kind -> share of its time that runs behind compute, where
-    # nothing waits for it: gathers of weights, which can start early, and reductions of gradients, which can end late
+    tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array are padded to
+    # kind -> share of its time that runs behind compute, where nothing waits for it: gathers of weights, which can
+    # start early, and reductions of gradients, which can end late
+    hides: Mapping[str, float] = field(default_factory=dict)
     scatters_globally: bool = True  # reduce_scatters over all devices, of anything but products
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     relays_state: bool = False  # a weight whose gradient comes out transposed is copied into that order to be updated
-    takes_in: frozenset[str] = frozenset()  # primitives, beside elementwise ones, that do the work of their operands again
+    takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
 
 
 # What becomes a loop over its result, or a reduction, that computes its operands as it goes.
@@ -51,7 +52,7 @@ TPU = Backend(
 )
 
 def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
-    """Elements that an array takes in memory, whichever of its dims are the minor ones: XLA chooses those that pad least.
+    """Elements that an array takes in memory, with those dims as the minor ones that pad least.
 
     Fewer rows than a tile has are padded to a power of two.
 

@@ -78,10 +78,8 @@ def target_mesh(name: str, axes: MeshShape) -> Mesh:
     if len(devices) != math.prod(axes.values()):
         raise MeshError(f"{name} has {len(devices)} devices, the mesh {dict(axes)} has {math.prod(axes.values())}")
     sizes = tuple(axes.values())
-    if machine.chip in _GPUS:
-        grid = np.array(devices).reshape(sizes)
-    else:
-        grid = _placed(devices, sizes, machine.slices)
+    on_torus = machine.chip not in _GPUS
+    grid = _placed(devices, sizes, machine.slices) if on_torus else np.array(devices).reshape(sizes)
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 

@@ -83,7 +83,7 @@ def read_collectives(
     1 x all_gather over x: 128 bytes (unknown line)
     """
     module = _Module.of(hlo_text)
-    lines = _source_lines(hlo_text)
+    lines = source_lines(hlo_text)
     devices = math.prod(mesh_shape.values())
     order = np.arange(devices) if device_order is None else np.asarray(device_order)
     found: dict[Any, Collective] = {}
@@ -400,7 +400,7 @@ def _bits(dtype: str) -> int:
     return 8 if dtype == "pred" else 0
 
 
-def _source_lines(hlo_text: str) -> dict[int, str]:
+def source_lines(hlo_text: str) -> dict[int, str]:
     """The user's line of each stack frame, from the tables newer XLA prints at the module's head.
 
     It is the innermost that is in no installed package, or else the innermost.
@@ -437,6 +437,8 @@ def _source_lines(hlo_text: str) -> dict[int, str]:
 def _source_line(rest: str, lines: dict[int, str]) -> str:
     if labels := _LABEL.findall(rest):  # written by lower.py
         return labels[-1][0]
+    if re.search(r'op_name="[^"]*\barguments\[\d+\]', rest):  # written by lower.py for what comes before all lines
+        return "unknown line"
     if file := re.search(r'source_file="([^"]*)"', rest):
         return f"{file[1].rsplit('/', 1)[-1]}:{_attribute(rest, 'source_line')}"
     frame = _attribute(rest, "stack_frame_id")

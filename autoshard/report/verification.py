@@ -19,7 +19,7 @@ from autoshard.mesh.collectives import Collective, has_reduce_scatter
 from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.plans import Plan, Prediction
 from autoshard.program import Program
-from autoshard.report.hlo import equation_of, peak_bytes, read_collectives
+from autoshard.report.hlo import equation_of, peak_bytes, read_collectives, source_lines
 from autoshard.report.text import bytes_text, collectives_text, table_text
 
 _TOLERANCE = 0.20  # share by which the peak may be off
@@ -38,7 +38,7 @@ class Rematerialization:
     shape: str  # of one shard, "f32[8,16]"
     source: str  # XLA's text of the sharding that it has, "devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate"
     target: str  # and of the one that is wanted
-    line: str  # the user's, "train.py:41"
+    line: str  # the user's, "train.py:41"; of an argument, its name
 
     def __str__(self) -> str:
         return f"{self.line}: {self.shape} from {{{self.source}}} to {{{self.target}}}"
@@ -55,7 +55,13 @@ class Compiled:
 
     def named(self, program: Program) -> Compiled:
         """The same with reasons in the words of the program that was compiled."""
-        return replace(self, collectives=tuple(_named(one, program) for one in self.collectives))
+        return replace(
+            self,
+            collectives=tuple(_named(one, program) for one in self.collectives),
+            rematerializations=tuple(
+                replace(one, line=_argument_of(one.line, program) or one.line) for one in self.rematerializations
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -149,21 +155,33 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
     warnings: list[str] = []
     with _standard_error(into=warnings):
         program = lowered.compile(compiler_options=compiler_options(mesh))
+    text = program.as_text()
     return Compiled(
         program=program,
-        collectives=read_collectives(program.as_text(), dict(mesh.shape)),
+        collectives=read_collectives(text, dict(mesh.shape)),
         peak_bytes=peak_bytes(program),
-        rematerializations=tuple(rematerializations_in("".join(warnings))),
+        rematerializations=tuple(rematerializations_in("".join(warnings), source_lines(text))),
     )
 
 
-def rematerializations_in(log: str) -> Iterator[Rematerialization]:
-    """The arrays that XLA's warnings name, each once."""
+def rematerializations_in(log: str, lines: Mapping[int, str]) -> Iterator[Rematerialization]:
+    """The arrays that XLA's warnings name, each once.
+
+    Args:
+        log: what XLA wrote.
+        lines: the user's line of each stack frame of the module.
+    """
     seen = set()
     for match in _REMATERIALIZED.finditer(log):
         label = re.search(r'op_name="[^"]*?([^/"]+:\d+)#\d+', match["rest"])
-        line = re.search(r'source_file="[^"]*?([^/"]+)" source_line=(\d+)', match["rest"])
-        where = label[1] if label else f"{line[1]}:{line[2]}" if line else f"%{match['operation']}"
+        frame = re.search(r"stack_frame_id=(\d+)", match["rest"])
+        name = re.search(r'op_name="([^"]+)"', match["rest"])
+        if label:
+            where = label[1]
+        elif frame and int(frame[1]) in lines:
+            where = lines[int(frame[1])]
+        else:
+            where = name[1] if name else f"%{match['operation']}"
         one = Rematerialization(match["shape"].split("{")[0], match["source"], match["target"], where)
         if one not in seen:
             seen.add(one)
@@ -192,9 +210,13 @@ def _named(one: Collective, program: Program) -> Collective:
     if index is not None:
         name = program.equations[index].primitive
         return replace(one, why=f"operand or result of {name}" if one.why.endswith("sharding_constraint") else name)
-    if argument := re.match(r"arguments\[(\d+)\]", one.why):  # what lower.py calls them
-        return replace(one, why=program.arguments[int(argument[1])].name)
-    return one
+    return replace(one, why=_argument_of(one.why, program) or one.why)
+
+
+def _argument_of(name: str, program: Program) -> str | None:
+    """The argument that lower.py calls so."""
+    found = re.search(r"\barguments\[(\d+)\]", name)
+    return program.arguments[int(found[1])].name if found else None
 
 
 def _last_name(name: str) -> str:

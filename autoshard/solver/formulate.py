@@ -363,7 +363,7 @@ class _Formulator:
         self.changes.append(Change(value, held.used, *hop, counts_left=kept, counts_wanted=stored, fused=fused))
 
     def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
-        """Seconds, at most, that it costs to reduce in every turn of a loop what is not added up in the layout it is in."""
+        """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
         axes = tuple(self.prices.mesh)
         again = self.prices.all_reduce(axes, value.bytes) * (group.trips - group.hoisted)
         return np.array([[0.0 if left == want else again for want in wants] for left in leaves])

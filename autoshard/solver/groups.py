@@ -249,7 +249,7 @@ def _note_hoisted(program: Program, readers, home) -> None:
 
 
 def _note_summands(program: Program, readers, home) -> None:
-    """Sets `Group.summed` and `summands` of the products whose results are added up with others and read by nobody else."""
+    """Sets `Group.summed` and `summands` of products that are added up with others and read by nobody else."""
     summed: dict[int, list[Group]] = {}  # value -> the products that it is the sum of
     for equation in program.equations:
         alone = len(equation.outputs) == 1 and len(readers[equation.outputs[0].id]) == 1

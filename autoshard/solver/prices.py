@@ -108,7 +108,7 @@ class Prices:
         return self.resharding(value, source, target) - self.hidden(value, source, target)
 
     def table(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets` (columns)."""
+        """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`."""
         key = value.shape, self.widths.moving(value), value.id in self.weights, tuple(sources), tuple(targets)
         if key not in self._tables:
             self._tables[key] = np.array([[self.exposed(value, a, b) for b in targets] for a in sources])

@@ -72,13 +72,16 @@ PROGRAMS = [
 ]
 
 
+SCAN = next(program[1:] for program in PROGRAMS if program[0] == "scan")
+
+
 @pytest.mark.parametrize("_name, fn, mesh, in_specs, out_specs, shapes, expected", PROGRAMS, ids=lambda x: str(x)[:24])
 def test_compiled(_name, fn, mesh, in_specs, out_specs, shapes, expected):
     check(compiled(fn, mesh, in_specs, out_specs, *shapes).as_text(), mesh.shape, expected)
 
 
 def test_oracle_can_fail():
-    _, fn, mesh, in_specs, out_specs, shapes, expected = PROGRAMS[8]
+    fn, mesh, in_specs, out_specs, shapes, expected = SCAN
     hlo = compiled(fn, mesh, in_specs, out_specs, *shapes).as_text()
     forgotten = hlo.replace('"known_trip_count":{"n":"5"}', '"known_trip_count":{"n":"4"}')
     assert forgotten != hlo
@@ -89,7 +92,7 @@ def test_oracle_can_fail():
 
 
 def test_trip_count_from_the_condition():
-    _, fn, mesh, in_specs, out_specs, shapes, expected = PROGRAMS[8]
+    fn, mesh, in_specs, out_specs, shapes, expected = SCAN
     hlo = compiled(fn, mesh, in_specs, out_specs, *shapes).as_text()
     check(hlo.replace("known_trip_count", "nothing_known"), mesh.shape, expected)
 

@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracles import SMALL, mesh_of, tally, v5e
 
 import autoshard
-from autoshard import Collective, MeshError, Plan, PlanError
+from autoshard import ArgumentError, Collective, MeshError, Plan, PlanError
+from autoshard.report import verification as module
 from autoshard.report.hlo import peak_bytes, read_collectives
-from autoshard.report.verification import as_cpu_shows, traffic
+from autoshard.report.verification import Rematerialization, as_cpu_shows, rematerializations_in, traffic
 
 SHAPE = {"x": 4, "y": 2}
 MESH = mesh_of(SHAPE)
@@ -103,3 +105,156 @@ def test_what_cannot_be_verified(plan, tmp_path):
     abstract = autoshard.plan(jnp.add, np.ones(8), np.ones(8), mesh=AbstractMesh((8,), ("x",)))
     with pytest.raises(MeshError, match="no devices to compile for"):
         abstract.verify()
+
+
+# Functions that autoshard did not plan.
+
+
+def step(weights, x):
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(weights)
+    return weights - gradient, loss
+
+
+LINE = f"test_verification.py:{step.__code__.co_firstlineno + 1}"
+
+
+def array(*shape, spec=None):
+    return jax.ShapeDtypeStruct(shape, np.float32, sharding=spec and NamedSharding(MESH, spec))
+
+
+W, X = array(64, 64, spec=P("x", "y")), array(256, 64, spec=P("x"))
+
+
+def test_a_jitted_function_is_held_against_evaluate():
+    for jitted, donated in ((jax.jit(step), ()), (jax.jit(step, donate_argnums=0), (0,))):
+        found = autoshard.verify(jitted, W, X)
+        foreseen = autoshard.evaluate(
+            step, W, X, mesh=MESH, in_shardings=(P("x", "y"), P("x")), out_shardings=None, donate_argnums=donated
+        )
+        assert found.ok and not found.unpredicted, str(found)
+        assert found.predicted == tally(as_cpu_shows(foreseen.predicted.collectives, SHAPE))
+        half, loss = 64 * 32 * 4, 4  # bytes: of the weights, which rows of x need whole, and of their gradient
+        assert found.actual == {
+            ("all_gather", ("x",)): half, ("all_reduce", ("x",)): half + loss, ("all_reduce", ("y",)): loss,
+        }  # fmt: skip
+        assert found.actual_peak == peak_bytes(jitted.lower(W, X).compile())
+        assert {one.source for one in found.collectives} == {LINE}
+        assert {line.split()[-2] for line in str(found).splitlines() if line.startswith("all_gather")} >= {LINE}
+        assert "differs" not in str(found)
+
+
+def test_wrong_predictions_for_a_jitted_function_are_found_out(monkeypatch):
+    monkeypatch.setattr(module, "traffic", lambda collectives: traffic(list(collectives)[1:]))
+    assert not autoshard.verify(jax.jit(step), W, X).collectives_agree
+
+
+def scaled(x, factor):
+    return (x * factor).sum()
+
+
+UNPREDICTED = {  # jitted, arguments, options, what is said; each has one all_reduce or more
+    "static": (jax.jit(scaled, static_argnums=1), (W, 3), {}, "it has keyword or static arguments"),
+    "static by name": (jax.jit(scaled, static_argnames="factor"), (W,), {"kwargs": {"factor": 3}}, "it has keyword or"),
+    "keywords": (jax.jit(scaled), (W,), {"kwargs": {"factor": W}}, "it has keyword or static arguments"),
+    "order": (jax.jit(lambda x: x.sum(0)), (array(64, 64, spec=P(("y", "x"))),), {}, "in another order than that of"),
+}
+
+
+@pytest.mark.parametrize("case", UNPREDICTED)
+def test_shardings_that_evaluate_does_not_take(case):
+    jitted, args, options, reason = UNPREDICTED[case]
+    found = autoshard.verify(jitted, *args, **options)
+    assert reason in found.unpredicted and f"Nothing is predicted: {found.unpredicted}" in str(found)
+    assert found.predicted == {} and found.predicted_peak == 0 and "differs" not in str(found)
+    assert found.actual == tally(read_collectives(_compiled(jitted, args, **options).as_text(), SHAPE)) != {}
+
+
+def _compiled(jitted, args, kwargs=None):
+    return jitted.lower(*args, **(kwargs or {})).compile()
+
+
+def test_the_mesh_of_a_jitted_function():
+    whole = array(64)
+    with pytest.raises(MeshError, match="no argument or result of the function has a NamedSharding"):
+        autoshard.verify(jax.jit(jnp.sin), whole)
+    assert "SingleDeviceSharding" in autoshard.verify(jax.jit(jnp.sin), whole, mesh=MESH).unpredicted
+    split = NamedSharding(MESH, P("x"))
+    assert autoshard.verify(jax.jit(jnp.sin, in_shardings=split, out_shardings=split), whole).ok
+
+
+def test_a_decorated_function_is_held_against_its_plan():
+    decorated = autoshard.autoshard(step, mesh=MESH, topology=v5e(SHAPE))
+    found, expected = autoshard.verify(decorated, W, X), decorated.plan(W, X)
+    assert found == expected.verify()
+    assert found.predicted == traffic(as_cpu_shows(expected.predicted.collectives, SHAPE))
+
+
+@pytest.mark.parametrize("fn", [step, lambda x: x, 3])
+def test_what_is_not_jitted(fn):
+    with pytest.raises(ArgumentError, match=r"is not jitted; give verify jax.jit\(fn, ...\) or autoshard\(fn, ...\)"):
+        autoshard.verify(fn, X)
+
+
+# What XLA gathers whole for want of a better way.
+
+CUBE = mesh_of({"x": 2, "y": 2, "z": 2})
+ROWS, COLUMNS = P("z"), P(None, ("y", "z"))
+
+
+def turned(x):
+    rows = jax.lax.with_sharding_constraint(jnp.sin(x), NamedSharding(CUBE, ROWS))
+    return jax.lax.with_sharding_constraint(rows, NamedSharding(CUBE, COLUMNS))
+
+
+def shardings_of(spec):
+    return {"in_shardings": NamedSharding(CUBE, ROWS), "out_shardings": NamedSharding(CUBE, spec)}
+
+
+WARNED = Rematerialization(
+    shape="f32[8,16]",
+    source="devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate",
+    target="devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate",
+    line=f"test_verification.py:{turned.__code__.co_firstlineno + 1}",
+)
+
+
+def test_rematerializations_are_named_and_the_warning_is_still_there(capfd):
+    by_jit = autoshard.verify(jax.jit(turned, **shardings_of(COLUMNS)), array(16, 16))
+    assert "Involuntary full rematerialization" in capfd.readouterr().err
+    assert by_jit.rematerializations == (WARNED,) and f"\n  {WARNED}" in str(by_jit)
+    assert str(WARNED).startswith(f"{WARNED.line}: f32[8,16] from {{devices=[2,1,4]")
+    planned = autoshard.evaluate(turned, array(16, 16), mesh=CUBE, in_shardings=(ROWS,), out_shardings=COLUMNS)
+    assert planned.verify().rematerializations == (WARNED,)
+    assert "Involuntary full rematerialization" in capfd.readouterr().err
+    argument = autoshard.verify(jax.jit(lambda x: x * 2, **shardings_of(COLUMNS)), array(16, 16))
+    assert argument.rematerializations == (dataclasses.replace(WARNED, line="x"),)
+
+
+def test_where_nothing_is_rematerialized_nothing_is_named(capfd):
+    found = autoshard.verify(jax.jit(jnp.sin, **shardings_of(P("y"))), array(16, 16))
+    assert found.rematerializations == () and "rematerialization" not in str(found) + capfd.readouterr().err
+
+
+WARNING = (
+    "W1122 02:15:33 7610 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler {cannot} "
+    "sharding {{devices=[2,1]<=[2]}} to {{replicated}} {way} for HLO operation{colon} %copy.3 = bf16[8,16]{{1,0}} "
+    'copy(%sin), metadata={{op_name="{name}"{frame}}}. As the last resort, SPMD will replicate the tensor\n'
+)
+OLDER = {"cannot": "was not able to go from", "way": "without doing a full rematerialization", "colon": ":"}
+TEXTS = [  # parts of the text, the line that is given for it
+    ({"name": "jit(run)/jvp()/train.py:8#1/sharding_constraint", "frame": " stack_frame_id=4"}, "train.py:8"),
+    ({"name": "jit(f)/sharding_constraint", "frame": " stack_frame_id=4"}, "model.py:5"),
+    ({"name": "jit(f)/sharding_constraint", "frame": " stack_frame_id=9"}, "jit(f)/sharding_constraint"),
+    ({"name": "params['w']"}, "params['w']"),
+    ({"name": ""}, "%copy.3"),
+    ({"name": "x"} | OLDER, "x"),
+]
+
+
+@pytest.mark.parametrize("parts, line", TEXTS)
+def test_warnings_of_all_forms(parts, line):
+    said = {"cannot": "cannot go from", "way": "efficiently", "colon": "", "frame": ""} | parts
+    text = "I0000 nothing of interest\n" + 2 * WARNING.format(**said)
+    expected = Rematerialization("bf16[8,16]", "devices=[2,1]<=[2]", "replicated", line)
+    assert list(rematerializations_in(text, {4: "model.py:5"})) == [expected]
+    assert not list(rematerializations_in(text.replace("Involuntary", "Voluntary"), {}))
