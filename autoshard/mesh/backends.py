@@ -56,8 +56,8 @@ def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
 
     Fewer rows than a tile has are padded to a power of two.
 
-    >>> padded_size((16, 256, 3), (8, 128)), padded_size((16, 16, 257, 257), (8, 128))
-    (16384, 25264128)
+    >>> padded_size((257, 3), (8, 128)), padded_size((16, 16, 257, 257), (8, 128))
+    (1536, 25264128)
     """
     size = math.prod(shape)
     if tile is None or not size:
