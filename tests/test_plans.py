@@ -1,5 +1,6 @@
 """Plans: what they give to JAX, how they are saved and found again, and that they are the same in every process."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,10 +12,10 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import SMALL, mesh_of, slow_chips
+from oracles import SMALL, TEXTBOOK, mesh_of, slow_chips
 
 import autoshard
-from autoshard import Plan, PlanError
+from autoshard import Link, Plan, PlanError, Topology, options
 
 SHAPE = {"x": 4, "y": 2}
 MESH = mesh_of(SHAPE)
@@ -256,3 +257,40 @@ def test_key_arrays_have_abstract_types_after_loading(tmp_path):
     assert loaded.abstract(0) == plan.abstract(0)
     assert loaded.abstract(0).dtype == args[0].dtype and loaded.abstract(1).dtype == jnp.float32
     assert loaded.in_shardings[0] == NamedSharding(MESH, P())
+
+
+# What runs behind compute.
+
+
+def fully_sharded(hides, monkeypatch, **machine):
+    """One layer under FSDP, for a compiler that hides these shares of its collectives."""
+    monkeypatch.setattr(options, "backend_of", lambda *_: dataclasses.replace(TEXTBOOK, hides=hides))
+    figures = {"memory_bytes": 1e9, "memory_bandwidth": 1e9, "flops": {"float32": 1e9}} | machine
+    links = {axis: Link(latency=1e-6, bandwidth=1e9) for axis in SHAPE}
+    return autoshard.evaluate(
+        lambda w, x: w - x.T @ jnp.sin(x @ w), W, np.ones((256, 8), np.float32),
+        mesh=MESH, topology=Topology(links, **figures), in_shardings=(P(("x", "y")), P(("x", "y"))), donate_argnums=0,
+    ).predicted  # fmt: skip
+
+
+def test_what_runs_behind_compute_is_not_waited_for(monkeypatch):
+    plain, quarter, half, whole = (
+        fully_sharded({"all_gather": share}, monkeypatch) for share in (0.0, 0.25, 0.5, 1.0)
+    )
+    gathering = 1e-6 + 1.2 * (4e-6 + 256 / 1e9 * 7 / 8)  # 8 x 8 floats over 4 devices, then 2; other figures: prices
+    assert "all_gather" in {one.kind for one in plain.collectives}
+    for predicted, share in ((plain, 0.0), (quarter, 0.25), (half, 0.5), (whole, 1.0)):
+        assert predicted.collectives == plain.collectives
+        assert (predicted.compute_seconds, predicted.communication_seconds) == (
+            plain.compute_seconds, plain.communication_seconds,
+        )  # fmt: skip
+        assert predicted.exposed_seconds == pytest.approx(plain.communication_seconds - share * gathering)
+        assert predicted.step_seconds == predicted.compute_seconds + predicted.exposed_seconds
+
+
+def test_no_more_is_hidden_than_there_is_compute(monkeypatch):
+    fast = {"memory_bandwidth": 1e15, "flops": {"float32": 1e15}}
+    predicted = fully_sharded({"all_gather": 1.0, "reduce_scatter": 1.0}, monkeypatch, **fast)
+    assert 0 < predicted.compute_seconds < 1e-9
+    assert predicted.exposed_seconds == predicted.communication_seconds - predicted.compute_seconds
+    assert predicted.step_seconds == pytest.approx(predicted.communication_seconds)

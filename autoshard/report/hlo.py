@@ -11,7 +11,8 @@ What TPU programs have besides:
 - A reduce_scatter is an all-reduce in a computation named ``all-reduce-scatter``, which keeps a slice.
 - A matrix product with a gathered operand or scattered result can be a loop of collective-permutes ("windowed
   einsum"), or that loop unrolled. It counts as the all_gather or reduce_scatter that it stands for.
-- Between slices a collective is a pair of ``send`` and ``recv`` to the host, whose attributes tell its kind.
+- Between slices a collective is a pair of ``send`` and ``recv`` to the host, whose attributes tell its kind. The module
+  is that of one slice, the outermost part of the mesh: what goes on inside it and between slices are two collectives.
 - Each operation says how many cycles XLA expects it to take.
 """
 
@@ -38,6 +39,13 @@ _KINDS = {
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
     "reduce-scatter": "reduce_scatter",
+}
+_BETWEEN_SLICES = {  # what the network does
+    "ALL_GATHER": "all_gather",
+    "ALL_REDUCE": "all_reduce",
+    "ALL_TO_ALL": "all_to_all",
+    "ONE_TO_ONE": "collective_permute",
+    "REDUCE_SCATTER": "reduce_scatter",
 }
 # "  ROOT %name = f32[8,4]{1,0} all-gather(..."; a shape holds no lower-case word before a parenthesis
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
@@ -88,15 +96,19 @@ def read_collectives(
     order = np.arange(devices) if device_order is None else np.asarray(device_order)
     found: dict[Any, Collective] = {}
     products: dict[tuple, dict[Any, _Turn]] = defaultdict(dict)  # name, place and axes -> by channel
+    partitions = _partitions(hlo_text) or devices
     for computation, instruction, runs in module.executed():
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode not in _KINDS:
+        if opcode == "recv" and (between := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)):
+            kind, groups = _BETWEEN_SLICES[between[1]], _slices(instruction, partitions)
+        elif opcode in _KINDS:
+            kind, groups = _KINDS[opcode], _groups(instruction, opcode, partitions)
+        else:
             continue
-        groups = _groups(instruction, opcode, devices)
         axes = _axes(groups, order, mesh_shape)
         if not axes:
             continue
-        kind, size = _KINDS[opcode], _bytes(_result_shape(instruction))
+        size = _bytes(_result_shape(instruction))
         if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind, size = "reduce_scatter", size // groups.shape[-1]
         said = instruction.rest
@@ -106,7 +118,7 @@ def read_collectives(
         one = Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else "")
         loop = _WINDOWED.search(computation)
         channel = _attribute(instruction.rest, "channel_id")
-        rotates = kind == "collective_permute" and len(groups) == devices  # everybody hands on to another
+        rotates = kind == "collective_permute" and len(groups) == partitions  # everybody hands on to another
         if rotates and (loop or one.why.endswith(_PRODUCTS)):
             times = runs // module.turns[computation] if loop else runs
             turns = products[one.why, _attribute(said, "stack_frame_id"), axes]
@@ -116,7 +128,7 @@ def read_collectives(
                 module.operand(instruction, computation).opcode == "broadcast",
             )
             continue
-        key = (channel, kind) if channel else len(found)
+        key = (channel, opcode == "recv", kind) if channel else len(found)
         if key not in found or one.count < found[key].count:
             found[key] = one
     for (_, _, axes), turns in products.items():
@@ -368,8 +380,32 @@ def _axes(groups: np.ndarray, order: np.ndarray, mesh_shape: MeshShape) -> tuple
     return tuple(axis for axis, where in zip(mesh_shape, coordinates, strict=True) if (where != where[:, :1]).any())
 
 
+def _partitions(hlo_text: str) -> int | None:
+    """How many devices a module is for, if it says so: on several slices, those of one."""
+    said = re.search(r"\bnum_partitions=(\d+)", hlo_text.partition("\n")[0])
+    return int(said[1]) if said else None
+
+
+def _slices(instruction: _Instruction, partitions: int) -> np.ndarray:
+    """Slices that talk to each other, [group, member], each by the first of its partitions.
+
+    ``"{1,2}x{0:3}"`` is chips 0 to 3 of slices 1 and 2, ``{{100000,300000},...}`` chip 0 of slices 1 and 3, and
+    ``{100000->300000}`` goes from one to the other.
+    """
+    target = instruction.rest.partition("_xla_megascale_target=")[2]
+    if every := re.match(r'"\{([\d,]+)\}x', target):
+        slices = [[int(n) for n in every[1].split(",")]]
+    else:
+        listed = re.match(r"\{((?:\{[\d,>-]+\},?)*)\}", target)
+        groups = re.findall(r"\{([\d,>-]+)\}", listed[1]) if listed else []
+        slices = [[int(n) // 100000 for n in re.findall(r"\d+", group)] for group in groups]
+    return (np.array(slices, dtype=int).reshape(len(slices), len(slices[0]) if slices else 0) - 1) * partitions
+
+
 def _result_shape(instruction: _Instruction) -> str:
     """The text of the result's shape; a ``-start`` has (operands, results, ...), but all-reduce's only the results."""
+    if instruction.opcode == "recv":
+        return _elements(instruction.shape)[0]
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shape
     return _elements(instruction.shape)[1]

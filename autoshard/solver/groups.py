@@ -137,9 +137,9 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.equations.reverse()
         _connect(group, readers, home, needed_outside)
     if backend.hoists_sums:
-        _note_hoisted(program, readers, home)
+        _note_hoisted(program, readers, home, needed_outside)
     if backend.sums_first:
-        _note_summands(program, readers, home)
+        _note_summands(program, readers, home, needed_outside)
     users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
     for group in reversed(groups):
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
@@ -228,7 +228,7 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
     return mapping if len(set(mapping.values())) == len(mapping) else None
 
 
-def _note_hoisted(program: Program, readers, home) -> None:
+def _note_hoisted(program: Program, readers, home, needed_outside: set[int]) -> None:
     """Sets `Group.hoisted` of what a loop only adds up, and of what it goes through on the way."""
     makers = {output.id: equation for equation in program.equations for output in equation.outputs}
     for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
@@ -239,7 +239,7 @@ def _note_hoisted(program: Program, readers, home) -> None:
         added = next((x for x in total.inputs if x is not inside), None)
         alone = len(readers[inside.id]) == 1
         while alone and isinstance(added, Value) and added.id in makers:
-            alone = len(readers[added.id]) == 1
+            alone = len(readers[added.id]) == 1 and added.id not in needed_outside
             maker = makers[added.id]
             if alone:
                 home[maker.index].hoisted = after.trips
@@ -248,11 +248,12 @@ def _note_hoisted(program: Program, readers, home) -> None:
             added = maker.inputs[0] if maker.inputs else None
 
 
-def _note_summands(program: Program, readers, home) -> None:
+def _note_summands(program: Program, readers, home, needed_outside: set[int]) -> None:
     """Sets `Group.summed` and `summands` of products that are added up with others and read by nobody else."""
     summed: dict[int, list[Group]] = {}  # value -> the products that it is the sum of
     for equation in program.equations:
-        alone = len(equation.outputs) == 1 and len(readers[equation.outputs[0].id]) == 1
+        made = equation.outputs[0].id if len(equation.outputs) == 1 else None
+        alone = made is not None and len(readers[made]) == 1 and made not in needed_outside
         if equation.primitive == "dot_general" and alone:
             summed[equation.outputs[0].id] = [home[equation.index]]
         elif equation.primitive in ("add", "add_any"):

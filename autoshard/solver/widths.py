@@ -69,7 +69,9 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
     fused = {
         group.made[0].value.id
         for group in groups
-        if group.equations[0].primitive in _PRODUCTS and _goes_on(group, readers[group.made[0].value.id], kept)
+        if group.equations[0].primitive in _PRODUCTS
+        and group.made[0].value.id not in results
+        and _goes_on(group, readers[group.made[0].value.id], kept)
     }
     for value in program.arguments:
         if str(value.dtype) == "float32":

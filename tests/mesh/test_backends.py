@@ -1,4 +1,4 @@
-"""What is said of XLA's compilers: sizes of arrays against those that v5e programs have, and which compiler is meant."""
+"""What is said of XLA's compilers: sizes of arrays as v5e programs have them, and which compiler is meant."""
 
 import math
 

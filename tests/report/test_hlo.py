@@ -311,6 +311,36 @@ def test_other_texts_are_read_otherwise(trap, text, other):
         check(changed, MESH, expected)
 
 
+SLICES = {"a": 2, "b": 2, "y": 2}  # a and b go over four slices, and a module is that of one
+PAIRS = "{{100000,300000},{100001,300001},{200000,400000},{200001,400001}}"
+BETWEEN = [  # what the host is told, what it gives, what that is
+    ('"{1,2,3,4}x{0:1}"', "ALL_REDUCE", "f32[8]{0:T(128)}", ("all_reduce", ("a", "b"), 1, 32)),
+    (PAIRS, "ALL_REDUCE", "f32[8]{0:T(128)}", ("all_reduce", ("a",), 1, 32)),
+    (PAIRS.replace("3000", "5000").replace("2000", "3000").replace("5000", "2000"), "ALL_GATHER", "bf16[4,2]{1,0}",
+     ("all_gather", ("b",), 1, 16)),
+    (PAIRS, "ALL_TO_ALL", "f32[8]{0}", ("all_to_all", ("a",), 1, 32)),
+    (PAIRS, "REDUCE_SCATTER", "f32[8]{0}", ("reduce_scatter", ("a",), 1, 32)),
+    ("{{200000->300000},{200001->300001},{300000->200000},{300001->200001}}", "ONE_TO_ONE", "f32[8]{0}",
+     ("collective_permute", ("a", "b"), 1, 32)),
+    ("{}", "ONE_TO_ONE", "f32[8]{0}", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target, kind, shape, expected", BETWEEN)
+def test_between_slices(target, kind, shape, expected):
+    """A channel id stands for one thing on the host's side, and for another on the chip's."""
+    told = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
+    told = f"is_host_transfer=true, frontend_attributes={{{told}}}"
+    hlo = "HloModule jit_f, num_partitions=2\n\n" + entry(
+        f"%inside = {shape} all-reduce(%p), channel_id=1, replica_groups={{{{0,1}}}}, to_apply=%add",
+        f"%send = ({shape}, u32[], token[]) send(%p, %after), channel_id=2, {told}",
+        f"%recv = ({shape}, u32[], token[]) recv(%after), channel_id=1, {told}",
+        "%got = (f32[8], token[]) recv-done(%recv), channel_id=1, is_host_transfer=true",
+    )
+    size = 16 if "bf16" in shape else 32
+    check(hlo, SLICES, [("all_reduce", ("y",), 1, size)] + [expected] * (expected is not None))
+
+
 LIMIT = "%limit = s32[]{:T(128)} constant(8)"
 COUNTER = "%i = s32[]{:T(128)} get-tuple-element(%p), index=1"
 LESS = "ROOT %t = pred[]{:T(512)} compare(%i, %limit), direction=LT"

@@ -337,27 +337,49 @@ def test_arguments_are_resharded_into_a_copy_only(name):
                 assert (table == 0).any()
 
 
-def test_a_value_is_resharded_once_for_all_its_readers():
-    """x @ w and x @ v gather sin(x) once: one node decides, and both read what it decides."""
-    def two(x, w, v):
-        h = jnp.sin(x)
-        return h @ w, h @ v
+def two(x, w, v):
+    h = jnp.sin(x)
+    return h @ w, h @ v
 
+
+def two_readers(leaves):
+    """sin(x), split by columns, and its two products, unsplit where they sum up: (formulation, options per node)."""
     fixed = {0: ((), ("x",)), 1: ((), ("x",)), 2: ((), ("x",))}
     formulation = formulated(two, X, W, W, mesh=LINE, topology=TOPOLOGY, fixed=fixed)
-    (shared,) = formulation.shared.values()
-    sine, *products = formulation.groups
-    allowed = {
+    made = [((), ("x",)), leaves, leaves]
+    return formulation, {
         formulation.group_node(group): [
-            i for i, s in enumerate(formulation.priced[group.index].strategies) if s.leaves == (((), ("x",)),)
-            and not s.finishes
+            i for i, strategy in enumerate(formulation.priced[group.index].strategies)
+            if strategy.leaves == (layout,) and not strategy.finishes
         ]
-        for group in (sine, *products)
+        for group, layout in zip(formulation.groups, made, strict=True)
     }  # fmt: skip
+
+
+def test_a_value_is_resharded_once_for_all_its_readers():
+    """x @ w and x @ v gather sin(x) once: one node decides, and both read what it decides."""
+    formulation, allowed = two_readers(((), ("x",)))
+    (shared,) = formulation.shared.values()
     solution = solve(formulation.problem.restrict(allowed))
     assert shared.layouts[solution.choice[shared.node]] == ((), ())
-    (gather,) = prediction_of(formulation, solution.choice).collectives
+    predicted = prediction_of(formulation, solution.choice)
+    (gather,) = predicted.collectives
     assert (gather.kind, gather.axes, gather.bytes, gather.count) == ("all_gather", ("x",), 128, 1)
+    assert predicted.step_seconds == pytest.approx(solution.cost)
+
+
+def test_equal_reshardings_are_one():
+    """As if each product brought sin(x) from columns to rows for itself: the problem counts two, XLA merges them."""
+    columns, rows = ((), ("x",)), (("x",), ())
+    formulation, allowed = two_readers(rows)
+    ((value, shared),) = formulation.shared.items()
+    allowed[shared.node] = [shared.layouts.index(columns)]
+    solution = solve(formulation.problem.restrict(allowed))
+    predicted = prediction_of(formulation, solution.choice)
+    moved = [one for one in predicted.collectives if one.why.startswith(str(formulation.program.values[value]))]
+    assert [(one.kind, one.bytes, one.count) for one in moved] == [("all_to_all", 64, 1)]
+    assert moved[0].why.endswith('from P(None, "x") to P("x")')
+    assert predicted.step_seconds == pytest.approx(solution.cost - (1e-6 + 1e-3 + 32e-6))
 
 
 def test_without_a_reduce_scatter_the_whole_is_held_longer():

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from oracles import SMALL
-from programs import f32, grouped, model_program
+from programs import f32, grouped, model_program, traced
 
+from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import groups as module
@@ -259,3 +260,121 @@ def test_an_update_of_each_parameter_is_one_group():
     updates = [index for index, results in homes.items() if results == 3]
     assert all(groups[index].late and groups[index].fuses for index in updates)
     assert len(updates) * 3 >= len(program.carried) - 5  # and a few counters
+
+
+# What compilers for TPU and GPU do otherwise.
+
+
+def groups_for(backend, fn, *args) -> list[Group]:
+    program = traced(fn, *args)
+    return groups_of(program, rules_for(program), backend)
+
+
+SUMS = {  # products and sums of them, and how many are reduced together with each product
+    "two": (lambda x, a, b: x @ a + x @ b, [2, 2]),
+    "three": (lambda x, a, b: (x @ a + x @ b) + x @ (a * b), [3, 3, 3]),
+    "with something else": (lambda x, a, b: x @ a + jnp.sin(x @ b), [1, 1]),
+    "a product that is read besides": (lambda x, a, b: (lambda h: (h + x @ b, jnp.exp(h)))(x @ a), [1, 1]),
+    "a sum that is a result": (lambda x, a, b: (lambda s: (s, jnp.exp(s)))(x @ a + x @ b), [2, 2]),
+    "a sum that is read besides": (
+        lambda x, a, b: (lambda s: (s + x @ (a * b), jnp.exp(s)))(x @ a + x @ b), [2, 2, 1],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend, sums_first", [(CPU, False), (GPU, True), (TPU, True)])
+@pytest.mark.parametrize("case", SUMS)
+def test_products_that_are_added_up_before_they_are_reduced(case, backend, sums_first):
+    fn, expected = SUMS[case]
+    products = [group for group in groups_for(backend, fn, SQUARE, SQUARE, SQUARE) if group.contracts]
+    assert [group.summands for group in products] == (expected if sums_first else [1] * len(expected))
+    assert [group.summed is not None for group in products] == [group.summands > 1 for group in products]
+    together = Counter(group.summed for group in products if group.summed is not None)
+    assert all(together[group.summed] == group.summands for group in products if group.summed is not None)
+
+
+def test_a_product_that_is_a_result_is_reduced_alone():
+    fn = lambda x, a, b: (lambda h: (h + x @ b, h))(x @ a)  # noqa: E731
+    assert [group.summands for group in groups_for(TPU, fn, SQUARE, SQUARE, SQUARE) if group.contracts] == [1, 1]
+
+
+def loop_of(body):
+    """Adds up something for each of five."""
+    return lambda total, xs: jax.lax.scan(body, total, xs)
+
+
+def nested(total, xs):
+    return jax.lax.scan(lambda t, x: (loop_of(lambda t, y: (t + y.T @ y, None))(t, x)[0], None), total, xs)
+
+
+HOISTED = {  # a loop, what it loops over, how often its product is all_reduced; it is made as often as it runs
+    "added up": (loop_of(lambda t, x: (t + x.T @ x, None)), f32(5, 8, 4), 1),
+    "by way of a transpose": (loop_of(lambda t, x: (t + (x.T @ x).T, None)), f32(5, 8, 4), 1),
+    "in another dtype": (
+        loop_of(lambda t, x: (t + (x.T @ x).astype(jnp.float32), None)),
+        jax.ShapeDtypeStruct((5, 8, 4), jnp.float16),
+        1,
+    ),
+    "by way of a sine": (loop_of(lambda t, x: (t + jnp.sin(x.T @ x), None)), f32(5, 8, 4), None),
+    "given out each time": (loop_of(lambda t, x: (lambda p: (t + p, p))(x.T @ x)), f32(5, 8, 4), None),
+    "a sum so far that is read": (loop_of(lambda t, x: (t + x.T @ x, t * 2)), f32(5, 8, 4), None),
+    "replaced": (loop_of(lambda t, x: (x.T @ x, None)), f32(5, 8, 4), None),
+    "a loop in a loop": (nested, f32(3, 5, 8, 4), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOISTED)
+def test_sums_in_loops_that_are_reduced_after_them(case):
+    fn, xs, expected = HOISTED[case]
+    for backend in (CPU, GPU, TPU):
+        (product,) = [group for group in groups_for(backend, fn, SQUARE, xs) if group.contracts]
+        hoisted = expected if backend.hoists_sums else None
+        assert product.hoisted == hoisted
+        assert product.trips == math.prod(xs.shape[:-2])
+        assert product.finish_trips("reduce_scatter") == product.trips
+        assert product.finish_trips("all_reduce") == (hoisted or product.trips)
+    assert not CPU.hoists_sums and TPU.hoists_sums
+
+
+DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more as they read it
+    (lambda x: jnp.sin(x).sum(1), (GPU, TPU)),
+    (lambda x: jnp.argmax(jnp.sin(x), 1), (GPU, TPU)),
+    (lambda x: jnp.sin(x)[:2], (GPU, TPU)),
+    (lambda x: jnp.sin(x) @ x, (TPU,)),
+    (lambda x: jnp.sort(jnp.sin(x)), ()),
+    (lambda x: (lambda h: (h.reshape(2, 2, 4) * 2, h))(jnp.sin(x)), ()),  # a result, which is stored
+]
+
+
+@pytest.mark.parametrize("fn, takers", DONE_AGAIN)
+def test_elementwise_work_that_readers_take_in(fn, takers):
+    for backend in (CPU, GPU, TPU):
+        sine = next(group for group in groups_for(backend, fn, SQUARE) if group.equations[0].primitive == "sin")
+        assert sine.repeated == (backend in takers), backend.name
+        assert not sine.folded or backend is CPU
+
+
+FILLS = [  # of one equation each, whether it is made wherever it is wanted
+    (lambda: jnp.zeros((8, 4)), True),
+    (lambda: jnp.arange(8), True),
+    (lambda x: jnp.broadcast_to(x[0, 0], (8, 4)), True),
+    (lambda x: jnp.broadcast_to(x[0], (8, 4)), False),
+    (lambda x: x.T, False),
+    (lambda x: jnp.sin(x), False),
+]
+
+
+@pytest.mark.parametrize("fn, fills", FILLS)
+def test_fills(fn, fills):
+    groups = grouped(fn, *[SQUARE] * fn.__code__.co_argcount)
+    assert groups[-1].fills == fills
+
+
+def test_the_tables_of_compilers_can_fail(monkeypatch):
+    for name, test, case in (
+        ("_note_summands", test_products_that_are_added_up_before_they_are_reduced, ("two", TPU, True)),
+        ("_note_hoisted", test_sums_in_loops_that_are_reduced_after_them, ("added up",)),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: None)
+        with pytest.raises(AssertionError):
+            test(*case)

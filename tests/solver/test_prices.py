@@ -1,15 +1,20 @@
 """Seconds of groups and reshardings, each worked out by hand from the roofline and from the alpha-beta model."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import f32, grouped, round_topology
+from oracles import TEXTBOOK
+from programs import f32, grouped, round_topology, traced
 
 from autoshard.errors import MeshError
 from autoshard.mesh.topology import Link, Topology
 from autoshard.program import Value
+from autoshard.propagation import rules_for
 from autoshard.solver import prices as module
+from autoshard.solver.groups import groups_of
 from autoshard.solver.prices import Prices, itemsize
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.solver.widths import Widths
@@ -81,7 +86,7 @@ def test_each_dtype_has_its_rate():
 
 def test_costs_are_the_sums():
     priced = prices().group(grouped(jnp.matmul, f32(64, 64), f32(64, 64))[0])
-    assert priced.costs.tolist() == [s.compute + s.communication for s in priced.seconds]
+    assert priced.costs.tolist() == [s.compute + s.communication for s in priced.seconds]  # nothing is hidden
 
 
 # Communication: 4 devices in a ring, 1 ms a message, 1 MB/s. A gradient, say, of 8 x 6 floats: 192 bytes, of which
@@ -193,6 +198,56 @@ def test_a_loops_body_is_paid_every_time():
     assert reductions == pytest.approx([5 * (LAUNCH + 2 * ring)] + [5 * (LAUNCH + HALF * ring)] * 2)
 
 
+# What runs behind compute: a compiler that hides half of each gather, a fifth of each reduce_scatter.
+
+HIDING = replace(TEXTBOOK, hides={"all_gather": 0.5, "reduce_scatter": 0.2})
+HIDDEN = {"nothing": 0.0, "a slice": 0.0, "gathered": 0.5, "all_to_all": 0.0}  # resharding -> share of a weight's
+
+
+@pytest.mark.parametrize("case", RESHARDINGS)
+def test_gathers_of_weights_are_hidden(case):
+    source, target, seconds = RESHARDINGS[case]
+    weight = Prices(LINE, TOPOLOGY, backend=HIDING, weights=[0])
+    activation = Prices(LINE, TOPOLOGY, backend=HIDING)
+    for asked, share in ((weight, HIDDEN[case]), (activation, 0.0), (prices(), 0.0)):
+        assert asked.resharding(value(8, 8), source, target) == pytest.approx(seconds)
+        assert asked.hidden(value(8, 8), source, target) == pytest.approx(share * seconds)
+        assert asked.exposed(value(8, 8), source, target) == pytest.approx((1 - share) * seconds)
+        table = asked.table(value(8, 8, trips=3), [source], [target])
+        np.testing.assert_allclose(table, [[(1 - share) * seconds * 3]])
+
+
+@pytest.mark.parametrize("fn, share", [(jnp.matmul, 0.2), (early, 0.0)])
+def test_reduce_scatters_that_nothing_waits_for_are_hidden(fn, share):
+    (group, *_) = [group for group in grouped(fn, f32(8, 4), f32(4, 6)) if group.contracts]
+    priced, plain = Prices(LINE, TOPOLOGY, backend=HIDING).group(group), prices().group(group)
+    assert priced.strategies == plain.strategies
+    kinds = set()
+    for strategy, seconds, before in zip(priced.strategies, priced.seconds, plain.seconds, strict=True):
+        kinds |= {finish.kind for finish in strategy.finishes}
+        scatters = {finish.kind for finish in strategy.finishes} == {REDUCE_SCATTER}
+        assert (seconds.compute, seconds.communication) == (before.compute, before.communication)
+        assert seconds.hidden == pytest.approx(share * scatters * seconds.communication)
+        assert seconds.total == pytest.approx(seconds.compute + seconds.communication - seconds.hidden)
+    assert kinds == {ALL_REDUCE, REDUCE_SCATTER}
+    assert priced.costs.tolist() == [seconds.total for seconds in priced.seconds]
+
+
+@pytest.mark.parametrize("together, seconds", [(True, (LAUNCH + 2 * RING) / 2), (False, 2 * 144e-6)])
+def test_products_that_are_reduced_together_pay_once(together, seconds):
+    """Each half of one all_reduce; else each its own, combined with others."""
+    program = traced(lambda x, w, v: x @ w + x @ v, f32(8, 4), f32(4, 6), f32(4, 6))
+    groups = groups_of(program, rules_for(program), replace(TEXTBOOK, sums_first=together))
+    for group in (group for group in groups if group.contracts):
+        priced = prices().group(group)
+        found = {
+            one.communication
+            for strategy, one in zip(priced.strategies, priced.seconds, strict=True)
+            if {finish.kind for finish in strategy.finishes} == {ALL_REDUCE}
+        }
+        assert list(found) == pytest.approx([seconds])
+
+
 # Groups that look alike share their prices.
 
 
@@ -242,6 +297,13 @@ def test_wrong_prices_are_caught(monkeypatch, name, wrong):
         test_reshardings_by_hand("gathered")
     with pytest.raises(AssertionError):
         test_collectives_that_are_waited_for()
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_hiding_too_little_or_too_much_is_caught(monkeypatch, wrong):
+    monkeypatch.setattr(Prices, "hidden", lambda *_: wrong)
+    with pytest.raises(AssertionError):
+        test_gathers_of_weights_are_hidden("gathered")
 
 
 def test_bytes_of_inner_values_are_caught(monkeypatch):

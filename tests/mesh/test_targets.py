@@ -1,0 +1,235 @@
+"""Machines that are not there: what they are refused for, and small programs that are compiled for them and read."""
+
+import importlib.util
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import tally
+
+import autoshard
+from autoshard.errors import MeshError
+from autoshard.mesh.targets import compiler_options, target_mesh
+from autoshard.report.hlo import estimated_cycles, read_collectives
+
+EXTRAS = {"v5e": "libtpu", "v5p": "libtpu", "h100": "jax_cuda13_plugin"}  # chip -> what compiles for it
+
+
+def needs(machine: str) -> None:
+    for chip, extra in EXTRAS.items():
+        if chip in machine:
+            pytest.importorskip(extra)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("v5e:4x4", "compiling for v5e:4x4 needs libtpu: pip install 'autoshard[tpu]'"),
+        ("2x v5e:4x4", "compiling for 2 x v5e:4x4 needs libtpu"),
+        ("h100:2x8", "compiling for h100:2x8 needs the CUDA plugin of JAX: pip install 'autoshard[cuda]'"),
+        ("cpu:8", "cpu:8 is no TPU or GPU; jax.config.update('jax_num_cpu_devices', ...) makes CPU devices"),
+        ("abacus:8", "no machine 'abacus:8'"),
+    ],
+)
+def test_what_cannot_be_had(monkeypatch, name, message):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in EXTRAS.values() else found(name))
+    with pytest.raises(MeshError) as caught:
+        target_mesh(name, {"x": 16})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, axes, message",
+    [
+        ("v5e:2x2", {"x": 8}, "v5e:2x2 has 4 devices, the mesh {'x': 8} has 8"),
+        ("h100:2x2", {"x": 2}, "h100:2x2 has 4 devices, the mesh {'x': 2} has 2"),
+        ("3x v5e:2x2", {"x": 2, "y": 6}, "the outermost of the mesh axes (2, 6) do not make up 3 slices"),
+        ("v5e:3x3", {"x": 9}, "the compiler for v5e:3x3 cannot be had here"),
+    ],
+)
+def test_meshes_that_do_not_fit(name, axes, message):
+    needs(name)
+    with pytest.raises(MeshError) as caught:
+        target_mesh(name, axes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, axes",
+    [
+        ("v5e:4x4", {"x": 4, "y": 4}),  # of 4 and 8 chips of a v5e JAX makes a ring
+        ("v5p:4x4x4", {"x": 4, "y": 4, "z": 4}),
+        ("2x v5e:4x4", {"slice": 2, "x": 4, "y": 4}),
+        ("2x v5e:4x4", {"x": 8, "y": 4}),
+        ("h100:2x4", {"x": 2, "y": 4}),
+    ],
+)
+def test_meshes_of_machines_that_are_not_there(name, axes):
+    needs(name)
+    mesh = target_mesh(name, axes)
+    assert dict(mesh.shape) == axes and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    assert len(set(mesh.devices.flat)) == mesh.size
+    assert mesh.devices.flat[0].platform == ("gpu" if "h100" in name else "tpu")
+    if "h100" in name:  # as numbered: a host's are next to each other
+        assert [device.id for device in mesh.devices.flat] == list(range(mesh.size))
+        return
+    slices = [_slice(device) for device in mesh.devices.flat]
+    assert slices == sorted(slices)  # outermost
+    _assert_neighbours(mesh.devices)
+
+
+def _slice(device: jax.Device) -> int:
+    return getattr(device, "slice_index", 0)
+
+
+def _assert_neighbours(devices: np.ndarray) -> None:
+    """Along each axis, and inside a slice, devices stand next to each other on the torus."""
+    for axis in range(devices.ndim):
+        for line in np.moveaxis(devices, axis, -1).reshape(-1, devices.shape[axis]):
+            for one, other in itertools.pairwise(line):
+                if _slice(one) == _slice(other):
+                    away = np.abs(np.array(one.coords) - np.array(other.coords))
+                    assert away.sum() == 1, (one, other)
+
+
+def test_devices_out_of_order_are_caught():
+    needs("v5e")
+    devices = target_mesh("v5e:4x4", {"x": 4, "y": 4}).devices
+    with pytest.raises(AssertionError):
+        _assert_neighbours(devices[[0, 2, 1, 3]])
+
+
+@pytest.mark.xfail(raises=NotImplementedError, strict=True, reason="JAX is not allowed to split a dim of the torus")
+@pytest.mark.parametrize("name, axes", [("v5e:4x4", {"x": 2, "y": 8}), ("v5p:2x2x4", {"x": 2, "y": 2, "z": 4})])
+def test_axes_that_are_parts_of_a_dim_of_the_torus(name, axes):
+    needs(name)
+    assert dict(target_mesh(name, axes).shape) == axes
+
+
+def step(weights, x):
+    def loss_of(weights):
+        return jnp.mean((jnp.tanh(x @ weights["up"]) @ weights["down"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+WEIGHTS, X = {"down": f32(2048, 512), "up": f32(512, 2048)}, f32(1024, 512)
+SPECS = {"down": P("y", "x"), "up": P("x", "y")}, P("x")  # FSDP over x, Megatron over y
+UP, SUM = 512 * 2048 // 4, 1024 // 2 * 512  # elements of a weight split over y, and of the activations that y sums up
+COMPILED = {  # machine -> bytes by kind and axes; TPU gathers what products read in bfloat16
+    "v5e:2x4": {("all_gather", ("x",)): 2 * 2 * UP, ("reduce_scatter", ("x",)): 2 * 4 * UP // 2,
+                ("all_reduce", ("y",)): 4 * SUM, ("all_reduce", ("x",)): 4},
+    "h100:2x4": {("all_gather", ("x",)): 2 * 4 * UP, ("reduce_scatter", ("x",)): 2 * 4 * UP // 2,
+                 ("all_reduce", ("y",)): 4 * SUM, ("all_reduce", ("x",)): 4},
+}  # fmt: skip
+@pytest.mark.parametrize("machine", COMPILED)
+def test_a_plan_for_a_machine_that_is_not_there(machine):
+    needs(machine)
+    plan = autoshard.evaluate(
+        step, WEIGHTS, X, mesh=AbstractMesh((2, 4), ("x", "y")), topology=machine, in_shardings=SPECS, donate_argnums=0
+    )
+    found = plan.verify(target=machine)
+    assert tally(plan.predicted.collectives) == found.actual == COMPILED[machine]
+    assert found.collectives_agree, str(found)
+    line = f"test_targets.py:{step.__code__.co_firstlineno + 2}"
+    assert {(one.source, one.why) for one in found.collectives} >= {(line, "dot_general"), (line, "reduce_sum")}
+    gathered = {one.why for one in found.collectives if one.kind == "all_gather"}
+    assert gathered and gathered <= {"weights/down", "weights/up"}  # GPU gathers both at once
+
+
+@pytest.mark.parametrize("machine", COMPILED)
+def test_a_jitted_function_for_a_machine_that_is_not_there(machine):
+    needs(machine)
+    mesh = target_mesh(machine, {"x": 2, "y": 4})
+    placed = jax.tree.map(
+        lambda array, spec: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec)),
+        (WEIGHTS, X), SPECS,
+    )  # fmt: skip
+    found = autoshard.verify(jax.jit(step, donate_argnums=0), *placed)
+    assert not found.unpredicted and found.actual == COMPILED[machine], str(found)
+
+
+def test_a_mesh_without_devices_needs_a_target():
+    plan = autoshard.evaluate(jnp.sin, X, mesh=AbstractMesh((2, 4), ("x", "y")), in_shardings=(P("x"),))
+    with pytest.raises(MeshError, match=r"Name a machine, as in verify\(target='v5e:4x4'\)"):
+        plan.verify()
+
+
+def compiled_for(name, axes, fn, in_specs, out_spec, *arguments):
+    mesh = target_mesh(name, axes)
+    shardings = [tuple(NamedSharding(mesh, spec) for spec in in_specs), NamedSharding(mesh, out_spec)]
+    lowered = jax.jit(fn, in_shardings=shardings[0], out_shardings=shardings[1]).lower(*arguments)
+    return lowered.compile(compiler_options=compiler_options(mesh)).as_text()
+
+
+ROWS = f32(512, 1024)
+BETWEEN = [  # axes of two slices, function, shardings, collectives
+    ({"s": 2, "x": 4}, lambda a: a.sum(0), P("s"), P(), [("all_reduce", ("s",))]),
+    ({"s": 2, "x": 4}, lambda a: a.sum(0), P(("s", "x")), P(), [("all_reduce", ("x",)), ("all_reduce", ("s",))]),
+    ({"s": 2, "x": 4}, lambda a: a * 2, P("s"), P(), [("all_gather", ("s",))]),
+    ({"s": 2, "x": 4}, lambda a: a * 2, P("s"), P(None, "s"), [("all_to_all", ("s",))]),
+    ({"a": 4, "x": 2}, lambda a: a.sum(0), P("a"), P(), [("all_reduce", ("a",)), ("all_reduce", ("a",))]),
+]
+
+
+@pytest.mark.parametrize("axes, fn, source, target, expected", BETWEEN)
+def test_what_goes_on_between_slices(axes, fn, source, target, expected):
+    needs("v5e")
+    hlo = compiled_for("2x v5e:2x2", axes, fn, (source,), target, ROWS)
+    assert [(one.kind, one.axes) for one in read_collectives(hlo, axes)] == expected
+
+
+def scanned(x, ws):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+
+def test_loops_of_tpu_programs():
+    """XLA does not say how often they run: six layers, each of which scatters what it sums up."""
+    needs("v5e")
+    axes = {"x": 4, "y": 4}
+    hlo = compiled_for("v5e:4x4", axes, scanned, (P("x"), P(None, "y")), P("x"), f32(1024, 512), f32(6, 512, 512))
+    assert "known_trip_count" not in hlo
+    reduced, gathered = read_collectives(hlo, axes)
+    assert (reduced.kind, reduced.axes, reduced.count) == ("reduce_scatter", ("y",), 6)
+    assert reduced.bytes == 6 * 256 * 128 * 4
+    assert (gathered.kind, gathered.axes, gathered.count) == ("all_gather", ("y",), 1)
+    twice = compiled_for("v5e:4x4", axes, scanned, (P("x"), P(None, "y")), P("x"), f32(1024, 512), f32(12, 512, 512))
+    layer = (estimated_cycles(twice) - estimated_cycles(hlo)) / 6
+    assert 0 < layer * 6 < estimated_cycles(hlo) < layer * 12
+
+
+TOKENS, MODEL, HIDDEN = 65536, 4096, 16384
+FOUR, SIXTEEN = {"x": 4, "y": 4}, {"x": 1, "y": 16}
+GATHERS = (P("x", "y"), P(None, "y")), ((TOKENS, MODEL), (MODEL, HIDDEN)), "all_gather"
+SCATTERS = (P("x", "y"), P("y")), ((TOKENS, HIDDEN), (HIDDEN, MODEL)), "reduce_scatter"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes, product, elements",
+    [
+        (FOUR, GATHERS, TOKENS // 4 * MODEL),
+        (FOUR, SCATTERS, TOKENS // 4 * MODEL // 4),
+        (SIXTEEN, GATHERS, TOKENS * MODEL),
+        (SIXTEEN, SCATTERS, TOKENS * MODEL // 16),
+    ],
+)
+def test_windowed_einsums(axes, product, elements):
+    """Products so large that XLA does them piece by piece: unrolled over 4 devices, in a loop over 16."""
+    needs("v5e")
+    in_specs, shapes, kind = product
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    hlo = compiled_for("v5e:4x4", axes, jnp.matmul, in_specs, P("x", "y"), *operands)
+    assert "collective-permute" in hlo and " all-gather(" not in hlo
+    (one,) = read_collectives(hlo, axes)
+    assert (one.kind, one.axes, one.count, one.bytes) == (kind, ("y",), 1, 2 * elements)

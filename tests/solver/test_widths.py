@@ -1,0 +1,108 @@
+"""What TPU rounds: by hand for small functions. That XLA does so is seen in tests/mesh/test_targets.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import f32, traced
+
+from autoshard.mesh.backends import CPU, GPU, TPU
+from autoshard.program import Program
+from autoshard.propagation import rules_for
+from autoshard.solver import widths as module
+from autoshard.solver.groups import groups_of
+from autoshard.solver.widths import Widths, widths_of
+
+X, W, V = f32(8, 4), f32(4, 6), f32(6, 4)
+
+
+def rounded(program: Program, backend=TPU) -> dict[str, str]:
+    """What is said of each value of which something is: arguments by name, others by what makes them."""
+    widths = widths_of(program, groups_of(program, rules_for(program), backend), backend)
+    names = {value.id: value.name for value in program.arguments}
+    names |= {output.id: equation.primitive for equation in program.equations for output in equation.outputs}
+    found = {}
+    for id, name in names.items():
+        said = [field for field in ("kept", "moved", "fused") if id in getattr(widths, field)]
+        if said:
+            assert name not in found, f"two values are called {name}"
+            found[name] = " ".join(said)
+    return found
+
+
+def forward(x, w, v):
+    return jnp.tanh(x @ w) @ v
+
+
+def through_a_loop(x, ws):
+    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+
+
+EXACT = {"precision": jax.lax.Precision.HIGHEST}
+TABLE = {  # function, arguments, what is rounded. Who keeps a value rounded also moves it so
+    "operands": (jnp.matmul, [X, W], {"a": "moved", "b": "moved"}),
+    "what is made between two products": (
+        lambda x, w, v: jnp.tanh(jnp.sin(x) @ w) @ v,
+        [X, W, V],
+        {"w": "moved", "v": "moved", "sin": "kept moved", "tanh": "kept moved", "dot_general": "fused"},
+    ),
+    "results are whole": (
+        lambda x, w: (lambda h: (h, h @ w))(jnp.sin(x)), [X, W], {"w": "moved", "sin": "moved"},
+    ),
+    "what others read too": (
+        lambda x, w: (lambda h: (h @ w, h.sum(0)))(jnp.sin(x)), [X, W], {"w": "moved"},
+    ),
+    "elementwise readers take no copy": (
+        lambda x, w: (lambda h: (h @ w, h + 1))(jnp.sin(x)), [X, W], {"w": "moved", "sin": "moved"},
+    ),
+    "by way of a transpose": (
+        lambda x, w: x.T @ w, [f32(4, 8), W], {"x": "moved", "w": "moved", "transpose": "kept moved"},
+    ),
+    "a transpose that is a result": (
+        lambda x, w: (lambda t: (t, t @ w))(x.T), [f32(4, 8), W], {"w": "moved", "transpose": "moved"},
+    ),
+    "more precision": (lambda x, w: jnp.matmul(x, w, **EXACT), [X, W], {}),
+    "one of both": (
+        lambda x, w: (jnp.matmul(x, w, **EXACT), x @ (w + 1)), [X, W], {"add": "kept moved"},
+    ),
+    "bfloat16": (jnp.matmul, [jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)] * 2, {}),
+    "integers": (jnp.matmul, [jax.ShapeDtypeStruct((8, 8), np.int32)] * 2, {}),
+    "convolutions": (
+        lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), [f32(2, 3, 8, 8), f32(4, 3, 3, 3)],
+        {"x": "moved", "k": "moved"},
+    ),
+    "slices that a loop takes": (
+        through_a_loop, [X, f32(3, 4, 4)], {"scan_slice": "kept moved", "scan_carry": "moved"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_by_hand(case):
+    fn, args, expected = TABLE[case]
+    assert rounded(traced(fn, *args)) == expected
+
+
+@pytest.mark.parametrize("backend", [CPU, GPU])
+def test_others_round_nothing(backend):
+    program = traced(forward, X, W, V)
+    assert rounded(program, backend) == {} != rounded(program)
+    assert widths_of(program, groups_of(program, rules_for(program), backend), backend) == Widths()
+
+
+def test_bytes_per_element():
+    value = traced(forward, X, W, V).arguments[0]
+    said = frozenset([value.id])
+    for widths, made, stored, moving in (
+        (Widths(), 4, 4, 4),
+        (Widths(kept=said, moved=said), 2, 2, 2),
+        (Widths(moved=said), 4, 4, 2),
+        (Widths(fused=said), 4, 2, 4),  # summed over devices as it is made
+    ):
+        assert (widths.of(value), widths.stored(value), widths.moving(value)) == (made, stored, moving)
+
+
+def test_products_that_round_nothing_are_caught(monkeypatch):
+    monkeypatch.setattr(module, "_DEFAULT", ())
+    with pytest.raises(AssertionError):
+        test_by_hand("operands")
