@@ -176,7 +176,6 @@ def test_propagation_that_loses_the_batch_is_caught(monkeypatch):
         assert_bytes_as_compiled()
 
 
-@pytest.mark.xfail(raises=autoshard.AutoshardError, strict=True, reason="only what gathers alone reach is an option")
 @pytest.mark.parametrize("said", [P(None, "data"), P("model"), P(None, ("data", "model"))])
 def test_a_constraint_that_an_argument_has_to_be_moved_for(said):
     def moved(x):

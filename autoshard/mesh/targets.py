@@ -126,7 +126,7 @@ def _described(platform: str, topology_name: str, machine: Machine, **options: A
 def _placed(devices: Sequence[jax.Device], sizes: Sequence[int], slices: int) -> np.ndarray:
     """Devices in the order in which mesh axes lie along the torus; slices are outermost."""
     if slices == 1:
-        return mesh_utils.create_device_mesh(sizes, devices)
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     inner, left = [], slices
     for size in sizes:
         outer = math.gcd(size, left)
@@ -137,7 +137,9 @@ def _placed(devices: Sequence[jax.Device], sizes: Sequence[int], slices: int) ->
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
         groups.setdefault(device.slice_index, []).append(device)
-    return np.stack([mesh_utils.create_device_mesh(inner, group) for group in groups.values()]).reshape(sizes)
+    return np.stack(
+        [mesh_utils.create_device_mesh(inner, group, allow_split_physical_axes=True) for group in groups.values()]
+    ).reshape(sizes)
 
 
 def _target_config(gpu: _Gpu) -> str:

@@ -239,10 +239,13 @@ class _Formulator:
         if index not in self.fixed:  # a home that elementwise readers like is among the options
             readers = [reader for reader in readers if not _elementwise(reader)]
         wanted = dict.fromkeys(layout for reader in readers for layout in reader.wants)
+        # what a constraint says has to be reached, however
+        said = {layout for reader in readers if reader.group and reader.group.given for layout in reader.wants}
         options = []
         for home in homes:
             options.append(Kept(home, home))
-            options += [Kept(home, copy) for copy in wanted if copy != home and _gathers_to(home, copy)]
+            copies = [copy for copy in wanted if copy in said or _gathers_to(home, copy)]
+            options += [Kept(home, copy) for copy in copies if copy != home]
         return tuple(options)
 
     def _add_arguments(self, options: list[tuple[Kept, ...]]) -> None:

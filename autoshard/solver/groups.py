@@ -241,7 +241,7 @@ def _note_hoisted(program: Program, readers, home, needed_outside: set[int]) -> 
         while alone and isinstance(added, Value) and added.id in makers:
             alone = len(readers[added.id]) == 1 and added.id not in needed_outside
             maker = makers[added.id]
-            if alone:
+            if alone and (maker.primitive in _LINEAR or home[maker.index].reduction):
                 home[maker.index].hoisted = after.trips
             if maker.primitive not in _LINEAR:
                 break

@@ -104,7 +104,6 @@ def test_devices_out_of_order_are_caught():
         _assert_neighbours(devices[[0, 2, 1, 3]])
 
 
-@pytest.mark.xfail(raises=NotImplementedError, strict=True, reason="JAX is not allowed to split a dim of the torus")
 @pytest.mark.parametrize("name, axes", [("v5e:4x4", {"x": 2, "y": 8}), ("v5p:2x2x4", {"x": 2, "y": 2, "z": 4})])
 def test_axes_that_are_parts_of_a_dim_of_the_torus(name, axes):
     needs(name)
