@@ -225,9 +225,7 @@ def evaluate(
         for i, layout in result_layouts(program, out_shardings, mesh_shape).items()
         if i not in program.carried.values() and isinstance(program.results[i], Value)
     }
-    formulation = formulate(
-        program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
-    )
+    formulation = formulate(program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend)
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
     made = make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))

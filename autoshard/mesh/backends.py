@@ -50,6 +50,8 @@ TPU = Backend(
     relays_state=True,
     takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
 )
+_BACKENDS = {backend.name: backend for backend in (CPU, GPU, TPU)}
+
 
 def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
     """Elements that an array takes in memory, with those dims as the minor ones that pad least.
@@ -73,9 +75,6 @@ def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
 
 def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-_BACKENDS = {backend.name: backend for backend in (CPU, GPU, TPU)}
 
 
 def backend_of(mesh: Mesh | AbstractMesh, machine: str | None = None) -> Backend:

@@ -36,8 +36,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax.sharding import AbstractMesh, Mesh
-
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Link, Topology
@@ -62,11 +60,6 @@ class Collective:
 
     def __str__(self) -> str:
         return f"{self.count} x {self.kind} over {','.join(self.axes)}: {self.bytes} bytes ({self.source})"
-
-
-def has_reduce_scatter(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether XLA has one for these devices; on CPU it makes an all_reduce of the whole, and slices."""
-    return not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu"
 
 
 def seconds(kind: str, axes: Sequence[str], bytes: float, mesh_shape: MeshShape, topology: Topology) -> float:

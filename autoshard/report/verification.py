@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from autoshard.errors import MeshError, PlanError
 from autoshard.layout import MeshShape, shards
-from autoshard.mesh.collectives import Collective, has_reduce_scatter
+from autoshard.mesh.backends import backend_of
+from autoshard.mesh.collectives import Collective
 from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.plans import Plan, Prediction
 from autoshard.program import Program
@@ -138,7 +139,7 @@ def verify_plan(plan: Plan, target: str | None = None) -> Verification:
 def verification(predicted: Prediction | None, found: Compiled, mesh: Mesh, unpredicted: str = "") -> Verification:
     """What was predicted for a program, if it was, beside what was compiled for `mesh`."""
     foreseen = predicted.collectives if predicted else ()
-    shown = foreseen if has_reduce_scatter(mesh) else as_cpu_shows(foreseen, dict(mesh.shape))
+    shown = foreseen if backend_of(mesh).reduce_scatters else as_cpu_shows(foreseen, dict(mesh.shape))
     return Verification(
         predicted=traffic(shown),
         actual=traffic(found.collectives),
@@ -155,12 +156,13 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
     warnings: list[str] = []
     with _standard_error(into=warnings):
         program = lowered.compile(compiler_options=compiler_options(mesh))
-    text = program.as_text()
+    text, log = program.as_text(), "".join(warnings)
+    lines = source_lines(text) if _REMATERIALIZED.search(log) else {}
     return Compiled(
         program=program,
         collectives=read_collectives(text, dict(mesh.shape)),
         peak_bytes=peak_bytes(program),
-        rematerializations=tuple(rematerializations_in("".join(warnings), source_lines(text))),
+        rematerializations=tuple(rematerializations_in(log, lines)),
     )
 
 

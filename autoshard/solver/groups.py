@@ -7,6 +7,7 @@ group of its consumers when they all are in one group. So an AdamW update of one
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ _EXPENSIVE = frozenset({
 })  # fmt: skip
 
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
+CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
+
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
@@ -136,10 +139,11 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.index = index
         group.equations.reverse()
         _connect(group, readers, home, needed_outside)
+    read_once = {value for value, found in readers.items() if len(found) == 1} - needed_outside
     if backend.hoists_sums:
-        _note_hoisted(program, readers, home, needed_outside)
+        _note_hoisted(program, read_once, home)
     if backend.sums_first:
-        _note_summands(program, readers, home, needed_outside)
+        _note_summands(program, read_once, home)
     users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
     for group in reversed(groups):
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
@@ -228,7 +232,7 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
     return mapping if len(set(mapping.values())) == len(mapping) else None
 
 
-def _note_hoisted(program: Program, readers, home, needed_outside: set[int]) -> None:
+def _note_hoisted(program: Program, read_once: set[int], home) -> None:
     """Sets `Group.hoisted` of what a loop only adds up, and of what it goes through on the way."""
     makers = {output.id: equation for equation in program.equations for output in equation.outputs}
     for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
@@ -237,32 +241,34 @@ def _note_hoisted(program: Program, readers, home, needed_outside: set[int]) -> 
         if total is None or total.primitive not in ("add", "add_any") or inside not in total.inputs:
             continue
         added = next((x for x in total.inputs if x is not inside), None)
-        alone = len(readers[inside.id]) == 1
-        while alone and isinstance(added, Value) and added.id in makers:
-            alone = len(readers[added.id]) == 1 and added.id not in needed_outside
+        if inside.id not in read_once:
+            continue
+        while isinstance(added, Value) and added.id in makers and added.id in read_once:
             maker = makers[added.id]
-            if alone and (maker.primitive in _LINEAR or home[maker.index].reduction):
+            if maker.primitive in _LINEAR or home[maker.index].reduction:
                 home[maker.index].hoisted = after.trips
             if maker.primitive not in _LINEAR:
                 break
-            added = maker.inputs[0] if maker.inputs else None
+            added = maker.inputs[0]
 
 
-def _note_summands(program: Program, readers, home, needed_outside: set[int]) -> None:
+def _note_summands(program: Program, read_once: set[int], home) -> None:
     """Sets `Group.summed` and `summands` of products that are added up with others and read by nobody else."""
     summed: dict[int, list[Group]] = {}  # value -> the products that it is the sum of
     for equation in program.equations:
-        made = equation.outputs[0].id if len(equation.outputs) == 1 else None
-        alone = made is not None and len(readers[made]) == 1 and made not in needed_outside
-        if equation.primitive == "dot_general" and alone:
-            summed[equation.outputs[0].id] = [home[equation.index]]
-        elif equation.primitive in ("add", "add_any"):
+        if equation.primitive not in ("dot_general", "add", "add_any"):
+            continue
+        (made,) = equation.outputs
+        products = [home[equation.index]]
+        if equation.primitive != "dot_general":
             parts = [summed.get(x.id) if isinstance(x, Value) else None for x in equation.inputs]
-            if all(parts) and alone:
-                summed[equation.outputs[0].id] = [product for part in parts for product in part]
-            if all(parts):
-                for product in (product for part in parts for product in part):
-                    product.summed, product.summands = equation.outputs[0].id, sum(map(len, parts))
+            if not all(parts):
+                continue
+            products = list(itertools.chain(*parts))
+            for product in products:
+                product.summed, product.summands = made.id, len(products)
+        if made.id in read_once:
+            summed[made.id] = products
 
 
 def _end(group: Group, readers, home, last: int) -> int | None:

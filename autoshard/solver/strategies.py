@@ -17,10 +17,9 @@ from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shar
 from autoshard.mesh.backends import GPU, Backend
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims
-from autoshard.solver.groups import Group
+from autoshard.solver.groups import CONTRACTIONS, Group
 
 ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
-_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     if len(group.made) != 1:
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
-    contracts = group.equations[0].primitive in _CONTRACTIONS
+    contracts = group.equations[0].primitive in CONTRACTIONS
     for scattered_factor, axes in partial:
         if contracts and _uses_idle_devices(assignment, axes, mesh):
             continue

@@ -16,10 +16,9 @@ from jax.lax import Precision
 
 from autoshard.mesh.backends import Backend
 from autoshard.program import Program, Value
-from autoshard.solver.groups import Group
+from autoshard.solver.groups import CONTRACTIONS, Group
 
 _ROUNDED = 2  # bytes of a bfloat16
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
 
 
@@ -55,7 +54,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
     moved: set[int] = set()
 
     def rounds(group: Group) -> bool:
-        if group.equations[0].primitive in _PRODUCTS:
+        if group.equations[0].primitive in CONTRACTIONS:
             return _at_default_precision(group.equations[0].params.get("precision"))
         return group.only_moves and all(made.value.id in kept for made in group.made)
 
@@ -69,7 +68,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
     fused = {
         group.made[0].value.id
         for group in groups
-        if group.equations[0].primitive in _PRODUCTS
+        if group.equations[0].primitive in CONTRACTIONS
         and group.made[0].value.id not in results
         and _goes_on(group, readers[group.made[0].value.id], kept)
     }
