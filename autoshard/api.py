@@ -279,8 +279,8 @@ def verify(
             donate_argnums=tuple(i for i, given in enumerate(donated) if given),
         )
     except AutoshardError as error:
-        return verification(None, found, mesh, str(error))
-    return verification(predicted.predicted, found, mesh)
+        return verification(None, found, mesh, unpredicted=str(error))
+    return verification(predicted.predicted, found, mesh, plain=True)
 
 
 def _mesh_of(leaves: Any) -> Mesh:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +34,10 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.layout import Layout, spec_of
-from autoshard.plans import Annotations, Plan
+from autoshard.plans import Annotations, Plan, Scatter
 from autoshard.program import Equation, Program
+
+_LANES = 128  # of a TPU's vector registers: columns of a tile
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,8 @@ class _Emitter:
             array = self.read(operands[0], equation, 0)
             return self.made(equation, [self.constrained_to(array, said(eqn.params))])
         arrays = [self.read(held, equation, i) for i, held in enumerate(operands)]
+        if equation is not None and equation.index in self.annotations.scatters:
+            return self.made(equation, [self.reduce_scattered(eqn, equation, operands, arrays)])
         return self.made(equation, self.kernel(eqn, arrays) if is_kernel(eqn) else run(eqn, arrays))
 
     def kernel(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
@@ -208,6 +214,27 @@ class _Emitter:
             check_vma=False,
         )
         return whole(*arrays)
+
+    def reduce_scattered(self, eqn: JaxprEqn, equation: Equation, operands: Sequence[_Held], arrays: list) -> Any:
+        """An equation that sums, on every device's shards, and its partial sums reduced.
+
+        XLA's partitioner would all_reduce them and slice, and not all of its backends make that a reduce_scatter.
+        """
+        scatter = self.annotations.scatters[equation.index]
+
+        def on_one_device(*shards):
+            (partial,) = run(eqn, shards)
+            return _reduce_scatter(partial, scatter)
+
+        wants = [self.annotations.wants.get((equation.index, i), held.layout) for i, held in enumerate(operands)]
+        by_hand = jax.shard_map(
+            on_one_device,
+            mesh=self.mesh,
+            in_specs=tuple(spec_of(want or ()) for want in wants),
+            out_specs=spec_of(self.annotations.homes[equation.outputs[0].id]),
+            check_vma=False,
+        )
+        return by_hand(*arrays)
 
     def custom(self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[_Held], path: tuple) -> list[_Held]:
         """Runs the annotated body; differentiates by the rule the user gave."""
@@ -340,6 +367,27 @@ class _Emitter:
         branches = [branch(b, closed) for b, closed in enumerate(eqn.params["branches"])]
         arrays = jax.lax.switch(operands[0].array, branches)
         return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
+
+
+def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
+    """This device's slice of a sum, of which it has a part.
+
+    Scatters rows of a matrix with columns for all lanes of a TPU, which makes an all_reduce of others. A stage scatters
+    inside each of the slices that those after it make.
+    """
+    whole = jnp.moveaxis(partial, scatter.dim, 0)
+    count, *others = whole.shape
+    widths = itertools.accumulate(reversed(others), operator.mul)
+    columns = next((width for width in widths if width >= _LANES), math.prod(others))
+    sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in scatter.stages]
+    for i, (axes, groups) in enumerate(scatter.stages):
+        later = math.prod(sizes[i + 1 :])
+        sliced = whole.reshape(later, sizes[i], -1).swapaxes(0, 1).reshape(-1, columns)
+        sliced = jax.lax.psum_scatter(sliced, axes, axis_index_groups=groups, tiled=True)
+        count //= sizes[i]
+        whole = sliced.reshape(count, *others)
+    mine = jnp.moveaxis(whole, 0, scatter.dim)
+    return jax.lax.psum(mine, scatter.others) if scatter.others else mine
 
 
 def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from html import escape
@@ -22,10 +22,11 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from autoshard.errors import PlanError
 from autoshard.layout import Layout, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
-from autoshard.program import VALUE_KEYS, Program, Value
+from autoshard.program import VALUE_KEYS, Program, Source, Value
 from autoshard.solver.formulate import Formulation, Reader
 from autoshard.solver.groups import Group
 from autoshard.solver.problem import Solution
+from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, IndexGroups, Strategy
 from autoshard.solver.widths import itemsize
 
 if TYPE_CHECKING:
@@ -64,12 +65,35 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Scatter:
+    """How partial sums become the sum, of which each device gets a slice."""
+
+    dim: int  # of the result, which is sliced
+    stages: tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
+    others: tuple[str, ...]  # over which the slices are all_reduced
+
+    @classmethod
+    def of(cls, group: Group, strategy: Strategy) -> Scatter | None:
+        """How `lower` finishes a group; None where that is left to XLA."""
+        stages = [finish for finish in strategy.finishes if finish.kind == REDUCE_SCATTER]
+        if not stages or not group.sums_locally(strategy.axes):
+            return None
+        (layout,) = strategy.leaves
+        return cls(
+            dim=next(dim for dim, axes in enumerate(layout) if stages[0].axes[0] in axes),
+            stages=tuple((stage.axes, stage.groups) for stage in stages),
+            others=tuple(axis for finish in strategy.finishes if finish.kind == ALL_REDUCE for axis in finish.axes),
+        )
+
+
+@dataclass(frozen=True)
 class Annotations:
     """The shardings of inner values: what `lower` writes into the program. Values and equations by index."""
 
     homes: Mapping[int, Layout]  # value -> the layout it is made in
     copies: Mapping[int, Layout]  # value -> the layout of the copy its readers share
     wants: Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
+    scatters: Mapping[int, Scatter] = field(default_factory=dict)  # equation -> how its partial sums are finished
 
 
 @dataclass(eq=False)
@@ -347,7 +371,9 @@ class _Choice:
                             dims = reader.group.operands[equation.index][operand]
                             if value is reader.use.value and dims == reader.use.dims:
                                 wants[equation.index, operand] = self.want(reader)
-        return Annotations(self.homes, self.copies, wants)
+        finished = zip(self.formulation.groups, map(Scatter.of, self.formulation.groups, self.strategies), strict=True)
+        scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
+        return Annotations(self.homes, self.copies, wants, scatters)
 
     def placed(self, value: Value, name: str, layout: Layout | None = None) -> Placed:
         layout = self.homes[value.id] if layout is None else layout
@@ -389,12 +415,13 @@ class _Choice:
                 reduced = group.equations[-1]
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial sums of {reduced.primitive}")
-        for value, source, target, line in self.reshardings():
-            communication += self.prices.resharding(value, source, target) * value.trips
-            hidden += self.prices.hidden(value, source, target) * value.trips
-            rounded = " in bfloat16" if self.prices.widths.moving(value) < itemsize(value) else ""
-            for step in self.prices.steps(value, source, target):
-                why = f"{value}{rounded} from {spec_text(source)} to {spec_text(target)}"
+        for value, source, target, line, readers in self.reshardings():
+            communication += self.prices.resharding(value, source, target, readers) * value.trips
+            hidden += self.prices.hidden(value, source, target, readers) * value.trips
+            size = self.prices.widths.moving(value, readers)
+            smaller = f" in {8 * size} bits" if size < itemsize(value) else ""
+            for step in self.prices.steps(value, source, target, readers):
+                why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
                 note(step.kind, step.axes, step.bytes, value.trips, line, why)
         collectives = tuple(
             Collective(kind, axes, size, count, source, why)
@@ -404,8 +431,8 @@ class _Choice:
         exposed = communication - min(hidden, compute)
         return Prediction(compute + exposed, compute, communication, exposed, peak, collectives)
 
-    def reshardings(self):
-        """Every resharding of the step: (value, from, to, the line that asks for it).
+    def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, list[Group]]]:
+        """Every resharding of the step: (value, from, to, the line that asks for it, who reads the copy).
 
         Readers that ask for the same one get the same array: XLA merges equal collectives.
         """
@@ -413,15 +440,19 @@ class _Choice:
             value = self.program.values[id]
             home = self.homes[id]
             seen = self.copies.get(id, home)
-            if seen != home:
-                lines = [r.use.equation.source for r in readers if r.use is not None and self.want(r) == seen]
-                yield value, home, seen, next(iter(lines), value.source)
-            reached = {home, seen}
+            asked: dict[Layout, list[Reader]] = defaultdict(list)
             for reader in readers:
-                want = self.want(reader)
-                if want not in reached:
-                    reached.add(want)
-                    yield value, seen, want, reader.use.equation.source if reader.use else value.source
+                asked[self.want(reader)].append(reader)
+            if seen != home:  # read as it is, or copied on
+                groups = [r.group for r in readers if r.group and self.want(r) != home]
+                yield value, home, seen, _line(asked[seen], value), groups
+            for want in (want for want in asked if want not in (home, seen)):
+                yield value, seen, want, _line(asked[want], value), [r.group for r in asked[want] if r.group]
+
+
+def _line(readers: Sequence[Reader], value: Value) -> Source | None:
+    """The line of the first that uses a value, else that which makes it."""
+    return next((reader.use.equation.source for reader in readers if reader.use), value.source)
 
 
 # JSON.
@@ -449,6 +480,7 @@ def _to_json(plan: Plan) -> dict:
         "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
         "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
+        "scatters": {str(equation): asdict(scatter) for equation, scatter in annotations.scatters.items()},
     }
 
 
@@ -479,6 +511,7 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
             homes={int(value): _layout(words) for value, words in content["homes"].items()},
             copies={int(value): _layout(words) for value, words in content["copies"].items()},
             wants=wants,
+            scatters={int(equation): _scatter_from_json(entry) for equation, entry in content["scatters"].items()},
         ),
         argument_slots=_tree_from_json(content["argument_slots"]),
         result_slots=_tree_from_json(content["result_slots"]),
@@ -504,6 +537,11 @@ def _placed_from_json(entry: dict) -> Placed:
 def _prediction_from_json(entry: dict) -> Prediction:
     collectives = tuple(Collective(**one | {"axes": tuple(one["axes"])}) for one in entry["collectives"])
     return Prediction(**entry | {"collectives": collectives})
+
+
+def _scatter_from_json(entry: dict) -> Scatter:
+    stages = ((tuple(axes), groups and tuple(map(tuple, groups))) for axes, groups in entry["stages"])
+    return Scatter(entry["dim"], tuple(stages), tuple(entry["others"]))
 
 
 def _words(layout: Layout) -> list[str]:

@@ -37,7 +37,6 @@ from autoshard.mesh.collectives import seconds  # noqa: E402
 from autoshard.mesh.presets import CHIPS, parse_machine  # noqa: E402
 from autoshard.mesh.targets import compiler_options, target_mesh  # noqa: E402
 from autoshard.report.hlo import estimated_cycles, peak_bytes, read_collectives  # noqa: E402
-from autoshard.report.verification import as_cpu_shows  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "prediction.md"
 OWN = "autoshard"  # the sharding that is solved for
@@ -139,7 +138,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
             target=target,
             model=model,
             sharding=name,
-            predicted_bytes=by_kind(as_cpu_shows(foreseen, axes) if target == "cpu" else foreseen),
+            predicted_bytes=by_kind(foreseen),
             compiled_bytes=by_kind(there),
             predicted_peak=made.predicted.peak_bytes,
             compiled_peak=found.peak,

@@ -17,15 +17,17 @@ class Backend:
     """One compiler. The defaults are what all have in common."""
 
     name: str  # a `jax.Device.platform`
-    reduce_scatters: bool = True  # otherwise an all_reduce of the whole, and a slice
+    reduce_scatters: bool = True  # whether it makes an all_reduce and a slice a reduce_scatter
     tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array are padded to
     # kind -> share of its time that runs behind compute, where nothing waits for it: gathers of weights, which can
     # start early, and reductions of gradients, which can end late
     hides: Mapping[str, float] = field(default_factory=dict)
-    scatters_globally: bool = True  # reduce_scatters over all devices, of anything but products
+    scatters_globally: bool = True  # has reduce_scatters over all devices; otherwise it all_reduces, and slices
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
+    rounds_first: bool = False  # what is only converted to a smaller type after it is moved, before that
+    widens_last: bool = False  # what is converted to a larger type before it is moved, after that
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     relays_state: bool = False  # a weight whose gradient comes out transposed is copied into that order to be updated
     takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
@@ -38,7 +40,7 @@ _LOOPS = frozenset({
 })  # fmt: skip
 
 CPU = Backend("cpu", reduce_scatters=False, transposes_operands=True)
-GPU = Backend("gpu", hoists_sums=True, sums_first=True, takes_in=_LOOPS)
+GPU = Backend("gpu", hoists_sums=True, sums_first=True, rounds_first=True, widens_last=True, takes_in=_LOOPS)
 TPU = Backend(
     "tpu",
     tile=(8, 128),
@@ -47,6 +49,7 @@ TPU = Backend(
     hoists_sums=True,
     sums_first=True,
     rounds_operands=True,
+    rounds_first=True,
     relays_state=True,
     takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
 )

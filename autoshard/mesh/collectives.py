@@ -62,7 +62,14 @@ class Collective:
         return f"{self.count} x {self.kind} over {','.join(self.axes)}: {self.bytes} bytes ({self.source})"
 
 
-def seconds(kind: str, axes: Sequence[str], bytes: float, mesh_shape: MeshShape, topology: Topology) -> float:
+def seconds(
+    kind: str,
+    axes: Sequence[str],
+    bytes: float,
+    mesh_shape: MeshShape,
+    topology: Topology,
+    among: int | None = None,
+) -> float:
     """Time of one run of a collective.
 
     Args:
@@ -71,12 +78,16 @@ def seconds(kind: str, axes: Sequence[str], bytes: float, mesh_shape: MeshShape,
         bytes: its result on one device, one run.
         mesh_shape: devices per axis.
         topology: the links.
+        among: how many devices talk to each other, if these are not all along the one axis.
 
     >>> topology = Topology({"x": Link(1e-6, 100e9)}, memory_bytes=1e9, memory_bandwidth=1e12, flops={"float32": 1e12})
     >>> round(seconds("all_gather", ("x",), 400_000_000, {"x": 4}, topology), 9)
     0.003003
     """
     spans = [span for axis in axes if mesh_shape[axis] > 1 for span in topology.links[axis].over(mesh_shape[axis])]
+    if among is not None:
+        (axis,) = axes
+        spans = [next((span for span in spans if span[0] == among), (among, topology.links[axis]))]
     if not spans:
         return 0.0
     if kind == "all_gather":

@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
 from autoshard.layout import with_auto_axes
-from autoshard.mesh.backends import backend_of
 from autoshard.mesh.collectives import KINDS, seconds
 from autoshard.mesh.topology import Link, Topology
 
@@ -135,8 +134,6 @@ class _Timer:
         for kind in KINDS:
             # which links of a torus a permutation uses depends on its pairs
             if kind == "collective_permute" and any(link.torus for _, link in self._parts(axis, guess)):
-                continue
-            if kind == "reduce_scatter" and not backend_of(self.mesh).reduce_scatters:
                 continue
             for size in self.workload.sizes:
                 once, result = self._collective(kind, axis, size)

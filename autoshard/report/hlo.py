@@ -128,7 +128,8 @@ def read_collectives(
                 module.operand(instruction, computation).opcode == "broadcast",
             )
             continue
-        key = (channel, opcode == "recv", kind) if channel else len(found)
+        # copies of one collective share a channel; so do all that a `shard_map` writes, which differ in something else
+        key = (channel, opcode == "recv", kind, axes, size, one.why) if channel else len(found)
         if key not in found or one.count < found[key].count:
             found[key] = one
     for (_, _, axes), turns in products.items():

@@ -136,12 +136,19 @@ def verify_plan(plan: Plan, target: str | None = None) -> Verification:
     return verification(plan.predicted, found.named(plan.lowering.program), mesh)
 
 
-def verification(predicted: Prediction | None, found: Compiled, mesh: Mesh, unpredicted: str = "") -> Verification:
-    """What was predicted for a program, if it was, beside what was compiled for `mesh`."""
+def verification(
+    predicted: Prediction | None, found: Compiled, mesh: Mesh, *, plain: bool = False, unpredicted: str = ""
+) -> Verification:
+    """What was predicted for a program, if it was, beside what was compiled for `mesh`.
+
+    Args:
+        plain: whether it is a program under `jax.jit` alone, which XLA's partitioner finishes all sums of.
+    """
     foreseen = predicted.collectives if predicted else ()
-    shown = foreseen if backend_of(mesh).reduce_scatters else as_cpu_shows(foreseen, dict(mesh.shape))
+    if plain and not backend_of(mesh).reduce_scatters:
+        foreseen = as_all_reduces(foreseen, dict(mesh.shape))
     return Verification(
-        predicted=traffic(shown),
+        predicted=traffic(foreseen),
         actual=traffic(found.collectives),
         predicted_peak=predicted.peak_bytes if predicted else 0,
         actual_peak=found.peak_bytes,
@@ -198,8 +205,8 @@ def traffic(collectives: Iterable[Collective]) -> Traffic:
     return found
 
 
-def as_cpu_shows(collectives: Iterable[Collective], mesh: MeshShape) -> list[Collective]:
-    """XLA has no reduce_scatter on CPU: it runs an all_reduce of the whole, and a slice."""
+def as_all_reduces(collectives: Iterable[Collective], mesh: MeshShape) -> list[Collective]:
+    """What XLA's partitioner makes of reduce_scatters where nothing turns it back: all_reduces of the whole."""
     def shown(one: Collective) -> Collective:
         return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
 

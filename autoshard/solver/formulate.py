@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.errors import ConflictError
-from autoshard.layout import Layout, MeshShape, layouts_of, shards, spec_of, without_idle_axes
+from autoshard.layout import Layout, MeshShape, layouts_of, spec_of, without_idle_axes
 from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
@@ -43,9 +43,9 @@ from autoshard.solver.memory import (
     updated_in_loops,
     use_span,
 )
-from autoshard.solver.prices import Priced, Prices
+from autoshard.solver.prices import Priced, Prices, Readers
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.solver.strategies import ALL_REDUCE, Strategy
 from autoshard.solver.widths import widths_of
 
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
@@ -90,6 +90,7 @@ class Change:
     counts_left: bool  # whether the problem counts the value as left while it is resharded
     counts_wanted: bool  # whether it counts the resharded copy
     fused: bool  # whether elementwise readers take their slices themselves
+    readers: Readers  # of the resharded copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +131,9 @@ class Formulation:
             if left == wanted:
                 continue
             start, end = change.used
-            kinds = [step.kind for step in self.prices.steps(change.value, left, wanted)]
+            kinds = [step.kind for step in self.prices.steps(change.value, left, wanted, change.readers)]
             before = self.prices.local_bytes(change.value, left)
-            after = self.prices.copy_bytes(change.value, wanted)
+            after = self.prices.copy_bytes(change.value, wanted, change.readers)
             if kinds:
                 copies = (not change.counts_left) + ("all_to_all" in kinds)
                 transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
@@ -350,7 +351,8 @@ class _Formulator:
         if not readers:
             return
         holder, wants = self._connect_readers(readers, value)
-        table = self._table(value, leaves, wants)
+        alone = _copied_for(readers[0]) if len(readers) == 1 else None
+        table = self._table(value, leaves, wants, alone)
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = np.where(table > 0, np.inf, table)
         if group.hoisted is not None:
@@ -363,7 +365,8 @@ class _Formulator:
             self._hold(holder, *held.used, self._sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
-        self.changes.append(Change(value, held.used, *hop, counts_left=kept, counts_wanted=stored, fused=fused))
+        change = Change(value, held.used, *hop, counts_left=kept, counts_wanted=stored, fused=fused, readers=alone)
+        self.changes.append(change)
 
     def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
         """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
@@ -385,7 +388,8 @@ class _Formulator:
         self.names.append(f"{value} shared by {len(readers)} readers")
         busy = sum(not _elementwise(reader) for reader in readers)
         for reader in readers:
-            table = self._table(value, wants, reader.wants)
+            copied_for = _copied_for(reader)
+            table = self._table(value, wants, reader.wants, copied_for)
             if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
                 grows = np.less.outer(self._sizes(value, wants), self._sizes(value, reader.wants))
                 table = np.where(grows, np.inf, table)
@@ -393,7 +397,10 @@ class _Formulator:
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
                 hop = (holder, wants), (reader.node, reader.wants)
-                self.changes.append(Change(value, used, *hop, counts_left=True, counts_wanted=False, fused=False))
+                change = Change(
+                    value, used, *hop, counts_left=True, counts_wanted=False, fused=False, readers=copied_for
+                )
+                self.changes.append(change)
         return holder, wants
 
     def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:
@@ -401,15 +408,12 @@ class _Formulator:
         strategies = self._strategies(group)
         unfinished = np.array([self._unfinished(group, strategy) for strategy in strategies])
         waits = np.zeros(len(strategies), bool)
-        reduced = left if self.backend.reduce_scatters else np.maximum(left, unfinished)  # what the collectives write
         if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
-            combined = {ALL_REDUCE} if self.backend.reduce_scatters else {ALL_REDUCE, REDUCE_SCATTER}
-            waits = np.array([any(finish.kind in combined for finish in s.finishes) for s in strategies])
+            waits = np.array([any(finish.kind == ALL_REDUCE for finish in s.finishes) for s in strategies])
             self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)
-            self._hold(node, end - 1, end, (reduced + unfinished) * waits)
-        first, last = held.used or (group.point, group.point + 1)
+            self._hold(node, end - 1, end, (left + unfinished) * waits)
+        first = held.used[0] if held.used else group.point
         self._hold(node, group.point, max(group.point + 1, first), unfinished * ~waits)
-        self._hold(node, group.point, max(group.point + 1, last), (reduced - left) * ~waits)
         if held.made and not kept:
             self._hold(node, *held.made, left * ~waits)
         for use in repeats(group):
@@ -432,13 +436,15 @@ class _Formulator:
     def _unfinished(self, group: Group, strategy: Strategy) -> int:
         """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it."""
         sizes = self.prices.finish_bytes(group, strategy)
-        pieces = [1 if f.kind == ALL_REDUCE else shards(f.axes, self.prices.mesh) for f in strategy.finishes]
+        pieces = [1 if f.kind == ALL_REDUCE else f.devices(self.prices.mesh) for f in strategy.finishes]
         return max((size * count for size, count in zip(sizes, pieces, strict=True)), default=0)
 
-    def _table(self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
+    def _table(
+        self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...], readers: Readers
+    ) -> np.ndarray:
         """Resharding seconds; each pair of distinct layouts is priced once."""
         rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        table = self.prices.table(value, tuple(rows), tuple(columns))
+        table = self.prices.table(value, tuple(rows), tuple(columns), readers)
         row, column = ({layout: i for i, layout in enumerate(layouts)} for layouts in (rows, columns))
         return table[np.ix_([row[layout] for layout in sources], [column[layout] for layout in targets])]
 
@@ -486,6 +492,11 @@ def _gathers_inside(source: Layout, target: Layout) -> bool:
     return len(source) > 2 and any(
         len(split) > len(whole) for split, whole in zip(source[1:], target[1:], strict=True)
     )
+
+
+def _copied_for(reader: Reader) -> tuple[Group, ...]:
+    """Who reads a copy that is for this reader alone."""
+    return () if reader.group is None else (reader.group,)
 
 
 def _elementwise(reader: Reader) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard.jaxprs import CONSTRAINTS
@@ -33,6 +33,7 @@ _EXPENSIVE = frozenset({
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
 CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
 
+_SUMS = frozenset({"dot_general", "reduce_sum"})
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
@@ -103,6 +104,20 @@ class Group:
     @property
     def contracts(self) -> bool:
         return self.equations[0].primitive == "dot_general"
+
+    def sums_locally(self, assignment: Mapping[int, tuple[str, ...]]) -> bool:
+        """Whether the equation itself, on the shards of one device, makes what the device adds to its sum.
+
+        Args:
+            assignment: factor -> the mesh axes that split it.
+        """
+        (first, *_) = self.equations
+        if first.primitive != "conv_general_dilated":
+            return first.primitive in _SUMS
+        numbers, grouped = first.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
+        pixels = itertools.chain(*(self.operands[first.index][0][dim] for dim in numbers.lhs_spec[2:]))
+        taps = itertools.chain(*(self.operands[first.index][1][dim] for dim in numbers.rhs_spec[2:]))
+        return all(first.params[count] == 1 for count in grouped) and assignment.keys().isdisjoint((*pixels, *taps))
 
     def finish_trips(self, kind: str) -> int:
         """How often per step a collective finishes its result."""

@@ -29,6 +29,8 @@ LAUNCH_SECONDS = 1e-6
 # so that they are chosen where they save something, and one all_reduce where they don't.
 HALF_PENALTY = 1.2
 
+Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
+
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
 _READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
 # Touch as much as they insert, which is this operand.
@@ -89,29 +91,32 @@ class Prices:
             self._groups[key] = Priced(strategies, tuple(self._seconds(group, strategy) for strategy in strategies))
         return self._groups[key]
 
-    def steps(self, value: Value, source: Layout, target: Layout) -> tuple[Step, ...]:
-        """The collectives that bring `value` from one layout to the other."""
-        return self._pair(value.shape, self.widths.moving(value), source, target)[0]
+    def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
+        """The collectives that bring `value` from one layout to the other, for these readers."""
+        return self._pair(value.shape, self.widths.moving(value, readers), source, target)[0]
 
-    def resharding(self, value: Value, source: Layout, target: Layout) -> float:
+    def resharding(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """Seconds of one resharding of `value`."""
-        return self._pair(value.shape, self.widths.moving(value), source, target)[1]
+        return self._pair(value.shape, self.widths.moving(value, readers), source, target)[1]
 
-    def hidden(self, value: Value, source: Layout, target: Layout) -> float:
+    def hidden(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """How many of these run behind compute."""
         if value.id not in self.weights:
             return 0.0
-        return self._pair(value.shape, self.widths.moving(value), source, target)[2]
+        return self._pair(value.shape, self.widths.moving(value, readers), source, target)[2]
 
-    def exposed(self, value: Value, source: Layout, target: Layout) -> float:
+    def exposed(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """How many of these something waits for."""
-        return self.resharding(value, source, target) - self.hidden(value, source, target)
+        return self.resharding(value, source, target, readers) - self.hidden(value, source, target, readers)
 
-    def table(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    def table(
+        self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], readers: Readers = None
+    ) -> np.ndarray:
         """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`."""
-        key = value.shape, self.widths.moving(value), value.id in self.weights, tuple(sources), tuple(targets)
+        size = self.widths.moving(value, readers)
+        key = value.shape, size, value.id in self.weights, tuple(sources), tuple(targets)
         if key not in self._tables:
-            self._tables[key] = np.array([[self.exposed(value, a, b) for b in targets] for a in sources])
+            self._tables[key] = np.array([[self.exposed(value, a, b, readers) for b in targets] for a in sources])
         return self._tables[key] * value.trips
 
     def writing(self, value: Value, layout: Layout) -> float:
@@ -126,9 +131,9 @@ class Prices:
         """Bytes of the elements of `value` that one device has."""
         return math.prod(local_shape(value.shape, layout, self.mesh)) * itemsize(value)
 
-    def copy_bytes(self, value: Value, layout: Layout) -> int:
+    def copy_bytes(self, value: Value, layout: Layout, readers: Readers = None) -> int:
         """Bytes of a resharded copy of `value` in the memory of one device."""
-        return self._local_size(value, layout) * self.widths.moving(value)
+        return self._local_size(value, layout) * self.widths.moving(value, readers)
 
     def _local_size(self, value: Value, layout: Layout) -> int:
         shape = local_shape(value.shape, layout, self.mesh)
@@ -165,9 +170,9 @@ class Prices:
         """Seconds of one all_reduce of `size` bytes."""
         return self._collective(ALL_REDUCE, axes, size)
 
-    def _collective(self, kind: str, axes: tuple[str, ...], size: int) -> float:
+    def _collective(self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None) -> float:
         """Seconds of one collective that runs as an operation of its own."""
-        textbook = collective_seconds(kind, axes, size, self.mesh, self.topology)
+        textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
         return LAUNCH_SECONDS + textbook * (HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0)
 
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
@@ -182,7 +187,7 @@ class Prices:
                 collective_seconds(finish.kind, finish.axes, moved, self.mesh, self.topology) for moved in (size, 0)
             )
             return whole - latency
-        return self._collective(finish.kind, finish.axes, size)
+        return self._collective(finish.kind, finish.axes, size, finish.groups and finish.devices(self.mesh))
 
     def _compute(self, group: Group, strategy: Strategy) -> float:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""

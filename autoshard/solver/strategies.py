@@ -10,16 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shards
 from autoshard.mesh.backends import GPU, Backend
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims
-from autoshard.solver.groups import CONTRACTIONS, Group
+from autoshard.solver.groups import Group
 
 ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
+
+
+IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group, member]
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Finish:
     axes: tuple[str, ...]
     made: int  # which of the group's results
     elements: int  # of the collective's result on one device
+    groups: IndexGroups | None = None  # of the one axis that it runs over, if not all along it talk to each other
+
+    def devices(self, mesh: MeshShape) -> int:
+        """How many talk to each other."""
+        return len(self.groups[0]) if self.groups else shards(self.axes, mesh)
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,9 @@ def _layouts(tensors: list[Dims], assignment, group: Group, mesh: MeshShape) -> 
 def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backend) -> Iterator[tuple]:
     """The ways to finish unreduced results: (layouts, collectives) pairs.
 
-    XLA reduces factor by factor, so a reduce_scatter can take the place of one all_reduce, if it scatters over all the
-    axes of that factor, on one dim. A contraction scatters on a whole dim first and then reduces slices; else the whole
-    is reduced each time.
+    Results are reduced factor by factor. A reduce_scatter can take the place of one all_reduce, if it scatters over all
+    the axes of that factor, on one dim. Where we run it ourselves it comes first, and what is left to all_reduce are
+    slices; XLA, which makes it of an all_reduce and a slice, reduces the whole each time.
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     if not partial:
@@ -114,32 +122,45 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         math.prod(local_shape(made.value.shape, layout, mesh)) for made, layout in zip(group.made, leaves, strict=True)
     ]
     yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
-    if len(group.made) != 1:
+    by_hand = group.sums_locally(assignment)
+    if len(group.made) != 1 or not (by_hand or backend.reduce_scatters):
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
-    contracts = group.equations[0].primitive in CONTRACTIONS
     for scattered_factor, axes in partial:
-        if contracts and _uses_idle_devices(assignment, axes, mesh):
-            continue
-        if not contracts and not backend.scatters_globally and shards(axes, mesh) == math.prod(mesh.values()):
+        if not by_hand and not backend.scatters_globally and shards(axes, mesh) == math.prod(mesh.values()):
             continue
         for dim in range(len(shape)):
             scattered = _scattered(layout, axes, dim, shape, mesh)
             if scattered is None:
                 continue
+            others = [other for factor, other in partial if factor != scattered_factor]
             slice_ = local // shards(axes, mesh)
-            size = slice_ if contracts and not layout[dim] else local
-            others = (Finish(ALL_REDUCE, other, 0, size) for factor, other in partial if factor != scattered_factor)
-            yield (scattered,), (*others, Finish(REDUCE_SCATTER, axes, 0, slice_))
+            if by_hand:
+                reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in others)
+                yield (scattered,), (*_stages(axes, local, mesh, backend), *reduced)
+            else:
+                reduced = (Finish(ALL_REDUCE, other, 0, local) for other in others)
+                yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
 
 
-def _uses_idle_devices(assignment, axes: tuple[str, ...], mesh: MeshShape) -> bool:
-    """Whether XLA splits a contraction's result over idle devices and then moves it, instead of scattering over `axes`.
-
-    So it does if there are a multiple of as many.
-    """
-    idle = math.prod(mesh.values()) // math.prod(shards(used, mesh) for used in assignment.values())
-    return idle % shards(axes, mesh) == 0
+def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:
+    """One reduce_scatter of `local` elements; two, over minor axes first, where a backend has none over all devices."""
+    count = shards(axes, mesh)
+    whole = Finish(REDUCE_SCATTER, axes, 0, local // count)
+    if backend.scatters_globally or count < math.prod(mesh.values()):
+        yield whole
+    elif len(axes) > 1:
+        yield Finish(REDUCE_SCATTER, axes[1:], 0, local // shards(axes[1:], mesh))
+        yield replace(whole, axes=axes[:1])
+    else:
+        rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
+        if rows == 1:  # a prime number of devices
+            yield whole
+            return
+        columns = count // rows
+        places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
+        yield Finish(REDUCE_SCATTER, axes, 0, local // columns, tuple(places))
+        yield replace(whole, groups=tuple(zip(*places, strict=True)))
 
 
 def _scattered(layout: Layout, axes: tuple[str, ...], dim: int, shape, mesh: MeshShape) -> Layout | None:

@@ -14,7 +14,7 @@ import autoshard
 from autoshard import ArgumentError, Collective, MeshError, Plan, PlanError
 from autoshard.report import verification as module
 from autoshard.report.hlo import peak_bytes, read_collectives
-from autoshard.report.verification import Rematerialization, as_cpu_shows, rematerializations_in, traffic
+from autoshard.report.verification import Rematerialization, as_all_reduces, rematerializations_in, traffic
 
 SHAPE = {"x": 4, "y": 2}
 MESH = mesh_of(SHAPE)
@@ -79,12 +79,12 @@ def test_wrong_predictions_are_found_out(plan, fault):
     assert differing.startswith("peak memory") == ("memory" in fault)
 
 
-def test_reduce_scatters_show_as_all_reduces_on_cpu():
+def test_reduce_scatters_that_xla_does_not_make():
     collectives = [
         Collective("reduce_scatter", ("x", "y"), 16, 2, "a.py:1"),
         Collective("all_gather", ("x",), 16, 1, "a.py:2"),
     ]
-    shown = as_cpu_shows(collectives, SHAPE)
+    shown = as_all_reduces(collectives, SHAPE)
     assert traffic(shown) == {("all_reduce", ("x", "y")): 128, ("all_gather", ("x",)): 16}
     assert [one.count for one in shown] == [2, 1]
 
@@ -95,7 +95,7 @@ def test_reduce_scatters_of_a_real_program():
     product = jax.jit(jnp.matmul, in_shardings=split, out_shardings=split[1])
     compiled = product.lower(*(jax.ShapeDtypeStruct((16, 16), np.float32),) * 2).compile()
     predicted = [Collective("reduce_scatter", ("x", "y"), 16 * 16 * 4 // 8, 1, "")]
-    assert traffic(as_cpu_shows(predicted, SHAPE)) == tally(read_collectives(compiled.as_text(), SHAPE))
+    assert traffic(as_all_reduces(predicted, SHAPE)) == tally(read_collectives(compiled.as_text(), SHAPE))
 
 
 def test_what_cannot_be_verified(plan, tmp_path):
@@ -132,7 +132,7 @@ def test_a_jitted_function_is_held_against_evaluate():
             step, W, X, mesh=MESH, in_shardings=(P("x", "y"), P("x")), out_shardings=None, donate_argnums=donated
         )
         assert found.ok and not found.unpredicted, str(found)
-        assert found.predicted == tally(as_cpu_shows(foreseen.predicted.collectives, SHAPE))
+        assert found.predicted == tally(as_all_reduces(foreseen.predicted.collectives, SHAPE))
         half, loss = 64 * 32 * 4, 4  # bytes: of the weights, which rows of x need whole, and of their gradient
         assert found.actual == {
             ("all_gather", ("x",)): half, ("all_reduce", ("x",)): half + loss, ("all_reduce", ("y",)): loss,
@@ -186,7 +186,7 @@ def test_a_decorated_function_is_held_against_its_plan():
     decorated = autoshard.autoshard(step, mesh=MESH, topology=v5e(SHAPE))
     found, expected = autoshard.verify(decorated, W, X), decorated.plan(W, X)
     assert found == expected.verify()
-    assert found.predicted == traffic(as_cpu_shows(expected.predicted.collectives, SHAPE))
+    assert found.predicted == traffic(expected.predicted.collectives)
 
 
 @pytest.mark.parametrize("fn", [step, lambda x: x, 3])

@@ -11,6 +11,7 @@ import pytest
 from programs import f32, grouped, model_program
 
 from autoshard.layout import layouts_of, replicated
+from autoshard.mesh.backends import TPU
 from autoshard.propagation import rules_for
 from autoshard.solver.groups import groups_of
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy, strategies_of
@@ -41,13 +42,13 @@ def all_of_it(x):
 
 # Counted by hand. A matmul on one axis: nothing, rows, columns, or the contracted dim, finished by an all_reduce or
 # scattered on rows or columns. On two axes it matters that x comes before y in every dim: of the contracted dim, x
-# scatters on no dim that y splits; and y scatters on none while x is idle.
+# scatters on no dim that y splits.
 COUNTS = [  # function, shapes, mesh, strategies
     (matmul, [(8, 8), (8, 8)], LINE, 3 + 3),
     (matmul, [(8, 4), (4, 6)], {"x": 4}, 2 + 2),  # 6 columns are not split by 4, nor scattered on
     (matmul, [(5, 3), (3, 7)], LINE, 1),
-    (matmul, [(8, 8), (8, 8)], PLANE, 9 + (3 + 2 + 2) + (1 + 3 + 3) + 3),
-    (matmul, [(4, 8), (8, 8)], PLANE, (9 - 1) + (3 + 2 + 2) + (1 + 2 + 3) + 2),  # 4 rows are never split by 8
+    (matmul, [(8, 8), (8, 8)], PLANE, 9 + (3 + 2 + 2) + (3 + 3 + 3) + 3),
+    (matmul, [(4, 8), (8, 8)], PLANE, (9 - 1) + (3 + 2 + 2) + (3 + 2 + 3) + 2),  # 4 rows are never split by 8
     (add, [(8, 4), (4,)], LINE, 3),
     (add, [(8, 4), (4,)], PLANE, 9 - 1),
     (all_of_it, [(8,)], PLANE, 4),
@@ -90,10 +91,7 @@ def matmul_layouts(m: int, k: int, n: int, mesh) -> Counter:
         roles = {axis: role(axis, x, w, y) for axis in mesh}
         if None in roles.values() or {"all_reduce", "scatter"} <= set(roles.values()):
             continue
-        idle, scattering = (math.prod(mesh[a] for a in mesh if roles[a] == name) for name in ("nothing", "scatter"))
-        if scattering > 1 and idle % scattering == 0:  # XLA uses the idle devices
-            continue
-        if sum(any(roles[axis] == "scatter" for axis in dim) for dim in y) > 1:  # XLA scatters on one dim at a time
+        if sum(any(roles[axis] == "scatter" for axis in dim) for dim in y) > 1:  # on one dim at a time
             continue
         scattered = [[roles[axis] == "scatter" for axis in dim] for dim in y]
         if all(dim == sorted(dim) for dim in scattered):  # what is scattered cuts the pieces that are there finer
@@ -171,7 +169,7 @@ def assert_computes(fn, join, group, strategy: Strategy, mesh, arrays) -> None:
         shard(whole, left, device, mesh)
     for finish in strategy.finishes:
         assert finish.kind in (ALL_REDUCE, REDUCE_SCATTER) and finish.made == 0
-        layout = left if finish.kind == REDUCE_SCATTER or group.contracts else unscattered
+        layout = left if finish.kind == REDUCE_SCATTER or group.sums_locally(strategy.axes) else unscattered
         assert finish.elements == shard(whole, layout, devices[0], mesh).size
 
 
@@ -204,6 +202,29 @@ FAULTS = {
 def test_a_wrong_strategy_is_caught(fault):
     with pytest.raises((AssertionError, ValueError)):
         run_all(*RUN["matmul"], PLANE, damage=FAULTS[fault])
+
+
+# Where a backend has no reduce_scatter over all devices.
+
+STAGES = [  # mesh, axes of each stage, devices of each, elements of 24 x 48 that each leaves
+    ({"x": 4, "y": 2}, [("y",), ("x",)], [2, 4], [576, 144]),
+    ({"x": 2, "y": 2, "z": 3}, [("y", "z"), ("x",)], [6, 2], [192, 96]),
+    ({"x": 8}, [("x",), ("x",)], [4, 2], [288, 144]),
+    ({"x": 3}, [("x",)], [3], [384]),
+]
+
+
+@pytest.mark.parametrize("mesh, axes, devices, elements", STAGES)
+def test_stages(mesh, axes, devices, elements):
+    (group,) = grouped(matmul, f32(24, 24), f32(24, 48))
+    for strategy in strategies_of(group, mesh, TPU):
+        scatters = [finish for finish in strategy.finishes if finish.kind == REDUCE_SCATTER]
+        if math.prod(finish.devices(mesh) for finish in scatters) < math.prod(mesh.values()):
+            assert len(scatters) <= 1
+            continue
+        assert [finish.axes for finish in scatters] == axes
+        assert [finish.devices(mesh) for finish in scatters] == devices
+        assert [finish.elements for finish in scatters] == elements
 
 
 # On meshes and groups of any kind.

@@ -11,7 +11,7 @@ from autoshard.program import Program
 from autoshard.propagation import rules_for
 from autoshard.solver import widths as module
 from autoshard.solver.groups import groups_of
-from autoshard.solver.widths import Widths, widths_of
+from autoshard.solver.widths import Widths, itemsize, widths_of
 
 X, W, V = f32(8, 4), f32(4, 6), f32(6, 4)
 
@@ -23,7 +23,11 @@ def rounded(program: Program, backend=TPU) -> dict[str, str]:
     names |= {output.id: equation.primitive for equation in program.equations for output in equation.outputs}
     found = {}
     for id, name in names.items():
-        said = [field for field in ("kept", "moved", "fused") if id in getattr(widths, field)]
+        value = program.values[id]
+        smaller = {"kept": widths.of(value), "moved": widths.moving(value), "fused": widths.stored(value)}
+        said = [word for word, size in smaller.items() if size < itemsize(value)]
+        if "kept" in said:  # and so also stored rounded
+            said.remove("fused")
         if said:
             assert name not in found, f"two values are called {name}"
             found[name] = " ".join(said)
@@ -83,6 +87,43 @@ def test_by_hand(case):
     assert rounded(traced(fn, *args)) == expected
 
 
+def normalized(x, w):
+    """A norm in float32 around values in bfloat16, between two products."""
+    wide = (x @ w).astype(jnp.float32)
+    return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True))).astype(jnp.bfloat16) @ w
+
+
+def gathered(x, w):
+    """A master weight, cast for its product."""
+    return x @ w.astype(jnp.bfloat16), w - 0.1
+
+
+HALF = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+CONVERTED = {  # function, arguments, backend, what moves in fewer bits
+    "widened after it is moved": (normalized, [HALF, HALF], GPU, {"convert_element_type": "moved"}),
+    "rounded before it is moved": (gathered, [HALF, f32(8, 8)], GPU, {"w": "moved"}),
+    "rounded before, on TPU": (gathered, [HALF, f32(8, 8)], TPU, {"w": "moved"}),
+    "neither, on CPU": (gathered, [HALF, f32(8, 8)], CPU, {}),
+    "integers": (lambda x: x.astype(jnp.float32) + 1, [jax.ShapeDtypeStruct((8,), np.int8)], GPU, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_what_a_program_converts(case):
+    fn, args, backend, expected = CONVERTED[case]
+    assert rounded(traced(fn, *args), backend) == expected
+
+
+def test_a_copy_for_some_readers():
+    """What a product and a sum read is moved rounded for the product alone."""
+    program = traced(lambda x, w: (lambda h: (h @ w, h.sum(0)))(jnp.sin(x)), X, W)
+    groups = groups_of(program, rules_for(program), TPU)
+    widths = widths_of(program, groups, TPU)
+    (sine,) = program.equations[0].outputs
+    product, total = (group for group in groups if any(use.value is sine for use in group.uses))
+    assert (widths.moving(sine, [product]), widths.moving(sine, [product, total]), widths.moving(sine)) == (2, 4, 4)
+
+
 @pytest.mark.parametrize("backend", [CPU, GPU])
 def test_others_round_nothing(backend):
     program = traced(forward, X, W, V)
@@ -93,10 +134,12 @@ def test_others_round_nothing(backend):
 def test_bytes_per_element():
     value = traced(forward, X, W, V).arguments[0]
     said = frozenset([value.id])
+    smaller = {value.id: 2}
     for widths, made, stored, moving in (
         (Widths(), 4, 4, 4),
-        (Widths(kept=said, moved=said), 2, 2, 2),
-        (Widths(moved=said), 4, 4, 2),
+        (Widths(kept=said, moved=smaller), 2, 2, 2),
+        (Widths(moved=smaller), 4, 4, 2),
+        (Widths(shared=smaller), 4, 4, 2),
         (Widths(fused=said), 4, 2, 4),  # summed over devices as it is made
     ):
         assert (widths.of(value), widths.stored(value), widths.moving(value)) == (made, stored, moving)
