@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import (
@@ -372,21 +373,24 @@ class _Emitter:
 def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
     """This device's slice of a sum, of which it has a part.
 
-    Scatters rows of a matrix with columns for all lanes of a TPU, which makes an all_reduce of others. A stage scatters
-    inside each of the slices that those after it make.
+    Scatters rows of a matrix with columns for all lanes of a TPU, and many rows: of others, TPU makes an all_reduce. A
+    stage scatters inside each of the slices that those after it make.
     """
-    whole = jnp.moveaxis(partial, scatter.dim, 0)
-    count, *others = whole.shape
-    widths = itertools.accumulate(reversed(others), operator.mul)
-    columns = next((width for width in widths if width >= _LANES), math.prod(others))
+    others = [dim for dim in range(partial.ndim) if dim != scatter.dim]
+    others.sort(key=lambda dim: partial.shape[dim] >= _LANES)
+    order = (scatter.dim, *others)
+    whole = partial.transpose(order)
+    count, *shape = whole.shape
+    widths = itertools.accumulate(reversed(shape), operator.mul)
+    columns = next((width for width in widths if width >= _LANES), math.prod(shape))
     sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in scatter.stages]
     for i, (axes, groups) in enumerate(scatter.stages):
         later = math.prod(sizes[i + 1 :])
         sliced = whole.reshape(later, sizes[i], -1).swapaxes(0, 1).reshape(-1, columns)
         sliced = jax.lax.psum_scatter(sliced, axes, axis_index_groups=groups, tiled=True)
         count //= sizes[i]
-        whole = sliced.reshape(count, *others)
-    mine = jnp.moveaxis(whole, 0, scatter.dim)
+        whole = sliced.reshape(count, *shape)
+    mine = whole.transpose(np.argsort(order))
     return jax.lax.psum(mine, scatter.others) if scatter.others else mine
 
 
