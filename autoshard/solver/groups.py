@@ -30,6 +30,7 @@ _EXPENSIVE = frozenset({
     "random_bits", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "threefry2x32",
 })  # fmt: skip
 
+_SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
 CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
 
@@ -183,6 +184,20 @@ def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
     return found
 
 
+def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
+    """What the readers of a value read instead of it, if XLA has each of them compute it again."""
+    found: dict[int, tuple[Value, ...]] = {}
+    for group in groups:
+        if group.repeated:
+            read = itertools.chain(*(found.get(use.value.id, (use.value,)) for use in group.uses))
+            made = {made.value.id: made.value for made in group.made}
+            if not group.fuses:  # a slice: its readers read as much as there is of it
+                found.update((id, (value,)) for id, value in made.items())
+            else:
+                found.update(dict.fromkeys(made, tuple({value.id: value for value in read}.values())))
+    return found
+
+
 def _new_group(index: int, equation: Equation, rule: Rule) -> Group:
     number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
     return Group(
@@ -318,7 +333,8 @@ def _is_folded(group: Group, users: list[Group]) -> bool:
 
 def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     """Whether XLA fuses an elementwise group, a view, or a slice that a loop takes, into every group that reads it."""
-    if not users or not (group.fuses or group.equations[0].primitive == "scan_slice"):
+    first = group.equations[0].primitive
+    if not users or not (group.fuses or first == "scan_slice" or (backend.takes_in and first in _SLICES)):
         return False
     if backend.takes_in:
         return all(user.stacks or user.fuses or user.equations[0].primitive in backend.takes_in for user in users)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +18,7 @@ from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value
-from autoshard.solver.groups import Group
+from autoshard.solver.groups import Group, Use
 from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
 from autoshard.solver.widths import Widths, itemsize
 
@@ -73,11 +75,13 @@ class Prices:
         widths: Widths | None = None,
         backend: Backend = CPU,
         weights: Collection[int] = (),
+        instead: Mapping[int, Sequence[Value]] | None = None,
     ):
         topology.check(mesh)
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
+        self.instead = instead or {}  # values that their readers make again -> what they read for it
         self._sizes: dict[tuple, int] = {}
         self._groups: dict[tuple, Priced] = {}
         self._tables: dict[tuple, np.ndarray] = {}
@@ -85,7 +89,7 @@ class Prices:
 
     def group(self, group: Group) -> Priced:
         """Every strategy of `group` with its seconds per step."""
-        key = _signature(group, self.widths)
+        key = self._signature(group)
         if key not in self._groups:
             strategies = tuple(strategies_of(group, self.mesh, self.backend))
             self._groups[key] = Priced(strategies, tuple(self._seconds(group, strategy) for strategy in strategies))
@@ -198,39 +202,66 @@ class Prices:
         work = [flops(e) / math.prod(pieces[factor] for factor in group.factors_of(e)) for e in group.equations]
         return compute_seconds(sum(work), self._bytes_moved(group, strategy), _dtype(group.equations), self.topology)
 
-    def _bytes_moved(self, group: Group, strategy: Strategy) -> int:
-        read = [self.local_bytes(use.value, want) for use, want in zip(group.uses, strategy.wants, strict=True)]
-        written = [self.local_bytes(made.value, left) for made, left in zip(group.made, strategy.leaves, strict=True)]
+    def _signature(self, group: Group) -> tuple:
+        """Equal for groups whose strategies and seconds are equal."""
+
+        def sizes(value: Value) -> tuple:
+            return value.shape, self.widths.of(value), self.widths.stored(value)
+
+        place = itertools.count()
+        places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
+        return (
+            tuple(
+                tuple((places[value.id], *sizes(value)) for value in self._read(use.value)) for use in group.uses
+            ),
+            tuple((sizes(use.value), use.dims) for use in group.uses),
+            tuple((sizes(made.value), made.dims) for made in group.made),
+            tuple(group.sizes.items()),
+            tuple(sorted(group.splittable)),
+            group.reduction,
+            tuple(group.given.items()),
+            tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
+            _dtype(group.equations),
+            group.trips,
+            group.late,
+            group.ends is not None,
+            group.summands,
+            group.hoisted,
+            group.repeated,
+        )
+
+    def _read(self, value: Value) -> Sequence[Value]:
+        """What is in memory of what a reader of `value` reads."""
+        return self.instead.get(value.id, (value,))
+
+    def _bytes_moved(self, group: Group, strategy: Strategy) -> float:
+        """To and from memory. What its readers make again they read themselves."""
+        if group.repeated:
+            return 0
+        written = sum(map(self.local_bytes, (made.value for made in group.made), strategy.leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
-            return 2 * sum(written)
+            return 2 * written
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]
-            inserted = [size for use, size in zip(group.uses, read, strict=True) if (use.equation, use.operand) == part]
-            return 2 * sum(inserted or written)
-        return sum(read) + sum(written)
+            pairs = zip(group.uses, strategy.wants, strict=True)
+            inserted = [self._read_bytes([(use, want)]) for use, want in pairs if (use.equation, use.operand) == part]
+            return 2 * (sum(inserted) or written)
+        return self._read_bytes(zip(group.uses, strategy.wants, strict=True)) + written
+
+    def _read_bytes(self, uses: Iterable[tuple[Use, Layout]]) -> float:
+        """Of everything once, however many operands are made of it."""
+        read: dict[int, float] = {}
+        for use, want in uses:
+            local = self.local_bytes(use.value, want)
+            whole = math.prod(use.value.shape) * self.widths.stored(use.value)
+            for value in self._read(use.value):
+                share = math.prod(value.shape) * self.widths.stored(value) / whole if whole else 0.0
+                read[value.id] = max(read.get(value.id, 0.0), local * share)
+        return sum(read.values())
 
 
 def _dtype(equations: Sequence[Equation]) -> str:
     """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
     operands = (*equations[0].inputs, *equations[0].outputs)
     return str(operands[0].dtype) if operands else "bool"  # an effect alone
-
-
-def _signature(group: Group, widths: Widths) -> tuple:
-    """Equal for groups whose strategies and seconds are equal."""
-    return (
-        tuple((use.value.shape, widths.stored(use.value), use.dims) for use in group.uses),
-        tuple((made.value.shape, widths.of(made.value), widths.stored(made.value), made.dims) for made in group.made),
-        tuple(group.sizes.items()),
-        tuple(sorted(group.splittable)),
-        group.reduction,
-        tuple(group.given.items()),
-        tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
-        _dtype(group.equations),
-        group.trips,
-        group.late,
-        group.ends is not None,
-        group.summands,
-        group.hoisted,
-    )

@@ -23,6 +23,8 @@ from autoshard.program import Equation, Program, Value
 from autoshard.solver.groups import CONTRACTIONS, Group
 
 _ROUNDED = 2  # bytes of a bfloat16
+# What is rounded ahead of these, if what they make of it is rounded.
+_PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
 
 
@@ -66,7 +68,8 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
     def rounds(group: Group) -> bool:
         if group.equations[0].primitive in CONTRACTIONS:
             return _at_default_precision(group.equations[0].params.get("precision"))
-        return group.only_moves and all(made.value.id in kept for made in group.made)
+        moves = group.only_moves or group.equations[0].primitive in _PASS_ON
+        return moves and all(made.value.id in kept for made in group.made)
 
     def read(group: Group, value: Value) -> int:
         """Bytes per element of what a group makes of a value first."""

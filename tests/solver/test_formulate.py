@@ -220,7 +220,7 @@ def test_costs_of_models(name):
 
 
 def test_free_reshardings_are_caught(monkeypatch):
-    def free(self, value, sources, targets, readers):
+    def free(self, value, sources, targets, readers=None):
         return np.zeros((len(sources), len(targets)))
 
     monkeypatch.setattr(Prices, "table", free)

@@ -26,8 +26,8 @@ INDICES = jax.ShapeDtypeStruct((10,), np.int32)
 LAUNCH, HALF = 1e-6, 1.2  # s; how much dearer than half an all_reduce
 
 
-def prices(mesh=LINE) -> Prices:
-    return Prices(mesh, TOPOLOGY)
+def prices(mesh=LINE, **options) -> Prices:
+    return Prices(mesh, TOPOLOGY, **options)
 
 
 def adam(m, g, w):
@@ -274,7 +274,7 @@ DIFFERENT = {  # pairs that differ in one thing only
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_groups_that_differ_do_not_share(case):
     f, xs, g, ys = DIFFERENT[case]
-    one, other = (module._signature(grouped(fn, *args)[0], Widths()) for fn, args in ((f, xs), (g, ys)))
+    one, other = (prices()._signature(grouped(fn, *args)[0]) for fn, args in ((f, xs), (g, ys)))
     assert one != other
 
 
@@ -282,7 +282,16 @@ def test_groups_that_differ_do_not_share(case):
 def test_groups_that_are_rounded_do_not_share(field):
     (group,) = grouped(jnp.matmul, *[f32(4, 4)] * 2)
     rounded = Widths(**{field: frozenset([group.made[0].value.id])})
-    assert module._signature(group, rounded) != module._signature(group, Widths())
+    assert prices(widths=rounded)._signature(group) != prices()._signature(group)
+
+
+def test_groups_whose_operands_are_made_again_do_not_share():
+    """A product of two operands, and of one that is twice the same."""
+    (group,) = grouped(jnp.matmul, *[f32(4, 4)] * 2)
+    left, right = (use.value for use in group.uses)
+    apart, alike = ({right.id: (value,)} for value in (right, left))
+    assert prices(instead=apart)._signature(group) == prices()._signature(group)
+    assert prices(instead=alike)._signature(group) != prices()._signature(group)
 
 
 # Wrong prices are caught.
