@@ -56,13 +56,20 @@ TPU = Backend(
 _BACKENDS = {backend.name: backend for backend in (CPU, GPU, TPU)}
 
 
-def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
+def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None, minor: tuple[int, ...] | None = None) -> int:
     """Elements that an array takes in memory, with those dims as the minor ones that pad least.
 
     Fewer rows than a tile has are padded to a power of two.
 
+    Args:
+        shape: of the array.
+        tile: rows and columns; None if nothing is padded.
+        minor: the dims among which the two minor ones are, if not any.
+
     >>> padded_size((257, 3), (8, 128)), padded_size((16, 16, 257, 257), (8, 128))
     (1536, 25264128)
+    >>> padded_size((8, 256, 256, 64), (8, 128), minor=(0, 3)) // 256**2  # images, 64 channels of 128 lanes
+    1024
     """
     size = math.prod(shape)
     if tile is None or not size:
@@ -72,7 +79,7 @@ def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None) -> int:
         return _padded(size, columns)
     return min(
         size // (row * column) * _padded(row, min(rows, 1 << (row - 1).bit_length())) * _padded(column, columns)
-        for row, column in itertools.permutations(shape, 2)
+        for row, column in itertools.permutations(shape if minor is None else [shape[dim] for dim in minor], 2)
     )
 
 

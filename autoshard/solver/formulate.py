@@ -26,7 +26,7 @@ from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
-from autoshard.solver.groups import Group, Use, groups_of, made_of_state, read_through
+from autoshard.solver.groups import Group, Use, groups_of, image_dims, made_of_state, read_through
 from autoshard.solver.memory import (
     HEAP,
     Holding,
@@ -171,7 +171,7 @@ def formulate(
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     groups = groups_of(program, rules, backend)
     widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
-    prices = Prices(mesh, topology, widths, backend, weights, read_through(groups))
+    prices = Prices(mesh, topology, widths, backend, weights, read_through(groups), image_dims(program))
     return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
 
 

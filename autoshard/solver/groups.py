@@ -184,6 +184,17 @@ def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
     return found
 
 
+def image_dims(program: Program) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Shapes of what convolutions read and make -> the batch and feature dims. Others of the shape are images too."""
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    for equation in program.equations:
+        if equation.primitive == "conv_general_dilated":
+            images, _, made = equation.params["dimension_numbers"]
+            found.setdefault(equation.inputs[0].shape, images[:2])
+            found.setdefault(equation.outputs[0].shape, made[:2])
+    return found
+
+
 def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
     """What the readers of a value read instead of it, if XLA has each of them compute it again."""
     found: dict[int, tuple[Value, ...]] = {}

@@ -76,12 +76,14 @@ class Prices:
         backend: Backend = CPU,
         weights: Collection[int] = (),
         instead: Mapping[int, Sequence[Value]] | None = None,
+        images: Mapping[tuple[int, ...], tuple[int, int]] | None = None,
     ):
         topology.check(mesh)
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.instead = instead or {}  # values that their readers make again -> what they read for it
+        self.images = images or {}  # shapes of values that convolutions deal with -> batch and feature dims
         self._sizes: dict[tuple, int] = {}
         self._groups: dict[tuple, Priced] = {}
         self._tables: dict[tuple, np.ndarray] = {}
@@ -140,10 +142,11 @@ class Prices:
         return self._local_size(value, layout) * self.widths.moving(value, readers)
 
     def _local_size(self, value: Value, layout: Layout) -> int:
-        shape = local_shape(value.shape, layout, self.mesh)
-        if shape not in self._sizes:
-            self._sizes[shape] = padded_size(shape, self.backend.tile)
-        return self._sizes[shape]
+        key = local_shape(value.shape, layout, self.mesh), self.images.get(value.shape)
+        if key not in self._sizes:
+            shape, minor = key
+            self._sizes[key] = padded_size(shape, self.backend.tile, minor)
+        return self._sizes[key]
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""

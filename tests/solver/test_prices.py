@@ -10,11 +10,12 @@ from oracles import TEXTBOOK
 from programs import f32, grouped, round_topology, traced
 
 from autoshard.errors import MeshError
+from autoshard.mesh.backends import GPU, TPU
 from autoshard.mesh.topology import Link, Topology
 from autoshard.program import Value
 from autoshard.propagation import rules_for
 from autoshard.solver import prices as module
-from autoshard.solver.groups import groups_of
+from autoshard.solver.groups import groups_of, image_dims, read_through
 from autoshard.solver.prices import Prices, itemsize
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.solver.widths import Widths
@@ -23,6 +24,7 @@ LINE = {"x": 4}
 TOPOLOGY = Topology({"x": Link(1e-3, 1e6)}, memory_bytes=1e9, memory_bandwidth=1e9, flops={"float32": 1e9, "int8": 4e9})
 INDEX = jax.ShapeDtypeStruct((), np.int32)
 INDICES = jax.ShapeDtypeStruct((10,), np.int32)
+NHWC = ("NHWC", "HWIO", "NHWC")
 LAUNCH, HALF = 1e-6, 1.2  # s; how much dearer than half an all_reduce
 
 
@@ -76,6 +78,46 @@ def test_compute_by_hand(case):
         if strategy.axes == split and all(finish.kind == ALL_REDUCE for finish in strategy.finishes)
     }
     assert [second * 1e9 for second in found] == pytest.approx([nanoseconds])
+
+
+def halves(x, w):
+    left, right = jnp.split(x @ w, 2, 1)
+    return jnp.sin(left), jnp.cos(right)
+
+
+def twice(x, y):
+    wave = jnp.sin(x) * y
+    return wave.sum(0), wave.sum(1), x
+
+
+FUSED = {  # on GPU: function, arguments, nanoseconds of memory traffic of all groups
+    # each of the two sums reads what sin(x) * y is made of; nobody writes that
+    "what readers make again": (twice, [f32(64, 32)] * 2, 4 * (2 * 2 * 64 * 32 + 32 + 64)),
+    # product: 8 x 4, 4 x 64 -> 8 x 64; each reader reads its half
+    "slices": (halves, [f32(8, 4), f32(4, 64)], 4 * (32 + 256 + 512 + 2 * (256 + 256))),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_what_is_fused_costs_its_readers(case):
+    fn, args, nanoseconds = FUSED[case]
+    program = traced(fn, *args)
+    groups = groups_of(program, rules_for(program), GPU)
+    asked = Prices(LINE, replace(TOPOLOGY, flops={"float32": 1e18}), backend=GPU, instead=read_through(groups))
+    assert sum(asked.group(group).seconds[0].compute for group in groups) * 1e9 == pytest.approx(nanoseconds)
+
+
+def test_images_are_padded_along_batch_and_features():
+    """8 images of 16 x 16 pixels with 64 features: to 128 features on TPU, though the 16 x 16 pixels would fit."""
+    program = traced(
+        lambda x, k: jax.nn.relu(jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC)),
+        f32(8, 128, 128, 3), f32(3, 3, 3, 64),
+    )  # fmt: skip
+    asked = Prices(LINE, TOPOLOGY, backend=TPU, images=image_dims(program))
+    whole = ((),) * 4
+    assert asked.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
+    assert asked.local_bytes(program.arguments[0], whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
+    assert asked.local_bytes(program.arguments[1], whole) == 4 * 3 * 3 * 4 * 128
 
 
 def test_each_dtype_has_its_rate():

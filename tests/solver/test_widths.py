@@ -76,7 +76,11 @@ TABLE = {  # function, arguments, what is rounded. Who keeps a value rounded als
         {"x": "moved", "k": "moved"},
     ),
     "slices that a loop takes": (
-        through_a_loop, [X, f32(3, 4, 4)], {"scan_slice": "kept moved", "scan_carry": "moved"},
+        through_a_loop, [X, f32(3, 4, 4)], {"ws": "moved", "scan_slice": "kept moved", "scan_carry": "moved"},
+    ),
+    "weights that are put together": (
+        lambda x, w, v: x @ jnp.concatenate([w, v], 1), [X, W, f32(4, 2)],
+        {"x": "moved", "w": "moved", "v": "moved", "concatenate": "kept moved"},
     ),
 }  # fmt: skip
 
