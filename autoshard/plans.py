@@ -414,7 +414,8 @@ class _Choice:
                     reduced_sums.add((group.summed, finish.axes))
                 reduced = group.equations[-1]
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
-                note(finish.kind, finish.axes, size, runs, reduced.source, f"partial sums of {reduced.primitive}")
+                what = "results" if group.picks else "sums"
+                note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
         for value, source, target, line, readers in self.reshardings():
             communication += self.prices.resharding(value, source, target, readers) * value.trips
             hidden += self.prices.hidden(value, source, target, readers) * value.trips

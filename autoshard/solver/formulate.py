@@ -45,7 +45,7 @@ from autoshard.solver.memory import (
 )
 from autoshard.solver.prices import Priced, Prices, Readers
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.strategies import ALL_REDUCE, Strategy
+from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver.widths import widths_of
 
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
@@ -437,7 +437,7 @@ class _Formulator:
     def _unfinished(self, group: Group, strategy: Strategy) -> int:
         """Bytes of the unreduced result, which stands beside the finished one while a collective finishes it."""
         sizes = self.prices.finish_bytes(group, strategy)
-        pieces = [1 if f.kind == ALL_REDUCE else f.devices(self.prices.mesh) for f in strategy.finishes]
+        pieces = [f.devices(self.prices.mesh) if f.kind == REDUCE_SCATTER else 1 for f in strategy.finishes]
         return max((size * count for size, count in zip(sizes, pieces, strict=True)), default=0)
 
     def _table(

@@ -106,6 +106,17 @@ class Group:
     def contracts(self) -> bool:
         return self.equations[0].primitive == "dot_general"
 
+    @property
+    def picks(self) -> int:
+        """How many arrays per result XLA gathers of a reduction that it cannot all_reduce; 0 if it can.
+
+        It folds several arrays at a time: values and their indices, say.
+        """
+        (first, *_) = self.equations
+        if first.primitive in ("argmax", "argmin"):
+            return 2
+        return int(first.primitive == "reduce" and len(first.outputs) > 1)
+
     def sums_locally(self, assignment: Mapping[int, tuple[str, ...]]) -> bool:
         """Whether the equation itself, on the shards of one device, makes what the device adds to its sum.
 

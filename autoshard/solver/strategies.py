@@ -19,7 +19,7 @@ from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims
 from autoshard.solver.groups import Group
 
-ALL_REDUCE, REDUCE_SCATTER = "all_reduce", "reduce_scatter"
+ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all_gather", "all_reduce", "reduce_scatter"
 
 
 IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group, member]
@@ -29,7 +29,7 @@ IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group,
 class Finish:
     """One collective that turns an unreduced result into a finished one."""
 
-    kind: str  # ALL_REDUCE or REDUCE_SCATTER
+    kind: str  # ALL_REDUCE, REDUCE_SCATTER, or ALL_GATHER of what all devices found, of which each picks
     axes: tuple[str, ...]
     made: int  # which of the group's results
     elements: int  # of the collective's result on one device
@@ -121,6 +121,12 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     elements = [
         math.prod(local_shape(made.value.shape, layout, mesh)) for made, layout in zip(group.made, leaves, strict=True)
     ]
+    if group.picks:
+        found = [i for i in range(len(group.made)) for _ in range(group.picks)]
+        yield leaves, tuple(
+            Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for _, axes in partial for i in found
+        )
+        return
     yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
     by_hand = group.sums_locally(assignment)
     if len(group.made) != 1 or not (by_hand or backend.reduce_scatters):

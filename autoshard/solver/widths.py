@@ -64,6 +64,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
     moved: dict[int, int] = {}
     reading: dict[tuple[int, int], int] = {}
     shared: dict[int, int] = {}
+    wanted: dict[int, int] = {}  # value -> the most that any of its readers reads
 
     def rounds(group: Group) -> bool:
         if group.equations[0].primitive in CONTRACTIONS:
@@ -78,12 +79,16 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
         readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
         if backend.rounds_first and readings and all(map(_converts, readings)):
             return max(equation.outputs[0].dtype.itemsize for equation in readings)
+        if backend.rounds_operands and group.equations[0].primitive in _PASS_ON:
+            return max((wanted.get(made.value.id, itemsize(value)) for made in group.made), default=itemsize(value))
         return itemsize(value)
 
     def note(value: Value) -> None:
         """What of a value's copies is smaller. Elementwise readers compute on the shards as they lie, and need none."""
         smaller = {group.index: size for group in readers[value.id] if (size := read(group, value)) < itemsize(value)}
         reading.update({(value.id, group): size for group, size in smaller.items()})
+        if len(smaller) == len({group.index for group in readers[value.id]}) and value.id not in results:
+            wanted[value.id] = max(smaller.values(), default=itemsize(value))
         if smaller and all(group.fuses or group.index in smaller for group in readers[value.id]):
             shared[value.id] = max(smaller.values())
 
@@ -95,7 +100,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
             rounded = backend.rounds_operands and str(made.value.dtype) == "float32" and made.value.id not in results
             if rounded and all(map(rounds, users)):
                 kept.add(made.value.id)
-                moved[made.value.id] = _ROUNDED
+                moved[made.value.id] = wanted[made.value.id] = _ROUNDED
                 continue
             note(made.value)
             maker = next(equation for equation in group.equations if made.value in equation.outputs)

@@ -24,12 +24,24 @@ def convolved(x, kernel):
     return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
+def smallest(x, y):
+    """The least of each row of x, and what stands in its place in y."""
+    infinite = jnp.float32(jnp.inf)
+    return jax.lax.reduce((x, y), (infinite, infinite), _less, (1,))[1]
+
+
+def _less(one, other):
+    return tuple(jnp.where(one[0] < other[0], *pair) for pair in zip(one, other, strict=True))
+
+
 PROGRAMS = {
     "matmul": (jnp.matmul, [f32(16, 32), f32(32, 64)]),
     "over two dims": (lambda x, w: jnp.tensordot(x, w, 2), [f32(16, 8, 32), f32(8, 32, 64)]),
     "convolution": (convolved, [f32(16, 8, 8, 16), f32(1, 1, 16, 32)]),
     "sum": (lambda x: x.sum((1, 2)), [f32(16, 8, 32)]),
     "sum of all but the last": (lambda x: x.sum((0, 1)), [f32(16, 8, 32)]),
+    "argmax": (lambda x: jnp.argmax(x, 1), [f32(16, 32)]),
+    "smallest of pairs": (smallest, [f32(16, 32), f32(16, 32)]),
     "batched": (lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((0,), (0,)))), [f32(4, 16, 8), f32(4, 16, 8)]),
 }
 MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x4": {"x": 2, "y": 4}, "2x2x2": {"x": 2, "y": 2, "z": 2}}
@@ -39,10 +51,10 @@ def run_as(strategy: Strategy, fn, group: Group, axes: dict[str, int]):
     """The function compiled as a plan with this strategy lowers it, and what it makes of random operands."""
     mesh, scatter = mesh_of(axes), Scatter.of(group, strategy)
     program = traced(fn, *(jax.ShapeDtypeStruct(use.value.shape, use.value.dtype) for use in group.uses))
-    (equation,), (left,) = program.equations, strategy.leaves
+    (equation,), left = program.equations, strategy.leaves[-1]
     annotations = Annotations(
         homes={value.id: want for value, want in zip(program.arguments, strategy.wants, strict=True)}
-        | {equation.outputs[0].id: left},
+        | {made.value.id: layout for made, layout in zip(group.made, strategy.leaves, strict=True)},
         copies={},
         wants={(equation.index, operand): want for operand, want in enumerate(strategy.wants)},
         scatters={} if scatter is None else {equation.index: scatter},
