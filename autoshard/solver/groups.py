@@ -359,7 +359,10 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     if not users or not (group.fuses or first == "scan_slice" or (backend.takes_in and first in _SLICES)):
         return False
     if backend.takes_in:
-        return all(user.stacks or user.fuses or user.equations[0].primitive in backend.takes_in for user in users)
+        # what is made of numbers alone is made inside a loop that uses it
+        alone = all(math.prod(use.value.shape) == 1 for use in group.uses)
+        takers = backend.takes_in | {"scan_const"} if alone else backend.takes_in
+        return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
     if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and user.contracts) for user in users):
         return False
     return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)
