@@ -103,6 +103,11 @@ class Group:
         return self.only_moves and all(math.prod(use.value.shape) == 1 for use in self.uses)
 
     @property
+    def repeats_a_number(self) -> bool:
+        counts = any(equation.primitive == "iota" for equation in self.equations)
+        return not counts and all(math.prod(use.value.shape) == 1 for use in self.uses)
+
+    @property
     def contracts(self) -> bool:
         return self.equations[0].primitive == "dot_general"
 
@@ -359,9 +364,8 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     if not users or not (group.fuses or first == "scan_slice" or (backend.takes_in and first in _SLICES)):
         return False
     if backend.takes_in:
-        # what is made of numbers alone is made inside a loop that uses it
-        alone = all(math.prod(use.value.shape) == 1 for use in group.uses)
-        takers = backend.takes_in | {"scan_const"} if alone else backend.takes_in
+        sunk = {"scan_const"} if backend.sinks_fills and group.repeats_a_number else set()
+        takers = backend.takes_in | sunk
         return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
     if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and user.contracts) for user in users):
         return False
