@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoshard.lower import Lowering
     from autoshard.report.verification import Verification
 
-_FORMAT = 1
+_FORMAT = 2
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
 
 

@@ -47,8 +47,8 @@ PROGRAMS = {
 MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x4": {"x": 2, "y": 4}, "2x2x2": {"x": 2, "y": 2, "z": 2}}
 
 
-def run_as(strategy: Strategy, fn, group: Group, axes: dict[str, int]):
-    """The function compiled as a plan with this strategy lowers it, and what it makes of random operands."""
+def lowered_as(strategy: Strategy, fn, group: Group, axes: dict[str, int]):
+    """The function as a plan with this strategy lowers it, the sharding of its result, and random operands."""
     mesh, scatter = mesh_of(axes), Scatter.of(group, strategy)
     program = traced(fn, *(jax.ShapeDtypeStruct(use.value.shape, use.value.dtype) for use in group.uses))
     (equation,), left = program.equations, strategy.leaves[-1]
@@ -64,8 +64,13 @@ def run_as(strategy: Strategy, fn, group: Group, axes: dict[str, int]):
         jax.device_put(np.random.default_rng(i).normal(size=value.shape).astype(np.float32), want)
         for i, (value, want) in enumerate(zip(program.arguments, wants, strict=True))
     ]
-    step = jax.jit(annotated(program, annotations, mesh), out_shardings=[NamedSharding(mesh, spec_of(left))])
-    compiled = step.lower(*operands).compile()
+    return annotated(program, annotations, mesh), NamedSharding(mesh, spec_of(left)), operands
+
+
+def run_as(strategy: Strategy, fn, group: Group, axes: dict[str, int]):
+    """The compiled function; it makes the right thing of random operands."""
+    step, left, operands = lowered_as(strategy, fn, group, axes)
+    compiled = jax.jit(step, out_shardings=[left]).lower(*operands).compile()
     (found,) = compiled(*operands)
     np.testing.assert_allclose(found, fn(*map(np.asarray, operands)), rtol=1e-4, atol=1e-4)
     return compiled
@@ -100,6 +105,21 @@ def test_scatters_in_stages(name, mesh):
     assert staged
     for strategy in staged:
         assert_finished(fn, group, strategy, MESHES[mesh])
+
+
+@pytest.mark.parametrize("backend", [CPU, TPU])
+def test_scatters_can_be_differentiated(backend):
+    fn, operands = PROGRAMS["over two dims"]
+    (group,) = grouped(fn, *operands)
+    strategies = strategies_of(group, MESHES["4x2"], backend)
+    found = [s for s in strategies if REDUCE_SCATTER in {finish.kind for finish in s.finishes}]
+    for strategy in found[:: len(found) // 6]:
+        step, _, arrays = lowered_as(strategy, fn, group, MESHES["4x2"])
+        weight = np.random.default_rng(9).normal(size=group.made[0].value.shape)
+        gradients = jax.jit(jax.grad(lambda *xs: (step(*xs)[0] * weight).sum(), (0, 1)))(*arrays)  # noqa: B023
+        expected = jax.grad(lambda *xs: (fn(*xs) * weight).sum(), (0, 1))(*map(np.asarray, arrays))  # noqa: B023
+        for one, other in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_strategy_that_xla_does_not_run_is_caught():
