@@ -381,12 +381,15 @@ def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
     order = (scatter.dim, *others)
     whole = partial.transpose(order)
     count, *shape = whole.shape
-    widths = itertools.accumulate(reversed(shape), operator.mul)
-    columns = next((width for width in widths if width >= _LANES), math.prod(shape))
     sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in scatter.stages]
+    if shape:
+        widths = itertools.accumulate(reversed(shape), operator.mul)
+        columns = [next((width for width in widths if width >= _LANES), math.prod(shape))]
+    else:
+        columns = [_LANES] if count % (_LANES * math.prod(sizes)) == 0 else []
     for i, (axes, groups) in enumerate(scatter.stages):
         later = math.prod(sizes[i + 1 :])
-        sliced = whole.reshape(later, sizes[i], -1).swapaxes(0, 1).reshape(-1, columns)
+        sliced = whole.reshape(later, sizes[i], -1).swapaxes(0, 1).reshape(-1, *columns)
         sliced = jax.lax.psum_scatter(sliced, axes, axis_index_groups=groups, tiled=True)
         count //= sizes[i]
         whole = sliced.reshape(count, *shape)

@@ -104,8 +104,10 @@ class Group:
 
     @property
     def repeats_a_number(self) -> bool:
-        counts = any(equation.primitive == "iota" for equation in self.equations)
-        return not counts and all(math.prod(use.value.shape) == 1 for use in self.uses)
+        """Whether all elements of what it makes are one number."""
+        wide = [e.primitive for e in self.equations if any(math.prod(made.shape) > 1 for made in e.outputs)]
+        repeats = all(primitive in MOVES and primitive != "iota" for primitive in wide)
+        return repeats and all(math.prod(use.value.shape) == 1 for use in self.uses)
 
     @property
     def contracts(self) -> bool:

@@ -346,6 +346,28 @@ DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more 
 ]
 
 
+@pytest.mark.parametrize(
+    "make, sunk",
+    [
+        (lambda: jnp.full(SQUARE.shape, 3.0), True),
+        (lambda: jnp.arange(16.0).reshape(SQUARE.shape), False),
+        (lambda: jax.random.normal(jax.random.key(0), SQUARE.shape), False),
+    ],
+)
+def test_numbers_that_a_loop_repeats(make, sunk):
+    """What is made before a loop and used inside it."""
+
+    def fn(x):
+        outside = make()
+        return jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, outside), None), x, None, length=3)[0]
+
+    for backend in (GPU, TPU):
+        groups = groups_for(backend, fn, SQUARE)
+        (const,) = (g for g in groups if g.equations[0].primitive == "scan_const" and g.made[0].value.shape)
+        maker = next(g for g in groups if any(one.value is const.uses[0].value for one in g.made))
+        assert maker.repeated == (sunk and backend is TPU)
+
+
 @pytest.mark.parametrize("fn, takers", DONE_AGAIN)
 def test_elementwise_work_that_readers_take_in(fn, takers):
     for backend in (CPU, GPU, TPU):

@@ -327,6 +327,15 @@ def test_groups_that_are_rounded_do_not_share(field):
     assert prices(widths=rounded)._signature(group) != prices()._signature(group)
 
 
+def test_groups_whose_operands_lie_otherwise_do_not_share():
+    """A product of a matrix and one that is read the other way round."""
+    one, other = (
+        grouped(lambda x, w, dim=dim: jax.lax.dot_general(x, w, (((1,), (dim,)), ((), ()))), *[f32(4, 4)] * 2)[0]
+        for dim in (0, 1)
+    )
+    assert prices()._signature(one) != prices()._signature(other)
+
+
 def test_groups_whose_operands_are_made_again_do_not_share():
     """A product of two operands, and of one that is twice the same."""
     (group,) = grouped(jnp.matmul, *[f32(4, 4)] * 2)

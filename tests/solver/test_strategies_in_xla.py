@@ -40,6 +40,7 @@ PROGRAMS = {
     "convolution": (convolved, [f32(16, 8, 8, 16), f32(1, 1, 16, 32)]),
     "sum": (lambda x: x.sum((1, 2)), [f32(16, 8, 32)]),
     "sum of all but the last": (lambda x: x.sum((0, 1)), [f32(16, 8, 32)]),
+    "a long vector": (lambda x: x.sum(0), [f32(16, 2048)]),
     "argmax": (lambda x: jnp.argmax(x, 1), [f32(16, 32)]),
     "smallest of pairs": (smallest, [f32(16, 32), f32(16, 32)]),
     "batched": (lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((0,), (0,)))), [f32(4, 16, 8), f32(4, 16, 8)]),
@@ -95,7 +96,7 @@ def test_strategies_finish_as_they_say(name, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["matmul", "batched"])
+@pytest.mark.parametrize("name", ["matmul", "batched", "a long vector"])
 def test_scatters_in_stages(name, mesh):
     """As for TPU, which has none over all devices."""
     fn, operands = PROGRAMS[name]
