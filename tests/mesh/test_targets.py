@@ -146,6 +146,36 @@ def test_a_plan_for_a_machine_that_is_not_there(machine):
     assert gathered and gathered <= {"weights/down", "weights/up"}  # GPU gathers both at once
 
 
+def heads_step(weights, x):
+    """Gradients of [512, 16, 64], which lie split along each of their dims, and of [512, 2048]."""
+    def loss(weights):
+        heads = sum(jnp.einsum("bm,mhd->bhd", x, w) for w in weights["heads"])
+        return jnp.sum(jnp.tanh(heads.reshape(len(x), -1) @ weights["out"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(jnp.subtract, weights, gradients), value
+
+
+@pytest.mark.parametrize("axes", [{"x": 4, "y": 4}, {"x": 16}])
+def test_tpu_reduce_scatters_what_a_plan_does(axes):
+    """Whatever dim is scattered, over all devices of a mesh of two axes and of one; XLA's own are all_reduces."""
+    needs("v5e:4x4")
+    every = tuple(axes)
+    weights = {"heads": [f32(512, 16, 64)] * 3, "out": f32(1024, 2048)}
+    specs = {"heads": [P(every), P(None, every), P(None, None, every)], "out": P(None, every)}
+    plan = autoshard.evaluate(
+        heads_step, weights, f32(8192, 512), mesh=AbstractMesh(tuple(axes.values()), every), topology="v5e:4x4",
+        in_shardings=(specs, P(every)), donate_argnums=0,
+    )  # fmt: skip
+    found = plan.verify(target="v5e:4x4")
+    scattered = {one: bytes for one, bytes in found.actual.items() if one[0] == "reduce_scatter"}
+    expected = {one: bytes for one, bytes in found.predicted.items() if one[0] == "reduce_scatter"}
+    assert expected and scattered.keys() == expected.keys(), str(found)
+    for one, bytes in expected.items():
+        assert scattered[one] == pytest.approx(bytes, rel=0.1)
+    assert sum(bytes for one, bytes in found.actual.items() if one[0] == "all_reduce") < 1e4, str(found)
+
+
 @pytest.mark.parametrize("machine", COMPILED)
 def test_a_jitted_function_for_a_machine_that_is_not_there(machine):
     needs(machine)
