@@ -207,14 +207,17 @@ class _Emitter:
 
     def kernel(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
         """Runs a kernel whole on every device: compilers refuse to split one, and have to be told so."""
-        whole = jax.shard_map(
-            lambda *shards: run(eqn, shards),
-            mesh=self.mesh,
-            in_specs=(PartitionSpec(),) * len(arrays),
-            out_specs=[PartitionSpec()] * len(eqn.outvars),
-            check_vma=False,
+        whole = PartitionSpec()
+        return self.on_shards(
+            lambda *shards: run(eqn, shards), arrays, [whole] * len(arrays), [whole] * len(eqn.outvars)
         )
-        return whole(*arrays)
+
+    def on_shards(self, function: Callable, arrays: Sequence[Any], in_specs: Sequence, out_specs: Any) -> Any:
+        """What every device makes of its shards, which the partitioner does not look into."""
+        by_hand = jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+        )
+        return by_hand(*arrays)
 
     def reduce_scattered(self, eqn: JaxprEqn, equation: Equation, operands: Sequence[_Held], arrays: list) -> Any:
         """An equation that sums, on every device's shards, and its partial sums reduced.
@@ -228,14 +231,8 @@ class _Emitter:
             return _reduce_scatter(partial, scatter)
 
         wants = [self.annotations.wants.get((equation.index, i), held.layout) for i, held in enumerate(operands)]
-        by_hand = jax.shard_map(
-            on_one_device,
-            mesh=self.mesh,
-            in_specs=tuple(spec_of(want or ()) for want in wants),
-            out_specs=spec_of(self.annotations.homes[equation.outputs[0].id]),
-            check_vma=False,
-        )
-        return by_hand(*arrays)
+        home = self.annotations.homes[equation.outputs[0].id]
+        return self.on_shards(on_one_device, arrays, [spec_of(want or ()) for want in wants], spec_of(home))
 
     def custom(self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[_Held], path: tuple) -> list[_Held]:
         """Runs the annotated body; differentiates by the rule the user gave."""

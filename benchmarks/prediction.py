@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from scipy.stats import spearmanr
 
 jax.config.update("jax_platforms", "cpu")  # compilers for what is not there need JAX to look for nothing else
 jax.config.update("jax_num_cpu_devices", 8)
@@ -262,8 +263,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
     """Spearman's rank correlation."""
-    ranks = np.argsort(np.argsort(np.array(pairs), axis=0), axis=0)
-    return float(np.corrcoef(ranks.T)[0, 1])
+    return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
 
 def page(rows: Sequence[Row]) -> str:

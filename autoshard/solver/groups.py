@@ -33,7 +33,6 @@ _EXPENSIVE = frozenset({
 _SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
 CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
-
 _SUMS = frozenset({"dot_general", "reduce_sum"})
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
@@ -100,14 +99,19 @@ class Group:
     @property
     def fills(self) -> bool:
         """Whether it repeats a number or counts: XLA makes it as it is wanted, wherever it is wanted."""
-        return self.only_moves and all(math.prod(use.value.shape) == 1 for use in self.uses)
+        return self.only_moves and self.reads_numbers
 
     @property
     def repeats_a_number(self) -> bool:
         """Whether all elements of what it makes are one number."""
         wide = [e.primitive for e in self.equations if any(math.prod(made.shape) > 1 for made in e.outputs)]
         repeats = all(primitive in MOVES and primitive != "iota" for primitive in wide)
-        return repeats and all(math.prod(use.value.shape) == 1 for use in self.uses)
+        return repeats and self.reads_numbers
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether it reads no array of several elements."""
+        return all(math.prod(use.value.shape) == 1 for use in self.uses)
 
     @property
     def contracts(self) -> bool:

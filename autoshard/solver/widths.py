@@ -55,6 +55,8 @@ class Widths:
 
 def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Widths:
     """What `backend` rounds, and what it moves before it widens it."""
+    if not (backend.rounds_operands or backend.rounds_first or backend.widens_last):
+        return Widths()
     readers: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
         for use in group.uses:
@@ -85,10 +87,11 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
 
     def note(value: Value) -> None:
         """What of a value's copies is smaller. Elementwise readers compute on the shards as they lie, and need none."""
-        smaller = {group.index: size for group in readers[value.id] if (size := read(group, value)) < itemsize(value)}
+        sizes = {group.index: read(group, value) for group in readers[value.id]}
+        smaller = {group: size for group, size in sizes.items() if size < itemsize(value)}
         reading.update({(value.id, group): size for group, size in smaller.items()})
-        if len(smaller) == len({group.index for group in readers[value.id]}) and value.id not in results:
-            wanted[value.id] = max(smaller.values(), default=itemsize(value))
+        if sizes and value.id not in results:
+            wanted[value.id] = max(sizes.values())
         if smaller and all(group.fuses or group.index in smaller for group in readers[value.id]):
             shared[value.id] = max(smaller.values())
 
