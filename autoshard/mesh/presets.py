@@ -114,8 +114,8 @@ CHIPS: Mapping[str, Chip] = {
     # under shard_map with 1 KiB to 16 MiB on a device (psum 143 us to 16 ms, all_gather 132 us to 9.8 ms, all_to_all
     # 155 us to 17 ms), 8 chained matmuls of 512 x 512 (2.3e10 float32 FLOP/s on each of the 8) and v + 1 over 16 MiB;
     # memory is an eighth of a 32 GiB host. The latency is no measurement of a collective alone, which takes a tenth of
-    # it, but a round figure for one in the midst of a step, where devices that share cores wait for each other: it
-    # orders the CPU steps of `benchmarks/prediction.py` better. Orders of magnitude: enough to plan tests and demos by.
+    # it, but a round figure for one in the midst of a step, where devices that share cores wait for each other.
+    # Orders of magnitude: enough to plan tests and demos by.
     "cpu": Chip(
         kinds=("cpu",),
         memory_bytes=4 * _GIB,
