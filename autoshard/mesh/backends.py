@@ -30,7 +30,7 @@ class Backend:
     widens_last: bool = False  # what is converted to a larger type before it is moved, after that
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     relays_state: bool = False  # a weight whose gradient comes out transposed is copied into that order to be updated
-    sinks_fills: bool = False  # a number that is repeated is repeated inside the loop that uses it
+    sinks_broadcasts: bool = False  # what repeats something smaller does so inside the loop that uses it
     takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
 
 
@@ -52,7 +52,7 @@ TPU = Backend(
     rounds_operands=True,
     rounds_first=True,
     relays_state=True,
-    sinks_fills=True,
+    sinks_broadcasts=True,
     takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
 )
 _BACKENDS = {backend.name: backend for backend in (CPU, GPU, TPU)}

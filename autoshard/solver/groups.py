@@ -32,11 +32,17 @@ _EXPENSIVE = frozenset({
 
 _SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
-CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
-_SUMS = frozenset({"dot_general", "reduce_sum"})
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
-_NEVER_FUSED = frozenset({"dot_general", "conv_general_dilated", "gather", "optimization_barrier"})
+_NEVER_FUSED = frozenset({"gather", "optimization_barrier"})
+
+
+def contracts(equation: Equation) -> bool:
+    """Whether it is a matrix product or a convolution. Of products that nothing sums XLA makes elementwise ones."""
+    if equation.primitive != "dot_general":
+        return equation.primitive == "conv_general_dilated"
+    (summed, _), _ = equation.params["dimension_numbers"]
+    return any(equation.inputs[0].shape[dim] > 1 for dim in summed)
 
 
 @dataclass(frozen=True)
@@ -102,11 +108,12 @@ class Group:
         return self.only_moves and self.reads_numbers
 
     @property
-    def repeats_a_number(self) -> bool:
-        """Whether all elements of what it makes are one number."""
-        wide = [e.primitive for e in self.equations if any(math.prod(made.shape) > 1 for made in e.outputs)]
-        repeats = all(primitive in MOVES and primitive != "iota" for primitive in wide)
-        return repeats and self.reads_numbers
+    def broadcasts(self) -> bool:
+        """Whether what it makes repeats something smaller."""
+        size = math.prod(self.made[0].value.shape)
+        widest = {e.primitive for e in self.equations if any(math.prod(made.shape) == size for made in e.outputs)}
+        smaller = all(math.prod(use.value.shape) < size for use in self.uses)
+        return smaller and widest <= MOVES - {"iota"}
 
     @property
     def reads_numbers(self) -> bool:
@@ -115,7 +122,8 @@ class Group:
 
     @property
     def contracts(self) -> bool:
-        return self.equations[0].primitive == "dot_general"
+        """Whether it is a matrix product or a convolution."""
+        return contracts(self.equations[0])
 
     @property
     def picks(self) -> int:
@@ -136,7 +144,7 @@ class Group:
         """
         (first, *_) = self.equations
         if first.primitive != "conv_general_dilated":
-            return first.primitive in _SUMS
+            return first.primitive == "reduce_sum" or contracts(first)
         numbers, grouped = first.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
         pixels = itertools.chain(*(self.operands[first.index][0][dim] for dim in numbers.lhs_spec[2:]))
         taps = itertools.chain(*(self.operands[first.index][1][dim] for dim in numbers.rhs_spec[2:]))
@@ -252,7 +260,7 @@ def _renamed(dims: Dims, number: dict[str, int]) -> Dims:
 
 def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     """Whether every factor of more than one element runs through to the results, whole or split alike."""
-    if equation.primitive in _BOUNDARIES or equation.primitive in _NEVER_FUSED:
+    if equation.primitive in _BOUNDARIES | _NEVER_FUSED or contracts(equation):
         return False
     if any(rule.sizes[factor] > 1 for factor in rule.reduction):
         return False
@@ -319,17 +327,18 @@ def _note_summands(program: Program, read_once: set[int], home) -> None:
     """Sets `Group.summed` and `summands` of products that are added up with others and read by nobody else."""
     summed: dict[int, list[Group]] = {}  # value -> the products that it is the sum of
     for equation in program.equations:
-        if equation.primitive not in ("dot_general", "add", "add_any"):
+        product = equation.primitive == "dot_general" and contracts(equation)
+        if not product and equation.primitive not in ("add", "add_any"):
             continue
         (made,) = equation.outputs
         products = [home[equation.index]]
-        if equation.primitive != "dot_general":
+        if not product:
             parts = [summed.get(x.id) if isinstance(x, Value) else None for x in equation.inputs]
             if not all(parts):
                 continue
             products = list(itertools.chain(*parts))
-            for product in products:
-                product.summed, product.summands = made.id, len(products)
+            for one in products:
+                one.summed, one.summands = made.id, len(products)
         if made.id in read_once:
             summed[made.id] = products
 
@@ -370,12 +379,38 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     if not users or not (group.fuses or first == "scan_slice" or (backend.takes_in and first in _SLICES)):
         return False
     if backend.takes_in:
-        sunk = {"scan_const"} if backend.sinks_fills and group.repeats_a_number else set()
+        if _is_normalised(group, users):
+            return False
+        sunk = {"scan_const"} if backend.sinks_broadcasts and group.broadcasts else set()
         takers = backend.takes_in | sunk
         return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
-    if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and user.contracts) for user in users):
+    if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and _reads_views(user)) for user in users):
         return False
-    return len(set(map(id, users))) == 1 or not any(e.primitive in _EXPENSIVE for e in group.equations)
+    return len(set(map(id, users))) == 1 or not any(_is_dear(equation) for equation in group.equations)
+
+
+def _reads_views(user: Group) -> bool:
+    return user.contracts and user.equations[0].primitive == "dot_general"
+
+
+def _is_dear(equation: Equation) -> bool:
+    """Whether XLA does not compute it twice to save a buffer. By a constant it multiplies rather than divides."""
+    if equation.primitive == "div" and not isinstance(equation.inputs[1], Value):
+        return False
+    return equation.primitive in _EXPENSIVE
+
+
+def _is_normalised(group: Group, users: list[Group]) -> bool:
+    """Whether it is dear, and read by what sums it up and by what divides it by the sum: a softmax."""
+    if not any(_is_dear(equation) for equation in group.equations):
+        return False
+    wide = math.prod(group.made[0].value.shape)
+    divided = [
+        any(e.primitive == "div" and math.prod(e.outputs[0].shape) == wide for e in user.equations)
+        for user in users
+        if user.fuses
+    ]
+    return bool(divided) and all(divided) and any(user.reduction and not user.contracts for user in users)
 
 
 def _connect(group: Group, readers, home, needed_outside: set[int]) -> None:

@@ -20,7 +20,7 @@ from jax.lax import Precision
 
 from autoshard.mesh.backends import Backend
 from autoshard.program import Equation, Program, Value
-from autoshard.solver.groups import CONTRACTIONS, Group
+from autoshard.solver.groups import Group
 
 _ROUNDED = 2  # bytes of a bfloat16
 # What is rounded ahead of these, if what they make of it is rounded.
@@ -69,7 +69,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
     wanted: dict[int, int] = {}  # value -> the most that any of its readers reads
 
     def rounds(group: Group) -> bool:
-        if group.equations[0].primitive in CONTRACTIONS:
+        if group.contracts:
             return _at_default_precision(group.equations[0].params.get("precision"))
         moves = group.only_moves or group.equations[0].primitive in _PASS_ON
         return moves and all(made.value.id in kept for made in group.made)
@@ -115,7 +115,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
         group.made[0].value.id
         for group in groups
         if backend.rounds_operands
-        and group.equations[0].primitive in CONTRACTIONS
+        and group.contracts
         and group.made[0].value.id not in results
         and _goes_on(group, readers[group.made[0].value.id], kept)
     }
