@@ -91,6 +91,7 @@ class Change:
     counts_wanted: bool  # whether it counts the resharded copy
     fused: bool  # whether elementwise readers take their slices themselves
     readers: Readers  # of the resharded copy
+    made: int | None = None  # the point that makes it, if it is not stored until it is used
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,17 +125,20 @@ class Formulation:
         """What resharded values hold beside what is counted anyway.
 
         At first the value as it was left, and for an all_to_all the pieces it is cut into; then the resharded copy. A
-        slice that is taken on the way costs nothing, but the value as it was left has to stay.
+        slice that is taken on the way costs nothing, but the value as it was left has to stay. What is not stored XLA
+        reshards as soon as it is made, unless that makes it larger.
         """
         for change in self.changes:
             left, wanted = (layouts[choice[node]] for node, layouts in (change.left, change.wanted))
             if left == wanted:
                 continue
-            start, end = change.used
+            start, end = self._span_of_copy(change, left, choice)
             kinds = [step.kind for step in self.prices.steps(change.value, left, wanted, change.readers)]
             before = self.prices.local_bytes(change.value, left)
             after = self.prices.copy_bytes(change.value, wanted, change.readers)
             if kinds:
+                if change.made is not None and after <= before:
+                    start = min(start, change.made)
                 copies = (not change.counts_left) + ("all_to_all" in kinds)
                 transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
                 yield (start, start + 1), copies * before + transposed * after
@@ -142,6 +146,15 @@ class Formulation:
                     yield (start, end), after
             elif change.fused:
                 yield (start, end), before - after
+
+    def _span_of_copy(self, change: Change, left: Layout, choice: Sequence[int]) -> Span:
+        """From the first use of a value to past the last of what is resharded: who wants it as it is left reads that."""
+        shared = self.shared.get(change.value.id)
+        if change.counts_wanted or shared is None or change.wanted[0] != shared.node:
+            return change.used
+        readers = [reader for reader in self.readers[change.value.id] if reader.wants[choice[reader.node]] != left]
+        ends = [use_span(reader.group, reader.use)[1] for reader in readers if reader.use]
+        return change.used[0], max(ends, default=change.used[1])
 
     def group_node(self, group: Group) -> int:
         return len(self.arguments) + group.index
@@ -351,7 +364,7 @@ class _Formulator:
             self.lives.append(Live(node, 0, len(self.program.equations), left))
         if not readers:
             return
-        holder, wants = self._connect_readers(readers, value)
+        holder, wants = self._connect_readers(readers, value, group.point if group.repeated else None)
         alone = _copied_for(readers[0]) if len(readers) == 1 else None
         table = self._table(value, leaves, wants, alone)
         if group.is_view:  # what it views can as well be resharded, and is counted
@@ -375,10 +388,15 @@ class _Formulator:
         again = self.prices.all_reduce(axes, value.bytes) * (group.trips - group.hoisted)
         return np.array([[0.0 if left == want else again for want in wants] for left in leaves])
 
-    def _connect_readers(self, readers: Sequence[Reader], value: Value) -> tuple[int, tuple[Layout, ...]]:
+    def _connect_readers(
+        self, readers: Sequence[Reader], value: Value, made: int | None = None
+    ) -> tuple[int, tuple[Layout, ...]]:
         """The node that decides in which layout the readers of a value see it, and that layout per option.
 
         Several readers get a node between them and the value; a single one decides for itself.
+
+        Args:
+            made: the point that makes the value, if it is not stored until it is used.
         """
         if len(readers) == 1:
             return readers[0].node, readers[0].wants
@@ -398,10 +416,8 @@ class _Formulator:
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
                 hop = (holder, wants), (reader.node, reader.wants)
-                change = Change(
-                    value, used, *hop, counts_left=True, counts_wanted=False, fused=False, readers=copied_for
-                )
-                self.changes.append(change)
+                flags = {"counts_left": True, "counts_wanted": False, "fused": False}
+                self.changes.append(Change(value, used, *hop, **flags, readers=copied_for, made=made))
         return holder, wants
 
     def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:
