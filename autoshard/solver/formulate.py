@@ -148,7 +148,7 @@ class Formulation:
                 yield (start, end), before - after
 
     def _span_of_copy(self, change: Change, left: Layout, choice: Sequence[int]) -> Span:
-        """From the first use of a value to past the last of what is resharded: who wants it as it is left reads that."""
+        """From the first use of a value to past the last of what is resharded: who wants it as left reads that."""
         shared = self.shared.get(change.value.id)
         if change.counts_wanted or shared is None or change.wanted[0] != shared.node:
             return change.used

@@ -37,12 +37,17 @@ _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack",
 _NEVER_FUSED = frozenset({"gather", "optimization_barrier"})
 
 
-def contracts(equation: Equation) -> bool:
-    """Whether it is a matrix product or a convolution. Of products that nothing sums XLA makes elementwise ones."""
+def is_matrix_product(equation: Equation) -> bool:
+    """Whether it sums products. Of a `dot_general` that sums none XLA makes an elementwise product."""
     if equation.primitive != "dot_general":
-        return equation.primitive == "conv_general_dilated"
+        return False
     (summed, _), _ = equation.params["dimension_numbers"]
     return any(equation.inputs[0].shape[dim] > 1 for dim in summed)
+
+
+def contracts(equation: Equation) -> bool:
+    """Whether it is a matrix product or a convolution."""
+    return equation.primitive == "conv_general_dilated" or is_matrix_product(equation)
 
 
 @dataclass(frozen=True)
@@ -327,7 +332,7 @@ def _note_summands(program: Program, read_once: set[int], home) -> None:
     """Sets `Group.summed` and `summands` of products that are added up with others and read by nobody else."""
     summed: dict[int, list[Group]] = {}  # value -> the products that it is the sum of
     for equation in program.equations:
-        product = equation.primitive == "dot_general" and contracts(equation)
+        product = is_matrix_product(equation)
         if not product and equation.primitive not in ("add", "add_any"):
             continue
         (made,) = equation.outputs
@@ -384,13 +389,14 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
         sunk = {"scan_const"} if backend.sinks_broadcasts and group.broadcasts else set()
         takers = backend.takes_in | sunk
         return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
-    if not all(user.stacks or (user.fuses and not user.folded) or (group.is_view and _reads_views(user)) for user in users):
+
+    def takes(user: Group) -> bool:
+        reads_views = group.is_view and is_matrix_product(user.equations[0])
+        return user.stacks or (user.fuses and not user.folded) or reads_views
+
+    if not all(map(takes, users)):
         return False
     return len(set(map(id, users))) == 1 or not any(_is_dear(equation) for equation in group.equations)
-
-
-def _reads_views(user: Group) -> bool:
-    return user.contracts and user.equations[0].primitive == "dot_general"
 
 
 def _is_dear(equation: Equation) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.program import Equation, Program, Value
-from autoshard.solver.groups import Group, Use, contracts
+from autoshard.solver.groups import Group, Use, is_matrix_product
 
 # Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/predictions.py` prints.
 HEAP = 1.05
@@ -95,7 +95,7 @@ def transposes(use: Use) -> bool:
     """Whether XLA's CPU backend makes a transposed copy of this operand; it reads matrices either way round."""
     if is_kernel_gradient(use.equation):
         return use.operand == 0
-    if not contracts(use.equation) or len(use.value.shape) <= 2:
+    if not is_matrix_product(use.equation) or len(use.value.shape) <= 2:
         return False
     contracted, batched = (sides[use.operand] for sides in use.equation.params["dimension_numbers"])
     kept = [dim for dim in range(len(use.value.shape)) if dim not in (*contracted, *batched)]

@@ -12,7 +12,7 @@ from programs import f32, formulated, model_program, random_choices, round_topol
 
 from autoshard.errors import ConflictError
 from autoshard.layout import layouts_of
-from autoshard.mesh.backends import CPU
+from autoshard.mesh.backends import CPU, TPU
 from autoshard.plans import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import formulate as module
@@ -20,6 +20,7 @@ from autoshard.solver import solve
 from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.formulate import Change, Formulation, formulate
 from autoshard.solver.prices import Prices
+from autoshard.solver.problem import Live
 from autoshard.solver.verify import verify
 
 LINE, PLANE = {"x": 2}, {"x": 4, "y": 2}
@@ -156,6 +157,51 @@ def test_a_gather_of_an_inner_dim_is_transposed():
     # beside the gathered copy: the half that was gathered, and once the whole with its dims the other way round
     assert formulation.peak_bytes([0, 0]) == int(HEAP * 4 * (96 + 192))
     assert formulation.peak_bytes([1, 0]) == int(HEAP * 4 * 96)
+
+
+@pytest.mark.parametrize("source, made, together", [
+    ((("x",), ()), None, False),
+    ((("x",), ()), 1, True),  # not stored until it is used, and resharded as soon as it is made
+    (((), ("x",)), 1, True),
+    ((("x",), ()), 5, False),
+])
+def test_what_is_not_stored_is_resharded_when_it_is_made(source, made, together):
+    formulation = formulated(lambda x: jnp.sin(jnp.cos(x)), f32(8, 6), mesh=LINE, topology=TOPOLOGY)
+    target = source[::-1]
+    hop = (0, [source]), (1, [target])
+    flags = {"counts_left": True, "counts_wanted": False, "fused": False, "readers": None}
+    change = Change(formulation.program.results[0], (3, 4), *hop, **flags, made=made)
+    other = Live(0, 2, 3, np.array([1000]))
+    formulation = replace(formulation, changes=[change], lives=[other])
+    program = formulation.program
+    formulation = replace(formulation, program=replace(program, equations=program.equations * 3))
+    shard = HEAP * 4 * 48 / 2
+    assert formulation.peak_bytes([0, 0]) == int(1000 + shard * together)
+
+
+@pytest.mark.parametrize("last_wants_rows", [True, False])
+def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
+    """Of a sine that lies by rows and is done again in its readers, the gathered copy goes with the last to want it."""
+    def fn(x, w, v):
+        sine = jnp.sin(x)
+        return sine @ w, sine @ v
+
+    formulation = formulated(fn, X, W, W, mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    rows, whole = (("x",), ()), ((), ())
+    sine = formulation.groups[0].made[0].value
+    shared, (first, last) = formulation.shared[sine.id], formulation.readers[sine.id]
+    choice = [*zeros(formulation), 0]
+    choice[shared.node] = shared.layouts.index(whole)
+    choice[first.node] = first.wants.index(whole)
+    choice[last.node] = last.wants.index(rows if last_wants_rows else whole)
+    hop = (len(choice) - 1, [rows]), (shared.node, shared.layouts)
+    end = last.group.point
+    flags = {"counts_left": False, "counts_wanted": False, "fused": False, "readers": None}
+    change = Change(sine, (0, end + 1), *hop, **flags)
+    other = Live(0, end, end + 1, np.full(99, 10**6))
+    formulation = replace(formulation, changes=[change], lives=[other])
+    copy = HEAP * formulation.prices.copy_bytes(sine, whole)
+    assert formulation.peak_bytes(choice) == int(10**6 + copy * (not last_wants_rows))
 
 
 def test_a_slice_that_a_loop_reads_holds_the_whole():

@@ -350,11 +350,12 @@ DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more 
     "make, sunk",
     [
         (lambda: jnp.full(SQUARE.shape, 3.0), True),
+        (lambda: jnp.broadcast_to(jnp.arange(4.0), SQUARE.shape), True),
         (lambda: jnp.arange(16.0).reshape(SQUARE.shape), False),
         (lambda: jax.random.normal(jax.random.key(0), SQUARE.shape), False),
     ],
 )
-def test_numbers_that_a_loop_repeats(make, sunk):
+def test_what_a_loop_repeats(make, sunk):
     """What is made before a loop and used inside it."""
 
     def fn(x):
@@ -374,6 +375,33 @@ def test_elementwise_work_that_readers_take_in(fn, takers):
         sine = next(group for group in groups_for(backend, fn, SQUARE) if group.equations[0].primitive == "sin")
         assert sine.repeated == (backend in takers), backend.name
         assert not sine.folded or backend is CPU
+
+
+NORMALISED = [
+    (jax.nn.softmax, True),
+    (lambda x: (lambda h: h / h.sum(1, keepdims=True) @ x)(jnp.exp(x)), True),
+    (lambda x: (lambda h: (h.sum(1), 2 * h))(jnp.exp(x)), False),
+    (lambda x: (lambda h: h / h.sum(1, keepdims=True))(x / 3), False),  # dear to nobody
+]
+
+
+@pytest.mark.parametrize("fn, stored", NORMALISED)
+def test_what_is_divided_by_its_sum_is_stored(fn, stored):
+    for backend in (GPU, TPU):
+        first = next(group for group in groups_for(backend, fn, SQUARE) if len(group.made[0].value.shape) == 2)
+        if fn is jax.nn.softmax:  # the largest number is subtracted in the same group
+            first = next(g for g in groups_for(backend, fn, SQUARE) if g.equations[-1].primitive == "exp")
+        assert first.repeated != stored
+
+
+@pytest.mark.parametrize("shapes, summed", [((4, 5), False), ((4, 1, 5), False), ((4, 3, 5), True)])
+def test_products_that_sum_nothing_are_elementwise(shapes, summed):
+    n, *inner, m = shapes
+    left, right = f32(n, *inner), f32(*inner, m)
+    product = (lambda a, b: jnp.tensordot(a, b, 1)) if inner else (lambda a, b: jnp.tensordot(a, b, 0))
+    (group,) = grouped(lambda a, b: jnp.exp(product(a, b)), left, right)[-1 - summed : None if not summed else -1]
+    assert group.contracts == summed
+    assert ("exp" in [equation.primitive for equation in group.equations]) != summed
 
 
 FILLS = [  # of one equation each, whether it is made wherever it is wanted
