@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
+from autoshard.jaxprs import HOST
 from autoshard.plans import Plan
 from autoshard.program import slashed
 
 Dynamic = tuple[tuple, dict[str, Any]]  # positional and keyword arguments, static ones left out
-ArrayType = tuple[tuple[int, ...], Any, bool]  # shape, dtype, whether weakly typed
+ArrayType = tuple[tuple[int, ...], Any, bool, bool]  # shape, dtype, whether weakly typed, whether in host memory
+
+_NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
+_IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,20 @@ def type_of(leaf: Any) -> ArrayType:
         TypeError: the leaf is none of them.
 
     >>> type_of(1.0), type_of(jax.numpy.zeros(3))
-    (((), dtype('float32'), True), ((3,), dtype('float32'), False))
+    (((), dtype('float32'), True, False), ((3,), dtype('float32'), False, False))
     """
     if isinstance(leaf, jax.Array):
         aval = leaf.aval
     else:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return aval.shape, aval.dtype, aval.weak_type
+    memory_kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return aval.shape, aval.dtype, aval.weak_type, memory_kind == HOST
 
 
 def abstract(type_: ArrayType) -> jax.ShapeDtypeStruct:
-    """The type for tracing, without a sharding: where an array lies now is no business of the trace."""
-    shape, dtype, weak = type_
-    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+    """The type for tracing. On which devices an array lies now is no business of the trace, in whose memory is."""
+    shape, dtype, weak, on_host = type_
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=_IN_HOST_MEMORY if on_host else None)
 
 
 def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> ArgumentError:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal, core.Var
 
+HOST = "pinned_host"  # the memory kind of shardings of arrays in the host's memory
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
 _KERNELS = frozenset({"mosaic_gpu_p", "pallas_call", "tpu_custom_call"})
@@ -141,6 +142,11 @@ def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     single = ClosedJaxpr(Jaxpr([], variables, kept, [eqn], eqn.effects, names), ())
     results = iter(core.jaxpr_as_fun(single)(*values))
     return [None if isinstance(var, core.DropVar) else next(results) for var in eqn.outvars]
+
+
+def on_host(aval: Any) -> bool:
+    """Whether an array of this type lies in the host's memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_array(aval: Any) -> bool:

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
+    HOST,
     REMAT,
     ClosedJaxpr,
     JaxprEqn,
@@ -30,6 +31,7 @@ from autoshard.jaxprs import (
     called_operands,
     is_array,
     is_kernel,
+    on_host,
     run,
     said,
     scan_counts,
@@ -119,7 +121,9 @@ class _Emitter:
     def constrained(self, array: Any, layout: Layout | None) -> Any:
         if not layout or not is_array(jax.typeof(array)):  # nothing is said of it, it has no dims, or no layout
             return array
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec_of(layout)))
+        memory_kind = HOST if on_host(jax.typeof(array)) else None
+        sharding = NamedSharding(self.mesh, spec_of(layout), memory_kind=memory_kind)
+        return jax.lax.with_sharding_constraint(array, sharding)
 
     def constrained_to(self, array: Any, sharding: NamedSharding | None) -> Any:
         """The user's own constraint, on our mesh."""

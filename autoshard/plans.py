@@ -20,11 +20,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autoshard.errors import PlanError
+from autoshard.jaxprs import HOST
 from autoshard.layout import Layout, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
 from autoshard.program import VALUE_KEYS, Program, Source, Value
 from autoshard.solver.formulate import Formulation, Reader
 from autoshard.solver.groups import Group
+from autoshard.solver.memory import aliased
 from autoshard.solver.problem import Solution
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, IndexGroups, Strategy
 from autoshard.solver.widths import itemsize
@@ -45,8 +47,9 @@ class Prediction:
     compute_seconds: float
     communication_seconds: float
     exposed_seconds: float  # of communication: what does not run behind compute
-    peak_bytes: int
+    peak_bytes: int  # of the device's own memory
     collectives: tuple[Collective, ...]
+    host_bytes: int = 0  # of arguments, and of results that replace none, that lie in the host's memory
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,15 @@ class Placed:
     dtype: str
     layout: Layout
     local_bytes: int  # per device
+    on_host: bool = False  # whether it lies in the host's memory
+
+    @property
+    def type(self) -> str:
+        """As jaxprs write it: ``float32<host>[64, 64]``."""
+        return f"{self.dtype}{'<host>' * self.on_host}{list(self.shape)}"
+
+    def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        return NamedSharding(mesh, self.spec, memory_kind=HOST if self.on_host else None)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -147,11 +159,11 @@ class Plan:
 
     @cached_property
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(self.mesh, placed.spec) for placed in self.arguments)
+        return tuple(placed.sharding(self.mesh) for placed in self.arguments)
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(self.mesh, placed.spec) for placed in self.results)
+        return tuple(placed.sharding(self.mesh) for placed in self.results)
 
     @property
     def in_shardings(self) -> tuple:
@@ -280,7 +292,7 @@ def _check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str
 
 
 def _difference(plan: Plan, program: Program) -> str:
-    ours = [f"{placed.name} {placed.dtype}{list(placed.shape)}" for placed in plan.arguments]
+    ours = [f"{placed.name} {placed.type}" for placed in plan.arguments]
     theirs = [str(value) for value in program.arguments]
     for here, there in zip(ours, theirs, strict=False):
         if here != there:
@@ -377,7 +389,8 @@ class _Choice:
 
     def placed(self, value: Value, name: str, layout: Layout | None = None) -> Placed:
         layout = self.homes[value.id] if layout is None else layout
-        return Placed(name, value.shape, str(value.dtype), layout, self.prices.shard_bytes(value, layout))
+        size = self.prices.shard_bytes(value, layout)
+        return Placed(name, value.shape, str(value.dtype), layout, size, value.on_host)
 
     def placed_result(self, index: int) -> Placed:
         value, name = self.program.results[index], self.program.result_names[index]
@@ -430,7 +443,13 @@ class _Choice:
         )
         peak = self.formulation.peak_bytes(self.choice)
         exposed = communication - min(hidden, compute)
-        return Prediction(compute + exposed, compute, communication, exposed, peak, collectives)
+        return Prediction(compute + exposed, compute, communication, exposed, peak, collectives, self.host_bytes())
+
+    def host_bytes(self) -> int:
+        replaced = aliased(self.program)
+        results = (x for i, x in enumerate(self.program.results) if isinstance(x, Value) and i not in replaced)
+        held = [x for x in (*self.program.arguments, *results) if x.on_host]
+        return sum(self.prices.shard_bytes(value, self.homes[value.id]) for value in held)
 
     def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, list[Group]]]:
         """Every resharding of the step: (value, from, to, the line that asks for it, who reads the copy).
@@ -527,12 +546,15 @@ def _placed_to_json(placed: Placed) -> dict:
         "dtype": placed.dtype,
         "spec": _words(placed.layout),
         "local_bytes": placed.local_bytes,
+        "on_host": placed.on_host,
     }
 
 
 def _placed_from_json(entry: dict) -> Placed:
     layout = _layout(entry["spec"])
-    return Placed(entry["name"], tuple(entry["shape"]), entry["dtype"], layout, entry["local_bytes"])
+    return Placed(
+        entry["name"], tuple(entry["shape"]), entry["dtype"], layout, entry["local_bytes"], entry.get("on_host", False)
+    )
 
 
 def _prediction_from_json(entry: dict) -> Prediction:

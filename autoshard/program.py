@@ -49,6 +49,7 @@ from autoshard.jaxprs import (
     called_operands,
     is_array,
     key_bytes,
+    on_host,
     scan_counts,
 )
 
@@ -80,9 +81,10 @@ class Value:
     name: str = ""  # the user's path for arguments ("state/params/w"), else ""
     source: Source | None = None  # the line that made it; None for arguments
     trips: int = 1  # how often per step it is made: the product of the loops around it
+    on_host: bool = False  # whether it lies in the host's memory
 
     def __str__(self) -> str:
-        return f"{self.name or 'value'} {self.dtype}{list(self.shape)}"
+        return f"{self.name or 'value'} {self.dtype}{'<host>' * self.on_host}{list(self.shape)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ class Program:
         """Equal for equal programs, in any process: what a plan file is checked against."""
         digest = hashlib.sha256()
         for value in (*self.arguments, *self.constants):
-            digest.update(f"{value.name} {value.shape} {value.dtype};".encode())
+            digest.update(f"{value.name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
         for equation in self.equations:
             operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
             results = [(x.id, x.shape, str(x.dtype)) for x in equation.outputs]
@@ -238,7 +240,7 @@ class _Reader:
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
         shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", np.dtype(bool))  # a token has neither
-        made = Value(len(self.values), tuple(shape), dtype, _bytes_of(aval), name, source, trips)
+        made = Value(len(self.values), tuple(shape), dtype, _bytes_of(aval), name, source, trips, on_host(aval))
         self.values.append(made)
         return made
 
@@ -458,10 +460,10 @@ def _without_value(path: tuple) -> tuple:
 
 
 def _carried(in_paths, arguments, out_paths, results, donated) -> dict[int, int]:
-    """Which result takes which argument's place: shape, dtype and path below the top agree, else donated, in order."""
+    """Which result takes which argument's place: type and path below the top agree, else donated, in order."""
 
     def kind(value) -> tuple:
-        return value.shape, value.dtype
+        return value.shape, value.dtype, value.on_host
 
     def below_top(path: tuple) -> tuple[str, ...]:
         return tuple(str(key) for key in path)

@@ -90,8 +90,10 @@ def _proof(plan: Plan) -> str:
 
 
 def _arguments(plan: Plan) -> str:
-    total = sum(placed.local_bytes for placed in plan.arguments)
-    return _placed_table(f"Arguments ({bytes_text(total)} per device)", plan.arguments)
+    total = sum(placed.local_bytes for placed in plan.arguments if not placed.on_host)
+    on_host = sum(placed.local_bytes for placed in plan.arguments if placed.on_host)
+    more = f", {bytes_text(on_host)} on its host" if on_host else ""
+    return _placed_table(f"Arguments ({bytes_text(total)} per device{more})", plan.arguments)
 
 
 def _results(plan: Plan) -> str:
@@ -110,7 +112,7 @@ def _results(plan: Plan) -> str:
 def _placed_table(title: str, placed: Sequence[Placed]) -> str:
     lines = folded(placed)
     rows = [
-        (name, f"x{len(same)}" if len(same) > 1 else "", f"{same[0].dtype}{list(same[0].shape)}",
+        (name, f"x{len(same)}" if len(same) > 1 else "", same[0].type,
          spec_text(same[0].layout), bytes_text(sum(one.local_bytes for one in same)))
         for name, same in lines[:_LINES]
     ]
@@ -184,7 +186,7 @@ def folded(placed: Sequence[Placed]) -> list[tuple[str, list[Placed]]]:
     numbers: dict[tuple, set[str]] = defaultdict(set)  # the other words of a path, numbers masked -> what is there
     for index, one in enumerate(placed):
         words = tuple(one.name.split("/"))
-        alike[len(words), one.shape, one.dtype, one.layout].setdefault(tuple(map(_one, words)), []).append(index)
+        alike[len(words), one.type, one.layout].setdefault(tuple(map(_one, words)), []).append(index)
         for place, word in enumerate(words):
             if word.isdigit():
                 numbers[_masked(words), place].add(word)

@@ -259,6 +259,8 @@ class _Formulator:
         options = []
         for home in homes:
             options.append(Kept(home, home))
+            if value.on_host:
+                continue
             copies = [copy for copy in wanted if copy in said or _gathers_to(home, copy)]
             options += [Kept(home, copy) for copy in copies if copy != home]
         return tuple(options)

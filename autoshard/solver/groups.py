@@ -267,6 +267,8 @@ def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     """Whether every factor of more than one element runs through to the results, whole or split alike."""
     if equation.primitive in _BOUNDARIES | _NEVER_FUSED or contracts(equation):
         return False
+    if any(value.on_host for value in (*equation.inputs, *equation.outputs) if isinstance(value, Value)):
+        return False
     if any(rule.sizes[factor] > 1 for factor in rule.reduction):
         return False
     return len(rule.splittable) == sum(size > 1 for size in rule.sizes.values())

@@ -112,7 +112,9 @@ class Prices:
         return self._pair(value.shape, self.widths.moving(value, readers), source, target)[2]
 
     def exposed(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
-        """How many of these something waits for."""
+        """How many of these something waits for. In the host's memory nothing is resharded."""
+        if value.on_host and source != target:
+            return math.inf
         return self.resharding(value, source, target, readers) - self.hidden(value, source, target, readers)
 
     def table(
@@ -120,7 +122,7 @@ class Prices:
     ) -> np.ndarray:
         """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`."""
         size = self.widths.moving(value, readers)
-        key = value.shape, size, value.id in self.weights, tuple(sources), tuple(targets)
+        key = value.shape, size, value.on_host, value.id in self.weights, tuple(sources), tuple(targets)
         if key not in self._tables:
             self._tables[key] = np.array([[self.exposed(value, a, b, readers) for b in targets] for a in sources])
         return self._tables[key] * value.trips
@@ -131,7 +133,7 @@ class Prices:
 
     def local_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of `value` in the memory of one device."""
-        return self._local_size(value, layout) * self.widths.stored(value)
+        return 0 if value.on_host else self._local_size(value, layout) * self.widths.stored(value)
 
     def shard_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of the elements of `value` that one device has."""
@@ -209,7 +211,7 @@ class Prices:
         """Equal for groups whose strategies and seconds are equal."""
 
         def sizes(value: Value) -> tuple:
-            return value.shape, self.widths.of(value), self.widths.stored(value)
+            return value.shape, value.on_host, self.widths.of(value), self.widths.stored(value)
 
         place = itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
