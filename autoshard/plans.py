@@ -430,6 +430,7 @@ class _Choice:
                 what = "results" if group.picks else "sums"
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
         for value, source, target, line, readers in self.reshardings():
+            compute += self.prices.writing_first(value, source, target) * value.trips
             communication += self.prices.resharding(value, source, target, readers) * value.trips
             hidden += self.prices.hidden(value, source, target, readers) * value.trips
             size = self.prices.widths.moving(value, readers)

@@ -88,6 +88,7 @@ class Group:
     point: int = 0  # the program point at which it runs
     last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
     repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
+    sunk: bool = False  # whether it is so inside a loop that it stands before
     summed: int | None = None  # of a product: the value that XLA adds it and others up to before it reduces the sum
     summands: int = 1  # how many these are
     hoisted: int | None = None  # how often its result is all_reduced, if a loop only adds it up, in the layout it is in
@@ -205,6 +206,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         if not any(made.value.id in needed_outside for made in group.made):
             group.folded = not backend.takes_in and _is_folded(group, users[group.index])
             group.repeated = group.folded or _is_repeated(group, users[group.index], backend)
+            group.sunk = group.repeated and any(u.equations[0].primitive == "scan_const" for u in users[group.index])
         if group.repeated:
             group.last = max(user.last for user in users[group.index])
     return groups

@@ -120,12 +120,22 @@ class Prices:
     def table(
         self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], readers: Readers = None
     ) -> np.ndarray:
-        """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`."""
+        """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`.
+
+        With what it takes to write it, if it is not stored otherwise.
+        """
         size = self.widths.moving(value, readers)
-        key = value.shape, size, value.on_host, value.id in self.weights, tuple(sources), tuple(targets)
+        flags = value.on_host, value.id in self.weights, value.id in self.instead
+        key = value.shape, size, self.widths.stored(value), flags, tuple(sources), tuple(targets)
         if key not in self._tables:
-            self._tables[key] = np.array([[self.exposed(value, a, b, readers) for b in targets] for a in sources])
+            seconds = [[self.exposed(value, a, b, readers) for b in targets] for a in sources]
+            written = [[self.writing_first(value, a, b) for b in targets] for a in sources]
+            self._tables[key] = np.add(seconds, written)
         return self._tables[key] * value.trips
+
+    def writing_first(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds to write a value that is resharded, if its readers would make it again otherwise."""
+        return self.writing(value, source) if value.id in self.instead and source != target else 0.0
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
@@ -233,6 +243,7 @@ class Prices:
             group.summands,
             group.hoisted,
             group.repeated,
+            group.sunk,
         )
 
     def _read(self, value: Value) -> Sequence[Value]:
@@ -240,8 +251,12 @@ class Prices:
         return self.instead.get(value.id, (value,))
 
     def _bytes_moved(self, group: Group, strategy: Strategy) -> float:
-        """To and from memory. What its readers make again they read themselves."""
-        if group.repeated:
+        """To and from memory. What its readers make again they read themselves.
+
+        What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
+        XLA does make all of it if its readers want it in another layout.
+        """
+        if group.repeated and not group.sunk:
             return 0
         written = sum(map(self.local_bytes, (made.value for made in group.made), strategy.leaves))
         first = group.equations[0]

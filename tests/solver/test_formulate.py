@@ -223,6 +223,10 @@ def counted_too_often(formulation: Formulation, choice) -> float:
     back. And it has readers that want the same, but not what is shared, each reshard it, where XLA does so once.
     """
     seconds, prices = 0.0, formulation.prices
+
+    def moved(*pair) -> float:
+        return prices.resharding(*pair) + prices.writing_first(*pair)
+
     kept = [options[option] for options, option in zip(formulation.arguments, choice, strict=False)]
     lying = [(x, one.home, one.copy) for x, one in zip(formulation.program.arguments, kept, strict=True)]
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
@@ -235,11 +239,11 @@ def counted_too_often(formulation: Formulation, choice) -> float:
         wants = Counter(reader.wants[choice[reader.node]] for reader in formulation.readers.get(value.id, ()))
         back = 0 if value in formulation.program.arguments else wants[home]
         again = sum(
-            (count - 1) * prices.resharding(value, seen, want)
+            (count - 1) * moved(value, seen, want)
             for want, count in wants.items()
             if want not in (home, seen)
         )
-        seconds += (back * prices.resharding(value, seen, home) + again) * value.trips
+        seconds += (back * moved(value, seen, home) + again) * value.trips
     return seconds
 
 
@@ -426,3 +430,30 @@ def test_equal_reshardings_are_one():
     assert [(one.kind, one.bytes, one.count) for one in moved] == [("all_to_all", 64, 1)]
     assert moved[0].why.endswith('from P(None, "x") to P("x")')
     assert predicted.step_seconds == pytest.approx(solution.cost - (1e-6 + 1e-3 + 32e-6))
+
+
+def test_what_readers_make_again_is_written_to_be_resharded():
+    """Even by a slice, which costs nothing where there is an array to take it from."""
+    formulation = formulated(
+        lambda x, w, v: (lambda sine: (sine @ w, sine @ v))(jnp.sin(x)),
+        X, W, W, mesh=LINE, topology=TOPOLOGY, backend=TPU,
+    )  # fmt: skip
+    rows, whole = (("x",), ()), ((), ())
+    prices, (sine, *_) = formulation.prices, formulation.groups
+    value = sine.made[0].value
+    assert sine.repeated and prices.writing(value, whole) > 0
+    assert prices.table(value, (whole,), (whole, rows)).tolist() == [[0.0, prices.writing(value, whole)]]
+    argument = formulation.program.arguments[0]
+    assert prices.table(argument, (whole,), (whole, rows)).tolist() == [[0.0, 0.0]]
+
+
+def test_what_a_loop_makes_again_is_charged_once():
+    def fn(x, mask):
+        outside = jnp.broadcast_to(mask, x.shape)
+        return jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, outside) * 2, None), x, None, length=3)[0]
+
+    formulation = formulated(fn, X, f32(4), mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    (maker,) = (group for group in formulation.groups if group.sunk)
+    written = formulation.prices.writing(maker.made[0].value, ((), ()))
+    whole = [strategy.leaves == (((), ()),) for strategy in formulation.priced[maker.index].strategies].index(True)
+    assert formulation.priced[maker.index].seconds[whole].compute >= written > 0
