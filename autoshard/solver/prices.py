@@ -210,7 +210,7 @@ class Prices:
 
     def _compute(self, group: Group, strategy: Strategy) -> float:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        if group.only_moves or group.equations[0].primitive in _CROSSINGS:
+        if (group.only_moves and not group.sunk) or group.equations[0].primitive in _CROSSINGS:
             return 0.0
         axes = strategy.axes
         pieces = {factor: shards(axes.get(factor, ()), self.mesh) for factor in group.sizes}
