@@ -402,7 +402,7 @@ class _Choice:
         return self.placed(value, name)
 
     def prediction(self) -> Prediction:
-        compute = communication = hidden = 0.0
+        compute, communication, hidden = self.writing(), 0.0, 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
@@ -430,7 +430,6 @@ class _Choice:
                 what = "results" if group.picks else "sums"
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
         for value, source, target, line, readers in self.reshardings():
-            compute += self.prices.writing_first(value, source, target) * value.trips
             communication += self.prices.resharding(value, source, target, readers) * value.trips
             hidden += self.prices.hidden(value, source, target, readers) * value.trips
             size = self.prices.widths.moving(value, readers)
@@ -445,6 +444,16 @@ class _Choice:
         peak = self.formulation.peak_bytes(self.choice)
         exposed = communication - min(hidden, compute)
         return Prediction(compute + exposed, compute, communication, exposed, peak, collectives, self.host_bytes())
+
+    def writing(self) -> float:
+        """Seconds to write what readers would make again if it were not resharded for them."""
+        total = 0.0
+        for id, readers in self.formulation.readers.items():
+            value, home = self.program.values[id], self.homes[id]
+            seen = self.copies.get(id, home)
+            hops = [(home, seen), *((seen, want) for want in map(self.want, readers) if want != home)]
+            total += sum(self.prices.writing_first(value, *hop) for hop in hops) * value.trips
+        return total
 
     def host_bytes(self) -> int:
         replaced = aliased(self.program)

@@ -239,7 +239,7 @@ def counted_too_often(formulation: Formulation, choice) -> float:
         wants = Counter(reader.wants[choice[reader.node]] for reader in formulation.readers.get(value.id, ()))
         back = 0 if value in formulation.program.arguments else wants[home]
         again = sum(
-            (count - 1) * moved(value, seen, want)
+            (count - 1) * prices.resharding(value, seen, want)
             for want, count in wants.items()
             if want not in (home, seen)
         )
