@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -162,8 +163,20 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the cost may be from the best, as a share of the cost."""
-        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+        """How far the cost may be from the best, as a share of it."""
+        return relative_gap(self.cost, self.bound)
+
+
+def relative_gap(cost: float, bound: float) -> float:
+    """How far a cost may be from the best, as a share of it; of the bound, where that is larger. inf: not known.
+
+    >>> relative_gap(4.0, 3.0), relative_gap(0.0, -2.0), relative_gap(0.0, 0.0), relative_gap(math.inf, 3.0)
+    (0.25, 1.0, 0.0, inf)
+    """
+    if cost == bound:
+        return 0.0
+    largest = max(abs(cost), abs(bound))
+    return (cost - bound) / largest if math.isfinite(largest) else math.inf
 
 
 def _costs(row: list[float]) -> np.ndarray:
