@@ -33,7 +33,7 @@ DEFERRED = {
 # The combinatorial core: plain arrays. From autoshard it imports only itself and the errors, and never JAX.
 CORE = {
     f"autoshard.solver.{name}"
-    for name in ("problem", "progress", "verify", "exhaustive", "simplify", "tables", "ilp", "bounds", "moves", "solve")
+    for name in "contest problem progress verify exhaustive simplify tables ilp bounds moves solve".split()
 }
 
 # Unstable parts of JAX, and in how many files each may be imported.
