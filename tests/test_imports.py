@@ -33,7 +33,10 @@ DEFERRED = {
 # The combinatorial core: plain arrays. From autoshard it imports only itself and the errors, and never JAX.
 CORE = {
     f"autoshard.solver.{name}"
-    for name in "contest problem progress verify exhaustive simplify tables ilp bounds moves solve".split()
+    for name in (
+        *("bounds", "contest", "exhaustive", "ilp", "moves", "problem", "progress", "simplify", "solve", "tables"),
+        "verify",
+    )
 }
 
 # Unstable parts of JAX, and in how many files each may be imported.
@@ -207,9 +210,31 @@ def hook(event, args):
         opened.append(name)
 sys.addaudithook(hook)
 import autoshard
+for name in autoshard.__all__:  # each is imported when it is first asked for
+    getattr(autoshard, name)
 assert not jax._src.xla_bridge._backends, "importing autoshard started a JAX backend"
 assert not opened, f"importing autoshard read {opened}"
 """
+
+
+SOLVER_ALONE = """
+import sys
+sys.modules["jax"] = None  # importing it raises ImportError; cvxpy does so too, and goes on without
+import autoshard.solver
+"""
+
+
+def test_the_solver_does_without_jax():
+    subprocess.run([sys.executable, "-c", SOLVER_ALONE], check=True, timeout=120)
+
+
+def test_names_are_there_when_asked_for():
+    assert {*autoshard.__all__} <= {*dir(autoshard)}
+    assert autoshard.solver.Problem.__module__ == "autoshard.solver.problem"  # without an import of its own
+    with pytest.raises(AttributeError, match="module 'autoshard' has no attribute 'shard'"):
+        _ = autoshard.shard
+    with pytest.raises(ImportError):
+        from autoshard import shard  # noqa: F401
 
 
 def test_importing_starts_no_device_and_reads_nothing():
@@ -218,7 +243,7 @@ def test_importing_starts_no_device_and_reads_nothing():
 
 @pytest.mark.parametrize("planted, fault", [("jax.devices()", "backend"), ("open('/dev/null')", "/dev/null")])
 def test_the_import_check_sees_planted_faults(planted, fault):
-    script = IMPORT_ALONE.replace("import autoshard\n", f"{planted}\n")
+    script = IMPORT_ALONE.replace("import autoshard\n", f"import autoshard\n{planted}\n")
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode and fault in result.stderr.splitlines()[-1]
 

@@ -119,7 +119,7 @@ def write(path: Path, contest: Contest) -> None:
     edges = {"costs": [_cost_row(row) for row in contest.tables.split()], "nodes": contest.pairs.tolist()}
     problem: dict[str, Any] = {"edges": edges, "name": path.name.split(".")[0], "nodes": nodes}
     if contest.limit is not None:
-        problem["usage_limit"] = contest.limit
+        problem["usage_limit"] = int(contest.limit) if contest.limit == int(contest.limit) else contest.limit
     data = json.dumps({"problem": problem}, separators=(",", ":")).encode()
     try:
         path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -132,7 +132,8 @@ def _cost_row(row: np.ndarray) -> list[float]:
     if (row[finite] >= FORBIDDEN).any():
         raise SolverError(f"a cost is {row[finite].max():g}; from {FORBIDDEN:g} on it would be read as infinite")
     row = np.where(finite, row, FORBIDDEN)
-    return row.astype(np.int64).tolist() if (row == np.floor(row)).all() and row.min() > -FORBIDDEN else row.tolist()
+    whole = (row == np.floor(row)).all() and row.min() > -FORBIDDEN
+    return row.astype(np.int64).tolist() if whole else row.tolist()
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -153,36 +153,38 @@ class Problem:
             SolverError: a finite cost is 1e18 or more, or the file cannot be written.
         """
         path = Path(path)
-        costs, names, edges = list(self.costs), list(self.names), list(self.edges)
-        first: dict[int, Live] = {}
+        single = self._with_single_lives()
+        of = {live.node: live for live in single.lives}
+        lives = [of.get(node, Live(node, 0, 0, np.zeros(len(row), np.int64))) for node, row in enumerate(single.costs)]
+        whole = all(np.issubdtype(live.usage.dtype, np.integer) for live in lives)
+        content = contest.Contest(
+            costs=contest.rows_of(single.costs, np.float64),
+            usages=contest.rows_of([live.usage for live in lives], np.int64 if whole else np.float64),
+            intervals=np.array([(live.start, live.end) for live in lives], np.int64).reshape(-1, 2),
+            pairs=np.array([(edge.i, edge.j) for edge in single.edges], np.int64).reshape(-1, 2),
+            tables=contest.rows_of([edge.costs for edge in single.edges], np.float64),
+            limit=None if self.limit is None or math.isinf(self.limit) else float(self.limit),
+            names=single.names,
+        )
+        try:
+            contest.write(path, content)
+        except SolverError as error:
+            raise SolverError(f"{path}: {error}") from error
+
+    def _with_single_lives(self) -> Problem:
+        """The same with a node of its own for each further life of a node, tied to it; none is empty."""
+        costs, names, edges, lives = list(self.costs), list(self.names), list(self.edges), {}
         for live in self.lives:
             if live.start == live.end:
                 continue
             node = live.node
-            if node in first:
-                node = len(costs)
-                count = len(live.usage)
-                costs.append(np.zeros(count))
+            if node in lives:
+                node, options = len(costs), len(live.usage)
+                costs.append(np.zeros(options))
                 names += [f"{self.names[live.node]} ({live.start} to {live.end})"] if names else []
-                edges.append(Edge(live.node, node, np.where(np.eye(count, dtype=bool), 0.0, np.inf)))
-            first[node] = live
-        lives = [first.get(node, Live(node, 0, 0, np.zeros(len(row), np.int64))) for node, row in enumerate(costs)]
-        whole = all(np.issubdtype(live.usage.dtype, np.integer) for live in lives)
-        try:
-            contest.write(
-                path,
-                contest.Contest(
-                    costs=contest.rows_of(costs, np.float64),
-                    usages=contest.rows_of([live.usage for live in lives], np.int64 if whole else np.float64),
-                    intervals=np.array([(live.start, live.end) for live in lives], np.int64),
-                    pairs=np.array([(edge.i, edge.j) for edge in edges], np.int64).reshape(-1, 2),
-                    tables=contest.rows_of([edge.costs for edge in edges], np.float64),
-                    limit=None if self.limit is None or math.isinf(self.limit) else float(self.limit),
-                    names=tuple(names),
-                ),
-            )
-        except SolverError as error:
-            raise SolverError(f"{path}: {error}") from error
+                edges.append(Edge(live.node, node, np.where(np.eye(options, dtype=bool), 0.0, np.inf)))
+            lives[node] = replace(live, node=node)
+        return Problem(tuple(costs), tuple(edges), tuple(lives.values()), self.limit, tuple(names))
 
 
 @dataclass(frozen=True)
