@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -195,6 +195,7 @@ class Solution:
     cost: float
     bound: float  # proven: no feasible choice costs less
     status: Literal["optimal", "feasible"]
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)  # stage -> time spent there
 
     @property
     def gap(self) -> float:
