@@ -1,8 +1,8 @@
 """Compiled sweeps of sequential tree-reweighted message passing (TRW-S), and the bound that their messages prove.
 
 Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", PAMI 2006. Every edge has a message to
-each of its ends: a share of its costs that the end's options pay instead (a reparametrisation). The bound is what the
-cheapest option of every node and the cheapest pair of every edge cost together, so written; it holds for any messages.
+each of its ends: a share of its costs that the end's options pay instead (a reparametrisation). What a sweep
+takes out of nodes and messages, so that the least entry of each is 0, no choice can avoid: it is the bound.
 """
 
 from __future__ import annotations
@@ -15,39 +15,67 @@ FLAGS = {"nnan", "nsz"}  # lets minima be taken several at a time; infinities ke
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def sweep(graph, costs, to_left, to_right, choice, forward):
-    """Updates all messages in one direction; going forward, `choice` too, each node given the nodes before it."""
+def sweep(graph, costs, to_left, to_right, choice, forward, extra):
+    """Updates all messages in one direction: what they prove, and by how much rounding may have made it too much.
+
+    Args:
+        choice: going forward, set to what is cheapest of each node given the nodes before it.
+        extra: unless empty, set to by how much any choice with an option costs more than the bound, rounded.
+    """
     nodes = len(graph.offsets) - 1
     total = np.empty(np.max(np.diff(graph.offsets)) if nodes else 0)
+    bound = allowance = 0.0
     for step in range(nodes):
         node = step if forward else nodes - 1 - step
-        _collect(graph, costs, to_left, to_right, node, total)
-        earlier = graph.earlier_starts[node + 1] - graph.earlier_starts[node]
-        later = graph.later_starts[node + 1] - graph.later_starts[node]
-        share = 1.0 / max(earlier, later, 1)
         if forward:
             choice[node] = _taken(graph, costs, to_left, choice, node)
+        largest = _collect(graph, costs, to_left, to_right, node, total)
+        options = graph.offsets[node + 1] - graph.offsets[node]
+        least = total[:options].min()
+        total[:options] -= least
+        if len(extra):
+            extra[graph.offsets[node] : graph.offsets[node + 1]] = total[:options]
+        bound += least
+        earlier = graph.earlier_starts[node + 1] - graph.earlier_starts[node]
+        later = graph.later_starts[node + 1] - graph.later_starts[node]
+        allowance += (earlier + later + 2) * largest + abs(bound)
+        share = 1.0 / max(earlier, later, 1)
+        if forward:
             for at in range(graph.later_starts[node], graph.later_starts[node + 1]):
-                _send_right(graph, to_left, to_right, graph.later[at], share, total)
+                least, largest = _send_right(graph, to_left, to_right, graph.later[at], share, total, extra)
+                bound += least
+                allowance += 4 * largest + abs(bound)
         else:
             for at in range(graph.earlier_starts[node], graph.earlier_starts[node + 1]):
-                _send_left(graph, to_left, to_right, graph.earlier[at], share, total)
+                least, largest = _send_left(graph, to_left, to_right, graph.earlier[at], share, total, extra)
+                bound += least
+                allowance += 4 * largest + abs(bound)
+    return bound, 2 * HALF_ULP * allowance
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
 def _collect(graph, costs, to_left, to_right, node, total):
-    """Puts what each option of a node costs with all messages to it into `total`."""
+    """Puts what each option of a node costs with all messages to it into `total`; the sum of the largest terms."""
     first, options = graph.offsets[node], graph.offsets[node + 1] - graph.offsets[node]
+    largest = 0.0
     for a in range(options):
         total[a] = costs[first + a]
+        largest = max(largest, abs(total[a]))
     for at in range(graph.earlier_starts[node], graph.earlier_starts[node + 1]):
-        message = graph.right_offsets[graph.earlier[at]]
-        for a in range(options):
-            total[a] += to_right[message + a]
+        largest += _add(to_right, graph.right_offsets[graph.earlier[at]], options, total)
     for at in range(graph.later_starts[node], graph.later_starts[node + 1]):
-        message = graph.left_offsets[graph.later[at]]
-        for a in range(options):
-            total[a] += to_left[message + a]
+        largest += _add(to_left, graph.left_offsets[graph.later[at]], options, total)
+    return largest
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def _add(messages, first, options, total):
+    """Adds a message, whose least entry is 0, to `total`; its largest entry."""
+    largest = 0.0
+    for a in range(options):
+        total[a] += messages[first + a]
+        largest = max(largest, messages[first + a])
+    return largest
 
 
 @njit(cache=True, nogil=True)
@@ -68,30 +96,46 @@ def _taken(graph, costs, to_left, choice, node):
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def _send_right(graph, to_left, to_right, edge, share, total):
-    """Minimises over the left end's options: its message to the right."""
+def _send_right(graph, to_left, to_right, edge, share, total, extra):
+    """Minimises over the left end's options into its message to the right, whose least entry is taken out.
+
+    Returns that entry and the largest number involved.
+    """
     rows = graph.left_offsets[edge + 1] - graph.left_offsets[edge]
     columns = graph.right_offsets[edge + 1] - graph.right_offsets[edge]
     back, out = graph.left_offsets[edge], graph.right_offsets[edge]
     message = to_right[out : out + columns]
     message[:] = np.inf
+    largest = 0.0
     for a in range(rows):
         paid = share * total[a] - to_left[back + a]
+        largest = max(largest, total[a], to_left[back + a])
         row = graph.table_offsets[edge] + a * columns
         for b in range(columns):
             message[b] = min(message[b], paid + graph.tables[row + b])
-    message -= message.min()
+    least = message.min()
+    message -= least
+    if len(extra):
+        for a in range(rows):
+            row = graph.table_offsets[edge] + a * columns
+            left = np.inf
+            for b in range(columns):
+                left = min(left, graph.tables[row + b] - message[b])
+            extra[graph.offsets[graph.left[edge]] + a] += left - to_left[back + a] - least
+    return least, 2 * largest + abs(least) + message.max()
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def _send_left(graph, to_left, to_right, edge, share, total):
-    """Minimises over the right end's options: its message to the left."""
+def _send_left(graph, to_left, to_right, edge, share, total, extra):
+    """Minimises over the right end's options into its message to the left, as `_send_right` does."""
     rows = graph.left_offsets[edge + 1] - graph.left_offsets[edge]
     columns = graph.right_offsets[edge + 1] - graph.right_offsets[edge]
     back, out = graph.right_offsets[edge], graph.left_offsets[edge]
     paid = np.empty(columns)
+    largest = 0.0
     for b in range(columns):
         paid[b] = share * total[b] - to_right[back + b]
+        largest = max(largest, total[b], to_right[back + b])
     message = to_left[out : out + rows]
     for a in range(rows):
         row = graph.table_offsets[edge] + a * columns
@@ -99,66 +143,17 @@ def _send_left(graph, to_left, to_right, edge, share, total):
         for b in range(columns):
             least = min(least, paid[b] + graph.tables[row + b])
         message[a] = least
-    message -= message.min()
-
-
-@njit(cache=True, nogil=True, fastmath=FLAGS)
-def bound_of(graph, costs, to_left, to_right, extra):
-    """What the messages prove that every choice costs, and by how much rounding may have made it too much.
-
-    Writes into `extra`, per option, by how much any choice with it costs more than the bound (at least, and rounded).
-    """
-    bound = allowance = compensation = 0.0
-    nodes = len(graph.offsets) - 1
-    total = np.empty(np.max(np.diff(graph.offsets)) if nodes else 0)
-    for node in range(nodes):
-        first, options = graph.offsets[node], graph.offsets[node + 1] - graph.offsets[node]
-        _collect(graph, costs, to_left, to_right, node, total)
-        least = np.inf
-        largest = 0.0
-        for a in range(options):
-            least = min(least, total[a])
-            largest = max(largest, abs(costs[first + a]))
-        for a in range(options):
-            extra[first + a] = total[a] - least
-        terms = 2 + graph.earlier_starts[node + 1] - graph.earlier_starts[node]
-        terms += graph.later_starts[node + 1] - graph.later_starts[node]
-        for at in range(graph.earlier_starts[node], graph.earlier_starts[node + 1]):
-            edge = graph.earlier[at]
-            largest += np.max(np.abs(to_right[graph.right_offsets[edge] : graph.right_offsets[edge + 1]]))
-        for at in range(graph.later_starts[node], graph.later_starts[node + 1]):
-            edge = graph.later[at]
-            largest += np.max(np.abs(to_left[graph.left_offsets[edge] : graph.left_offsets[edge + 1]]))
-        allowance += terms * largest
-        bound += least
-        compensation += abs(bound)
-    for edge in range(len(graph.left)):
-        least, largest = _spread(graph, to_left, to_right, edge, extra)
-        allowance += 3 * largest
-        bound += least
-        compensation += abs(bound)
-    return bound, (allowance + compensation) * 2 * HALF_ULP
-
-
-@njit(cache=True, nogil=True, fastmath=FLAGS)
-def _spread(graph, to_left, to_right, edge, extra):
-    """The cheapest pair of an edge beyond its messages, and the largest number involved; adds to `extra`."""
-    rows = graph.left_offsets[edge + 1] - graph.left_offsets[edge]
-    columns = graph.right_offsets[edge + 1] - graph.right_offsets[edge]
-    out, back = graph.left_offsets[edge], graph.right_offsets[edge]
-    in_row, in_column = np.full(rows, np.inf), np.full(columns, np.inf)
-    for a in range(rows):
-        row = graph.table_offsets[edge] + a * columns
+    least = message.min()
+    message -= least
+    if len(extra):
+        left = np.full(columns, np.inf)
+        for a in range(rows):
+            row = graph.table_offsets[edge] + a * columns
+            for b in range(columns):
+                left[b] = min(left[b], graph.tables[row + b] - message[a])
         for b in range(columns):
-            in_column[b] = min(in_column[b], graph.tables[row + b] - to_left[out + a] - to_right[back + b])
-            in_row[a] = min(in_row[a], graph.tables[row + b] - to_left[out + a] - to_right[back + b])
-    least = in_row.min()
-    for a in range(rows):
-        extra[graph.offsets[graph.left[edge]] + a] += in_row[a] - least
-    for b in range(columns):
-        extra[graph.offsets[graph.right[edge]] + b] += in_column[b] - least
-    largest = np.max(np.abs(to_left[out : out + rows])) + np.max(np.abs(to_right[back : back + columns]))
-    return least, abs(least) + 2 * largest
+            extra[graph.offsets[graph.right[edge]] + b] += left[b] - to_right[back + b] - least
+    return least, 2 * largest + abs(least) + message.max()
 
 
 @njit(cache=True, nogil=True)
