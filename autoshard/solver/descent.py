@@ -82,6 +82,8 @@ def repair(graph, memory, starts, lives, choice, over, most):
     Returns whether it fits now; at most `most` nodes change. `choice` and `over` (bytes per point) change along.
     """
     costs = np.empty(np.max(np.diff(graph.offsets)))
+    if not len(over):
+        return True
     for _ in range(most):
         point = np.argmax(over)
         if over[point] <= 0.0:

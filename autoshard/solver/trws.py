@@ -22,35 +22,113 @@ def sweep(graph, costs, to_left, to_right, choice, forward, extra):
         choice: going forward, set to what is cheapest of each node given the nodes before it.
         extra: unless empty, set to by how much any choice with an option costs more than the bound, rounded.
     """
-    nodes = len(graph.offsets) - 1
-    total = np.empty(np.max(np.diff(graph.offsets)) if nodes else 0)
+    offsets, table_offsets, tables = graph.offsets, graph.table_offsets, graph.tables
+    nodes = len(offsets) - 1
+    total = np.empty(np.max(np.diff(offsets)) if nodes else 0)
+    paid = np.empty(len(total))
     bound = allowance = 0.0
     for step in range(nodes):
         node = step if forward else nodes - 1 - step
         if forward:
             choice[node] = _taken(graph, costs, to_left, choice, node)
         largest = _collect(graph, costs, to_left, to_right, node, total)
-        options = graph.offsets[node + 1] - graph.offsets[node]
-        least = total[:options].min()
-        total[:options] -= least
+        first, options = offsets[node], offsets[node + 1] - offsets[node]
+        least = _take_least(total, 0, options)
         if len(extra):
-            extra[graph.offsets[node] : graph.offsets[node + 1]] = total[:options]
+            for a in range(options):
+                extra[first + a] = total[a]
         bound += least
         earlier = graph.earlier_starts[node + 1] - graph.earlier_starts[node]
         later = graph.later_starts[node + 1] - graph.later_starts[node]
         allowance += (earlier + later + 2) * largest + abs(bound)
         share = 1.0 / max(earlier, later, 1)
-        if forward:
-            for at in range(graph.later_starts[node], graph.later_starts[node + 1]):
-                least, largest = _send_right(graph, to_left, to_right, graph.later[at], share, total, extra)
-                bound += least
-                allowance += 4 * largest + abs(bound)
-        else:
-            for at in range(graph.earlier_starts[node], graph.earlier_starts[node + 1]):
-                least, largest = _send_left(graph, to_left, to_right, graph.earlier[at], share, total, extra)
-                bound += least
-                allowance += 4 * largest + abs(bound)
-    return bound, 2 * HALF_ULP * allowance
+        links, starts = (graph.later, graph.later_starts) if forward else (graph.earlier, graph.earlier_starts)
+        for at in range(starts[node], starts[node + 1]):
+            edge = links[at]
+            left, right, table = graph.left_offsets[edge], graph.right_offsets[edge], table_offsets[edge]
+            if forward:
+                other = graph.right_offsets[edge + 1] - right
+                largest = _pay(share, total, to_left, left, options, paid)
+                _minimise_rows(tables, table, options, other, paid, to_right, right)
+                least = _take_least(to_right, right, other)
+                if len(extra):
+                    _spare_rows(tables, table, options, other, to_left, left, to_right, right, least, extra, first)
+            else:
+                other = graph.left_offsets[edge + 1] - left
+                largest = _pay(share, total, to_right, right, options, paid)
+                _minimise_columns(tables, table, other, options, paid, to_left, left)
+                least = _take_least(to_left, left, other)
+                if len(extra):
+                    _spare_columns(tables, table, other, options, to_left, left, to_right, right, least, extra, first)
+            bound += least
+            allowance += 4 * (largest + abs(least)) + abs(bound)
+    return bound, 4 * HALF_ULP * allowance
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def _take_least(values, first, count):
+    """Takes the least of some values out of them."""
+    least = values[first]
+    for a in range(first + 1, first + count):
+        if values[a] < least:
+            least = values[a]
+    for a in range(first, first + count):
+        values[a] -= least
+    return least
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def _pay(share, total, messages, first, options, paid):
+    """What the options pay of an edge's costs, less what its message to them says already; the largest number."""
+    largest = 0.0
+    for a in range(options):
+        paid[a] = share * total[a] - messages[first + a]
+        largest = max(largest, total[a] + messages[first + a])
+    return largest
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def _minimise_rows(tables, table, rows, columns, paid, message, out):
+    for b in range(columns):
+        message[out + b] = paid[0] + tables[table + b]
+    for a in range(1, rows):
+        row, price = table + a * columns, paid[a]
+        for b in range(columns):
+            cost = price + tables[row + b]
+            if cost < message[out + b]:
+                message[out + b] = cost
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def _minimise_columns(tables, table, rows, columns, paid, message, out):
+    for a in range(rows):
+        row = table + a * columns
+        least = paid[0] + tables[row]
+        for b in range(1, columns):
+            cost = paid[b] + tables[row + b]
+            if cost < least:
+                least = cost
+        message[out + a] = least
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def _spare_rows(tables, table, rows, columns, to_left, left, to_right, right, least, extra, first):
+    """Adds to `extra` what the options of the left end leave unpaid, over the best of the right end."""
+    for a in range(rows):
+        spare = np.inf
+        for b in range(columns):
+            spare = min(spare, tables[table + a * columns + b] - to_right[right + b])
+        extra[first + a] += spare - to_left[left + a] - least
+
+
+@njit(cache=True, nogil=True, fastmath=FLAGS)
+def _spare_columns(tables, table, rows, columns, to_left, left, to_right, right, least, extra, first):
+    """The same of the right end."""
+    for b in range(columns):
+        spare = np.inf
+        for a in range(rows):
+            spare = min(spare, tables[table + a * columns + b] - to_left[left + a])
+        extra[first + b] += spare - to_right[right + b] - least
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
@@ -93,67 +171,6 @@ def _taken(graph, costs, to_left, choice, node):
         if cost < least:
             best, least = a, cost
     return best
-
-
-@njit(cache=True, nogil=True, fastmath=FLAGS)
-def _send_right(graph, to_left, to_right, edge, share, total, extra):
-    """Minimises over the left end's options into its message to the right, whose least entry is taken out.
-
-    Returns that entry and the largest number involved.
-    """
-    rows = graph.left_offsets[edge + 1] - graph.left_offsets[edge]
-    columns = graph.right_offsets[edge + 1] - graph.right_offsets[edge]
-    back, out = graph.left_offsets[edge], graph.right_offsets[edge]
-    message = to_right[out : out + columns]
-    message[:] = np.inf
-    largest = 0.0
-    for a in range(rows):
-        paid = share * total[a] - to_left[back + a]
-        largest = max(largest, total[a], to_left[back + a])
-        row = graph.table_offsets[edge] + a * columns
-        for b in range(columns):
-            message[b] = min(message[b], paid + graph.tables[row + b])
-    least = message.min()
-    message -= least
-    if len(extra):
-        for a in range(rows):
-            row = graph.table_offsets[edge] + a * columns
-            left = np.inf
-            for b in range(columns):
-                left = min(left, graph.tables[row + b] - message[b])
-            extra[graph.offsets[graph.left[edge]] + a] += left - to_left[back + a] - least
-    return least, 2 * largest + abs(least) + message.max()
-
-
-@njit(cache=True, nogil=True, fastmath=FLAGS)
-def _send_left(graph, to_left, to_right, edge, share, total, extra):
-    """Minimises over the right end's options into its message to the left, as `_send_right` does."""
-    rows = graph.left_offsets[edge + 1] - graph.left_offsets[edge]
-    columns = graph.right_offsets[edge + 1] - graph.right_offsets[edge]
-    back, out = graph.right_offsets[edge], graph.left_offsets[edge]
-    paid = np.empty(columns)
-    largest = 0.0
-    for b in range(columns):
-        paid[b] = share * total[b] - to_right[back + b]
-        largest = max(largest, total[b], to_right[back + b])
-    message = to_left[out : out + rows]
-    for a in range(rows):
-        row = graph.table_offsets[edge] + a * columns
-        least = np.inf
-        for b in range(columns):
-            least = min(least, paid[b] + graph.tables[row + b])
-        message[a] = least
-    least = message.min()
-    message -= least
-    if len(extra):
-        left = np.full(columns, np.inf)
-        for a in range(rows):
-            row = graph.table_offsets[edge] + a * columns
-            for b in range(columns):
-                left[b] = min(left[b], graph.tables[row + b] - message[a])
-        for b in range(columns):
-            extra[graph.offsets[graph.right[edge]] + b] += left[b] - to_right[back + b] - least
-    return least, 2 * largest + abs(least) + message.max()
 
 
 @njit(cache=True, nogil=True)
