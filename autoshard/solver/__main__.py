@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,8 @@ from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.solve import solve
 
-SILENCE = 1.0  # s without a word
-PAUSE = 10.0  # s between two lines that say the same stage, where lines cannot be overwritten
+SILENCE = 1.0  # s without a word, and between two lines where lines cannot be overwritten ...
+PAUSE = 10.0  # ... or this, if the stage is the same
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _solve_file(file: Path, start: float, options: argparse.Namespace) -> str:
     """Solves a file in the time that is left since `start`, and returns the line that says how it went."""
-    problem = Problem.read(file)
-    read = time.monotonic() - start
     with _Line(file.name, start) as line:
+        problem = Problem.read(file)
+        read = time.monotonic() - start
         left = max(0.0, options.time_limit - read)
         solution = solve(problem, time_limit=left, seed=options.seed, threads=options.threads, progress=line.show)
     if options.output:
@@ -91,34 +92,37 @@ def progress_text(progress: Progress, seconds: float) -> str:
 
 
 class _Line:
-    """What is known so far, on stderr: one line that changes on a terminal, else lines now and then."""
+    """What is known so far, on stderr: one line that changes on a terminal, else lines now and then.
+
+    A thread of its own writes it, since some steps of the solver take long and tell nothing.
+    """
 
     def __init__(self, name: str, start: float):
         self.name, self.start = name, start
-        self.said: tuple[float, str] = (-math.inf, "")  # when, and the stage
-        self.progress: Progress | None = None
-        self.live = None
+        self.progress = Progress("read", math.inf, -math.inf, 0.0)
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._write, daemon=True)
 
     def __enter__(self) -> _Line:
+        self.thread.start()
         return self
 
     def __exit__(self, *_) -> None:
-        if self.live:
-            self.live.stop()
+        self.done.set()
+        self.thread.join()
 
     def show(self, progress: Progress) -> None:
         self.progress = progress
-        now = progress.seconds
-        if now < SILENCE:
+
+    def _write(self) -> None:
+        if self.done.wait(SILENCE):
             return
         if sys.stderr.isatty():
-            if not self.live:
-                self.live = self._started()
-        elif progress.stage != self.said[1] or now - self.said[0] >= PAUSE:
-            self.said = now, progress.stage
-            print(self._text(), file=sys.stderr, flush=True)
+            self._overwrite()
+        else:
+            self._print()
 
-    def _started(self):
+    def _overwrite(self) -> None:
         from rich.console import Console  # takes longer to import than many files take to solve
         from rich.live import Live
         from rich.text import Text
@@ -126,9 +130,18 @@ class _Line:
         def line() -> Text:
             return Text(self._text(), no_wrap=True, overflow="ellipsis")
 
-        live = Live(console=Console(stderr=True), get_renderable=line, refresh_per_second=4, transient=True)
-        live.start()
-        return live
+        with Live(console=Console(stderr=True), get_renderable=line, refresh_per_second=4, transient=True):
+            self.done.wait()
+
+    def _print(self) -> None:
+        stage, waited = "", PAUSE
+        while True:
+            if waited >= PAUSE or (waited >= SILENCE and self.progress.stage != stage):
+                stage, waited = self.progress.stage, 0.0
+                print(self._text(), file=sys.stderr, flush=True)
+            if self.done.wait(SILENCE):
+                return
+            waited += SILENCE
 
     def _text(self) -> str:
         return f"{self.name}: {progress_text(self.progress, time.monotonic() - self.start)}"
