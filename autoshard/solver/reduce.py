@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,22 +11,10 @@ from autoshard.solver import reduction
 from autoshard.solver.arrays import starts_of, summed_edges
 from autoshard.solver.problem import Problem
 from autoshard.solver.reduction import FULL, MORE, State
+from autoshard.solver.simplify import Followed, Reduced
 
 STEPS = 20_000  # between two looks at the clock
 SPARE = 4  # times what a problem takes: the room that it gets
-
-
-@dataclass(frozen=True, eq=False)
-class Reduced:
-    """What is left. Removed nodes have no options."""
-
-    labels: list[np.ndarray]  # node -> option left -> its number in the problem
-    costs: list[np.ndarray]
-    tables: dict[tuple[int, int], np.ndarray]  # edges left, between different pairs of nodes
-    lives: list[list[tuple[int, int, np.ndarray]]]  # node -> first and last pressure point, bytes
-    fixed: np.ndarray  # bytes per pressure point held whatever is chosen
-    constants: list[float]
-    followed: list[tuple[int, int, np.ndarray]]  # node, what it followed (-1: nothing), [its label, own label] pairs
 
 
 def reduce(problem: Problem, tick: Callable[[], None]) -> Reduced:
@@ -119,7 +106,7 @@ def _result(state: State) -> Reduced:
     followed, at = [], 0
     while at < state.top[reduction.LOG]:
         node, into, pairs = map(int, state.log[at : at + 3])
-        followed.append((node, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
+        followed.append(Followed(node, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
         at += 3 + 2 * pairs
     return Reduced(
         labels=[state.label[span].copy() for span in spans],
