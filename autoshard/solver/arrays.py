@@ -46,27 +46,33 @@ class Memory(NamedTuple):
 def graph_of(problem: Problem) -> Graph:
     """The nodes and edges of a problem; parallel edges are added up."""
     sizes = np.array([len(costs) for costs in problem.costs], dtype=np.int64)
-    summed: dict[tuple[int, int], np.ndarray] = {}
-    for edge in problem.edges:
-        i, j, table = (edge.i, edge.j, edge.costs) if edge.i < edge.j else (edge.j, edge.i, edge.costs.T)
-        summed[i, j] = summed[i, j] + table if (i, j) in summed else table
+    summed = summed_edges(problem)
     pairs = sorted(summed)
     left, right = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
     tables = [np.ascontiguousarray(summed[pair], dtype=np.float64).ravel() for pair in pairs]
     return Graph(
-        offsets=_starts(sizes),
+        offsets=starts_of(sizes),
         costs=np.concatenate([np.zeros(0), *problem.costs]),
         left=left,
         right=right,
-        table_offsets=_starts(sizes[left] * sizes[right]),
+        table_offsets=starts_of(sizes[left] * sizes[right]),
         tables=np.concatenate([np.zeros(0), *tables]),
-        earlier_starts=_starts(np.bincount(right, minlength=len(sizes))),
+        earlier_starts=starts_of(np.bincount(right, minlength=len(sizes))),
         earlier=np.argsort(right, kind="stable"),
-        later_starts=_starts(np.bincount(left, minlength=len(sizes))),
+        later_starts=starts_of(np.bincount(left, minlength=len(sizes))),
         later=np.arange(len(left)),
-        left_offsets=_starts(sizes[left]),
-        right_offsets=_starts(sizes[right]),
+        left_offsets=starts_of(sizes[left]),
+        right_offsets=starts_of(sizes[right]),
     )
+
+
+def summed_edges(problem: Problem) -> dict[tuple[int, int], np.ndarray]:
+    """Two nodes, the lower number first -> [option, option] cost of all edges that join them."""
+    summed: dict[tuple[int, int], np.ndarray] = {}
+    for edge in problem.edges:
+        i, j, table = (edge.i, edge.j, edge.costs) if edge.i < edge.j else (edge.j, edge.i, edge.costs.T)
+        summed[i, j] = summed[i, j] + table if (i, j) in summed else table
+    return summed
 
 
 def memory_of(problem: Problem) -> Memory:
@@ -87,12 +93,13 @@ def memory_of(problem: Problem) -> Memory:
         node=np.array([lives[k].node for k in kept], dtype=np.int64),
         start=start[kept],
         end=end[kept],
-        usage_offsets=_starts(np.array([len(usage) for usage in more], dtype=np.int64)),
+        usage_offsets=starts_of(np.array([len(usage) for usage in more], dtype=np.int64)),
         usage=np.concatenate([np.zeros(0), *more]),
         room=limit - change.cumsum()[: len(points)],
         unit=max(limit, 1.0),
     )
 
 
-def _starts(sizes: np.ndarray) -> np.ndarray:
+def starts_of(sizes: np.ndarray) -> np.ndarray:
+    """Where each of some things begins if they stand one after the other; one more at the end."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes, dtype=np.int64)])

@@ -1,8 +1,9 @@
 """A large `Problem` in, a proven bound and ever better choices out, from compiled code on several cores.
 
 First prices on memory rise, one per byte and pressure point, along the slope of the bound that TRW-S proves under them
-(Polyak's steps along a smoothed subgradient). Block moves go on under these prices, and then let them follow the choice:
-up where it holds too much, down where it fits. Whatever a block move finds is made to fit and improved node by node.
+(Polyak's steps along a smoothed subgradient). Block moves go on under these prices, and then let them follow the
+choice: up where it holds too much, down where it fits. Whatever a block move finds is made to fit, and then improved
+node by node.
 
 Searches run side by side, in rounds of about the same amount of work; between two rounds they tell each other what they
 found. The same seed and number of threads find the same, however fast the machine is, up to the round that time allows.
@@ -20,6 +21,7 @@ import numpy as np
 from autoshard.solver import descent, elimination, trws
 from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
 from autoshard.solver.problem import Edge, Live, Problem
+from autoshard.solver.reduce import reduce
 
 UNPRICED = 15  # pairs of sweeps before memory gets its first price
 LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.01  # of Polyak's steps: the first, factor to the next, the last
@@ -95,7 +97,9 @@ def warm_up() -> None:
     """Compiles all of it, or loads what was compiled before."""
     edge = Edge(0, 1, np.array([[0.0, np.inf], [1.0, 0.0]]))
     lives = Live(0, 0, 1, np.array([1, 0])), Live(1, 0, 1, np.array([0, 1]))
-    search = LargeSearch(Problem((np.array([0.0, 1.0]),) * 2, (edge,), lives, limit=1), seed=0, threads=1)
+    problem = Problem((np.array([0.0, 1.0]),) * 2, (edge,), lives, limit=1)
+    search = LargeSearch(problem, seed=0, threads=1)
+    reduce(problem, lambda: None)
     search.ascent.round(2.0)
     search.ascent.least()
     for choice in ([0, 0], [1, 0]):

@@ -222,9 +222,10 @@ class _Search:
         Raises:
             _Nothing: no choice is allowed and fits.
         """
+        reduce = self.compiled().reduce if _is_large(known.problem) else None
         try:
             with self.report.during("simplify"):
-                small = simplify(known.problem, tick=self.check_time)
+                small = simplify(known.problem, tick=self.check_time, reduce=reduce)
         except SolverError:
             raise _Nothing from None
         if not fits(small.rest, known.problem.limit):
@@ -242,7 +243,7 @@ class _Search:
         tell()
         for part in parts:
             options = sum(map(len, part.problem.costs))
-            if relax and options + sum(len(live.usage) for live in part.problem.lives) > MUCH:
+            if relax and _is_large(part.problem):
                 self.search(part)
             elif relax and options > FEW_OPTIONS:
                 with self.report.during("bounds"):
@@ -360,6 +361,11 @@ class _Search:
         if outcome.interrupted:
             raise KeyboardInterrupt
         self.check_time()
+
+
+def _is_large(problem: Problem) -> bool:
+    """Whether compiled code pays."""
+    return sum(map(len, problem.costs)) + sum(len(live.usage) for live in problem.lives) > MUCH
 
 
 def _load() -> ModuleType:
