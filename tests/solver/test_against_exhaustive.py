@@ -6,6 +6,8 @@ called a bound is one, at any time.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +19,7 @@ import pytest
 from problems import answer, answer_of_every_choice, assert_same, binding_problem, every_choice, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, Solution, solve
+from autoshard.solver import Problem, Progress, Solution, solve
 from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.problem import InfeasibleError
 from autoshard.solver.simplify import Simplified, simplify
@@ -122,6 +124,21 @@ def test_simplify():
 
 def test_bounds():
     assert assert_bounded(solve, SEEDS[:500]) > 20
+
+
+def test_progress():
+    """Whatever is told on the way is true, and never less than before."""
+    for seed in SEEDS[:500]:
+        problem, (kind, optimum) = case(seed)
+        told: list[Progress] = []
+        with contextlib.suppress(SolverError):
+            solve(problem, progress=told.append)
+        assert all(now.bound >= before.bound and now.cost <= before.cost for before, now in itertools.pairwise(told))
+        if kind == "costs":
+            slack = 1e-9 * abs(optimum)
+            assert told and all(now.bound - slack <= optimum <= now.cost + slack for now in told), seed
+        else:
+            assert all(now.cost == np.inf for now in told), seed
 
 
 def without_memory(problem: Problem) -> Problem:
