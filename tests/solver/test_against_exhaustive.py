@@ -25,7 +25,7 @@ from autoshard.solver.problem import InfeasibleError
 from autoshard.solver.simplify import Simplified, simplify
 from autoshard.solver.verify import fits, verify
 
-SEEDS = range(3000)
+SEEDS = range(2500)
 
 
 @cache
@@ -47,8 +47,8 @@ def test_the_oracles_agree():
 def test_problems_are_of_all_kinds():
     kinds = Counter(case(seed)[1][0] for seed in SEEDS)
     assert min(kinds["costs"], kinds["needs"]) > len(SEEDS) / 10 and kinds["forbidden"] > 10, kinds
-    left = sum(bool(parts_of(case(seed)[0])) for seed in SEEDS)
-    assert left > len(SEEDS) / 3, left  # that reductions alone do not solve
+    left = sum(bool(parts_of(case(seed)[0])) for seed in SEEDS[:300])
+    assert left > 100, left  # that reductions alone do not solve
 
 
 def parts_of(problem: Problem) -> tuple[Problem, ...]:
@@ -128,7 +128,7 @@ def test_bounds():
 
 def test_progress():
     """Whatever is told on the way is true, and never less than before."""
-    for seed in SEEDS[:500]:
+    for seed in SEEDS[:200]:
         problem, (kind, optimum) = case(seed)
         told: list[Progress] = []
         with contextlib.suppress(SolverError):
