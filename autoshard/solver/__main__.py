@@ -58,17 +58,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _solve_file(file: Path, start: float, options: argparse.Namespace) -> str:
     """Solves a file in the time that is left since `start`, and returns the line that says how it went."""
+    begun = time.monotonic()
     with _Line(file.name, start) as line:
         problem = Problem.read(file)
-        read = time.monotonic() - start
-        left = max(0.0, options.time_limit - read)
+        read = time.monotonic()
+        left = max(0.0, options.time_limit - (read - start))
         solution = solve(problem, time_limit=left, seed=options.seed, threads=options.threads, progress=line.show)
     if options.output:
         try:
             options.output.write_text(json.dumps(solution.choice) + "\n")
         except OSError as error:
             raise SolverError(f"{options.output} cannot be written: {error}") from error
-    return f"{file.name}: {result_text(solution, time.monotonic() - start, {'read': read} | {**solution.seconds})}"
+    stages = {"import": begun - start, "read": read - begun, **solution.seconds}
+    return f"{file.name}: {result_text(solution, time.monotonic() - start, stages)}"
 
 
 def result_text(solution: Solution, seconds: float, stages: dict[str, float]) -> str:

@@ -26,7 +26,7 @@ SMALL = Problem(
     lives=(Live(0, 0, 2, np.array([8, 4])), Live(1, 1, 2, np.array([4, 8]))),
     limit=12,
 )
-RESULT = r"{name}: cost (\S+), bound (\S+), gap (\S+)%, (optimal|feasible), \d+\.\d s: read \d\.\d.*\n"
+RESULT = r"{name}: cost (\S+), bound (\S+), gap (\S+)%, (optimal|feasible), \d+\.\d s: import \d+\.\d, read \d+\.\d.*\n"
 
 
 @pytest.fixture
