@@ -1,0 +1,272 @@
+"""A large `Problem` in, a proven bound and ever better choices out, from compiled code on several cores.
+
+First prices on memory rise, one per byte and pressure point, along the slope of the bound that TRW-S proves under them
+(Polyak's steps along a smoothed subgradient). Block moves go on under these prices, and then let them follow the
+choice: up where it holds too much, down where it fits. Whatever a block move finds is made to fit, and then improved
+node by node.
+
+Searches run side by side, in rounds of about the same amount of work; between two rounds they tell each other what they
+found. The same seed and number of threads find the same, however fast the machine is, up to the round that time allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.solver import descent, elimination, trws
+from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
+from autoshard.solver.problem import Edge, Live, Problem
+from autoshard.solver.reduce import reduce
+
+UNPRICED = 15  # pairs of sweeps before memory gets its first price
+LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.01  # of Polyak's steps: the first, factor to the next, the last
+SMOOTHING = 0.6  # of the slope of the bound that comes from earlier steps
+PATIENCE = 15  # steps that do not raise the bound by ...
+LITTLE = 1e-5  # ... this much of it, after which they get shorter
+GAP = 0.05  # of the bound: how far the first steps aim above it, at least
+GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
+ENTRIES = 1e4  # of a table in a block move, at most
+PLANS = 24  # of block moves, per search
+ROUND = 3e7  # entries of tables looked at in a round, about: half a second
+REPAIRS = 50  # nodes that change to make a choice fit, at most
+UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
+# is added where it is most over; factor where it fits
+RESTART = 50  # moves, after which a search goes back to the best choice ...
+PERTURBED = 0.02  # ... with this share of its nodes changed
+NOTHING = np.zeros(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What is known after a round."""
+
+    choice: tuple[int, ...] | None  # the best choice so far
+    bound: float  # proven so far
+    settled: bool  # the bound will hardly rise further
+
+
+class LargeSearch:
+    """Ascent of the bound and searches for choices, side by side."""
+
+    def __init__(self, problem: Problem, *, seed: int, threads: int):
+        self.graph, self.memory = graph_of(problem), memory_of(problem)
+        self.ascent = Ascent(self.graph, self.memory)
+        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(threads)]
+
+    def rounds(self, known: Callable[[], Sequence[int] | None], tick: Callable[[], None]) -> Iterator[Found]:
+        """Searches without end; what is known after each round.
+
+        Args:
+            known: the best choice by now, from whichever source.
+            tick: called about twice a second, and after each round; what it raises ends the search.
+        """
+        with ThreadPoolExecutor(len(self.searches)) as pool:
+            while True:
+                settled = self.ascent.settled
+                searches = self.searches if settled else self.searches[: max(1, len(self.searches) - 1)]
+                first = known()
+                cost = math.inf if first is None else self.cost(first)
+                for search in searches:
+                    search.begin(first, cost, self.ascent)
+                tasks: list[Future] = [] if settled else [pool.submit(self.ascent.round, cost)]
+                tasks += [pool.submit(search.round) for search in searches]
+                waited_for(tasks, tick)
+                best = min(self.searches, key=lambda search: search.cost)
+                choice = None if best.best is None else tuple(best.best.tolist())
+                yield Found(choice, self.ascent.best, settled)
+
+    def cost(self, choice: Sequence[int]) -> float:
+        return trws.cost_of(self.graph, self.graph.costs, np.asarray(choice, dtype=np.int64))
+
+
+def waited_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
+    """Returns when all tasks are done; raises what one of them raised."""
+    while wait(tasks, timeout=0.4).not_done:
+        tick()
+    for task in tasks:
+        task.result()
+    tick()
+
+
+def warm_up() -> None:
+    """Compiles all of it, or loads what was compiled before."""
+    edge = Edge(0, 1, np.array([[0.0, np.inf], [1.0, 0.0]]))
+    lives = Live(0, 0, 1, np.array([1, 0])), Live(1, 0, 1, np.array([0, 1]))
+    problem = Problem((np.array([0.0, 1.0]),) * 2, (edge,), lives, limit=1)
+    search = LargeSearch(problem, seed=0, threads=1)
+    reduce(problem, lambda: None)
+    search.ascent.round(2.0)
+    search.ascent.least()
+    for choice in ([0, 0], [1, 0]):
+        search.searches[0].begin(choice, math.inf, search.ascent)
+        search.searches[0].step()
+
+
+class Ascent:
+    """Messages and prices of a problem, on their way to the best bound."""
+
+    def __init__(self, graph: Graph, memory: Memory):
+        self.graph, self.memory = graph, memory
+        self.to_left, self.to_right = np.zeros(graph.left_offsets[-1]), np.zeros(graph.right_offsets[-1])
+        self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)
+        self.best, self.length, self.idle, self.steps = -math.inf, LENGTH, 0, 0
+        self.spread = float(np.ptp(graph.costs))
+        self.direction = np.zeros(len(memory.room))
+        self.set_prices(np.zeros(len(memory.room)))
+        self.best_prices = self.prices
+
+    @property
+    def settled(self) -> bool:
+        """Whether going on is not worth it."""
+        return self.length < SHORTEST
+
+    def round(self, known: float) -> None:
+        """Steps, given the cost of the best choice by now."""
+        for _ in range(math.ceil(ROUND / (4 * len(self.graph.tables) + 4 * len(self.memory.usage) + 1000))):
+            if not self.settled:
+                self.step(known)
+
+    def step(self, known: float) -> None:
+        """Sweeps forward and backward, proves a bound and changes prices."""
+        bound, _ = self.sweep()
+        self.idle = 0 if bound > self.best + LITTLE * abs(self.best) else self.idle + 1
+        if bound > self.best:
+            self.best, self.best_prices = bound, self.prices
+        if self.idle >= PATIENCE:
+            self.length, self.idle = self.length * SHORTER, 0
+        self.steps += 1
+        if self.steps < UNPRICED:
+            return
+        over = trws.over(self.memory, self.choice)
+        slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
+        self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
+        square = self.direction @ self.direction
+        if square > 0 and math.isfinite(bound):
+            gap = min(max(known - self.best, 0.0), max(GAP * abs(self.best), self.spread))
+            step = self.length * (self.best + gap - bound) / square
+            self.set_prices(np.maximum(0.0, self.prices + step * self.direction))
+
+    def sweep(self, extra: np.ndarray = NOTHING) -> tuple[float, float]:
+        """Sweeps forward and backward: the bound that is proven, and what it would be without memory's refund."""
+        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.choice, True, NOTHING)
+        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.choice, False, extra)
+        return sum_ - allowance - self.refund, sum_
+
+    def least(self) -> np.ndarray:
+        """What any choice with each option costs at least, under the best prices."""
+        self.set_prices(self.best_prices)
+        for _ in range(UNPRICED):
+            self.sweep()
+        extra = np.empty(len(self.graph.costs))
+        bound, _ = self.sweep(extra)
+        self.best = max(self.best, bound)
+        return bound + extra * (1 - 1e-9)
+
+    def set_prices(self, prices: np.ndarray) -> None:
+        total = prices.sum()
+        if total > 0:
+            grid = 2.0 ** math.ceil(math.log2(total)) * GRID
+            prices = np.round(prices / grid) * grid
+        self.prices = prices
+        self.costs = trws.priced(self.graph, self.memory, prices)
+        back = prices * self.memory.room
+        self.refund = math.fsum(back) + 8 * trws.HALF_ULP * math.fsum(np.abs(back))
+
+
+class Moves:
+    """Block moves over a graph. Plans are made as they are needed, and used again."""
+
+    def __init__(self, graph: Graph, rng: np.random.Generator):
+        self.graph, self.rng = graph, rng
+        self.plans: list[elimination.Plan] = []
+        self.frozen = np.zeros(len(graph.offsets) - 1)  # in how many plans each node is
+        self.count = 0
+
+    def move(self, costs: np.ndarray, choice: np.ndarray) -> float:
+        """Improves a choice; returns how much work it was."""
+        if len(self.plans) < PLANS and self.count % 2 == 0:
+            chosen = self.new_plan()
+        else:
+            chosen = self.plans[self.rng.integers(len(self.plans))]
+        self.count += 1
+        elimination.move(self.graph, costs, chosen, choice)
+        return chosen.work
+
+    def new_plan(self) -> elimination.Plan:
+        nodes = len(self.frozen)
+        noise, reluctance = self.rng.random(nodes), 2 * self.rng.random(nodes) + 0.7 * self.frozen
+        plan = elimination.plan(self.graph, np.ones(nodes, dtype=bool), noise, reluctance, math.log(ENTRIES))
+        self.plans.append(plan)
+        self.frozen[plan.frozen] += 1
+        return plan
+
+
+class Search:
+    """Block moves under prices that follow the choice."""
+
+    def __init__(self, graph: Graph, memory: Memory, seed: tuple[int, ...]):
+        self.graph, self.memory = graph, memory
+        self.rng = np.random.default_rng(seed)
+        self.moves = Moves(graph, self.rng)
+        self.lives = np.argsort(memory.node, kind="stable")
+        self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
+        self.best: np.ndarray | None = None
+        self.cost, self.until_restart = math.inf, 0
+        self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
+
+    def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
+        """Takes over what others found before a round."""
+        if known is not None and cost < self.cost:
+            self.best, self.cost = np.array(known, dtype=np.int64), cost
+        if not ascent.settled or not self.moves.count:
+            self.prices = ascent.best_prices
+            if self.best is None or self.rng.random() < 0.5:
+                self.choice = ascent.choice.copy()
+
+    def round(self) -> None:
+        work = 0.0
+        while work < ROUND:
+            work += self.step()
+
+    def step(self) -> float:
+        """One block move, and what follows from it; returns how much work it was."""
+        work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
+        over = trws.over(self.memory, self.choice)
+        self.improve(self.choice.copy(), over.copy())
+        self.adjust_prices(over / self.memory.unit)
+        self.until_restart -= 1
+        if self.until_restart <= 0 and self.best is not None:
+            self.until_restart = RESTART
+            self.choice = self.perturbed(self.best)
+        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over))
+
+    def improve(self, choice: np.ndarray, over: np.ndarray) -> None:
+        """Makes a choice fit, and cheaper, and keeps it if it is the best; all arguments change."""
+        parts = self.graph, self.memory, self.starts, self.lives, choice, over
+        if not descent.repair(*parts, REPAIRS):
+            return
+        descent.descend(*parts)
+        cost = trws.cost_of(self.graph, self.graph.costs, choice)
+        if cost < self.cost:
+            self.best, self.cost = choice, cost
+
+    def adjust_prices(self, over: np.ndarray) -> None:
+        most = over.max(initial=0.0)
+        if most > 0:
+            added = MORE * self.prices.max() * np.maximum(over, 0.0) / most
+            self.prices = np.where(over > 0, UP * self.prices, self.prices) + added
+        else:
+            self.prices = DOWN * self.prices
+
+    def perturbed(self, choice: np.ndarray) -> np.ndarray:
+        """The choice with random options for some nodes."""
+        nodes = self.rng.integers(len(choice), size=math.ceil(PERTURBED * len(choice)))
+        sizes = np.diff(self.graph.offsets)[nodes]
+        changed = choice.copy()
+        changed[nodes] = (self.rng.random(len(nodes)) * sizes).astype(np.int64)
+        return changed
