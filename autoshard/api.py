@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.arguments import Static, abstract, not_an_array, place, type_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
@@ -24,7 +24,7 @@ from autoshard.program import Program, Value, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
-from autoshard.report.verification import Verification, compiled, verification
+from autoshard.report.verification import Verification, compiled, mesh_of, verification
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import InfeasibleError
@@ -247,7 +247,7 @@ def verify(
         fn: a jitted or decorated function.
         *args: arrays or ShapeDtypeStructs, with the shardings that the function is to be compiled for, unless it was
             jitted with shardings. With those of a `target_mesh` it is compiled for a machine that is not there.
-        mesh: the mesh; that of the arguments' or results' shardings by default.
+        mesh: the mesh; by default that of the arguments' or results' shardings, or of those that `fn` was jitted with.
         kwargs: keyword arguments of `fn`.
 
     Raises:
@@ -260,8 +260,8 @@ def verify(
     if not hasattr(fn, "lower"):
         raise ArgumentError(f"{fn!r} is not jitted; give verify jax.jit(fn, ...) or autoshard(fn, ...)")
     lowered = fn.lower(*args, **kwargs)
-    mesh = mesh or _mesh_of((args, kwargs, lowered.out_info))
-    found = compiled(lowered, mesh)
+    placed = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs, lowered.out_info))]
+    found = compiled(lowered, mesh or mesh_of(placed))
     try:
         in_shardings, _ = found.program.input_shardings
         if kwargs or len(in_shardings) < len(args):
@@ -273,24 +273,18 @@ def verify(
         predicted = evaluate(
             fn,
             *args,
-            mesh=mesh,
+            mesh=found.mesh,
             in_shardings=tuple(in_shardings),
             out_shardings=found.program.output_shardings,
             donate_argnums=tuple(i for i, given in enumerate(donated) if given),
         )
     except AutoshardError as error:
-        return verification(None, found, mesh, unpredicted=str(error))
-    return verification(predicted.predicted, found, mesh, plain=True)
-
-
-def _mesh_of(leaves: Any) -> Mesh:
-    """The first mesh that something in a pytree lies on."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(leaves))
-    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
-    for mesh in meshes:
-        if isinstance(mesh, Mesh):
-            return mesh
-    raise MeshError("no argument or result of the function has a NamedSharding to take the mesh from; pass mesh=")
+        return verification(None, found, found.mesh, unpredicted=str(error))
+    # jax.jit leaves out what is not used
+    dropped = [one is None for one in jax.tree.leaves(in_shardings, is_leaf=lambda one: one is None)]
+    spared = sum(x.local_bytes for x, out in zip(predicted.arguments, dropped, strict=True) if out)
+    prediction = replace(predicted.predicted, peak_bytes=predicted.predicted.peak_bytes - spared)
+    return verification(prediction, found, found.mesh, plain=True)
 
 
 def propagate(

@@ -9,9 +9,10 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from autoshard.errors import MeshError, PlanError
 from autoshard.layout import MeshShape, shards
@@ -50,6 +51,7 @@ class Compiled:
     """What one step of a compiled program does on each device."""
 
     program: jax.stages.Compiled
+    mesh: Mesh
     collectives: tuple[Collective, ...]
     peak_bytes: int
     rematerializations: tuple[Rematerialization, ...]
@@ -158,15 +160,29 @@ def verification(
     )
 
 
-def compiled(lowered: jax.stages.Lowered, mesh: Mesh) -> Compiled:
-    """What XLA makes of a program that was lowered for `mesh`."""
+def mesh_of(shardings: Any) -> Mesh | None:
+    """The first mesh with devices that a sharding in a pytree names."""
+    meshes = (one.mesh for one in jax.tree.leaves(shardings) if isinstance(one, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None) -> Compiled:
+    """What XLA makes of a program that was lowered for `mesh`; by default that of the shardings it is jitted with.
+
+    Raises:
+        MeshError: these name no mesh.
+    """
     warnings: list[str] = []
     with _standard_error(into=warnings):
-        program = lowered.compile(compiler_options=compiler_options(mesh))
+        program = lowered.compile(compiler_options=compiler_options(mesh) if mesh else None)
+    mesh = mesh or mesh_of((program.input_shardings, program.output_shardings))
+    if mesh is None:
+        raise MeshError("no argument or result of the function has a NamedSharding to take the mesh from; pass mesh=")
     text, log = program.as_text(), "".join(warnings)
     lines = source_lines(text) if _REMATERIALIZED.search(log) else {}
     return Compiled(
         program=program,
+        mesh=mesh,
         collectives=read_collectives(text, dict(mesh.shape)),
         peak_bytes=peak_bytes(program),
         rematerializations=tuple(rematerializations_in(log, lines)),

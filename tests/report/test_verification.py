@@ -180,6 +180,14 @@ def test_the_mesh_of_a_jitted_function():
     assert "SingleDeviceSharding" in autoshard.verify(jax.jit(jnp.sin), whole, mesh=MESH).unpredicted
     split = NamedSharding(MESH, P("x"))
     assert autoshard.verify(jax.jit(jnp.sin, in_shardings=split, out_shardings=split), whole).ok
+    assert autoshard.verify(jax.jit(jnp.sin, in_shardings=split), whole).ok
+
+
+def test_arguments_that_are_not_used_are_not_there():
+    split = NamedSharding(MESH, P("x"))
+    alone = autoshard.verify(jax.jit(jnp.sin, in_shardings=split), array(64))
+    beside = autoshard.verify(jax.jit(lambda unused, x: jnp.sin(x), in_shardings=split), array(4096), array(64))
+    assert beside.predicted_peak == alone.predicted_peak and beside.ok
 
 
 def test_a_decorated_function_is_held_against_its_plan():
