@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from autoshard.arguments import Static, abstract, not_an_array, place, type_of
+from autoshard.arguments import Dynamic, Static, abstract, not_an_array, place, type_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape, layout_of, spec_of
 from autoshard.lower import Lowering
@@ -115,6 +116,33 @@ class _Compiled:
     step: Any  # under jax.jit: flat arguments -> flat results
 
 
+_TYPE, _SHARDING = operator.attrgetter("aval"), operator.attrgetter("sharding")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a call was made with, and ran. One made with the same can run it without looking at any array further."""
+
+    where: tuple  # the types of static arguments, these, and the tree of the others
+    lies: tuple[list, list]
+    compiled: _Compiled
+
+
+def _kinds(static: tuple) -> tuple[type, ...]:
+    return tuple(type(value) for _, value in static)
+
+
+def _lies(leaves: list) -> tuple[list, list] | None:
+    """The types of arrays, and their shardings; None if they are not all arrays on devices.
+
+    Arrays that one compiled step makes share these objects from call to call, so comparing lists of them is quick.
+    """
+    try:
+        return list(map(_TYPE, leaves)), list(map(_SHARDING, leaves))
+    except AttributeError:
+        return None
+
+
 class Autosharded:
     """A function that is planned, compiled and placed on its mesh when it is called."""
 
@@ -127,27 +155,36 @@ class Autosharded:
         self._jit_keywords = {name: value for name, value in jit_keywords.items() if name not in TRACE_KEYWORDS}
         self._static = Static.of(fn, jit_keywords)
         self._compiled: dict[tuple, _Compiled] = {}
+        self._last: _Call | None = None
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiled, leaves = self._prepare(args, kwargs)
+        static, dynamic = self._static.split(args, kwargs)
+        leaves, in_tree = jax.tree.flatten(dynamic)
+        where = _kinds(static), static, in_tree  # what is of another type is not compared
+        last = self._last
+        if last is not None and where == last.where and _lies(leaves) == last.lies:
+            return jax.tree.unflatten(last.compiled.program.out_tree, last.compiled.step(*leaves))
+        compiled = self._prepare(static, dynamic, leaves, in_tree)
         if not isinstance(compiled.plan.mesh, Mesh):
             raise MeshError(
                 f"{compiled.plan.mesh} has no devices, so the step can be planned and lowered but not run.\n"
                 "Give autoshard a mesh of devices (jax.make_mesh) to run it."
             )
         placed = place(leaves, compiled.plan, compiled.program.donated)
+        lies = _lies(placed)
+        self._last = None if lies is None else _Call(where, lies, compiled)
         return jax.tree.unflatten(compiled.program.out_tree, compiled.step(*placed))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step is sharded for arguments like these: arrays or ShapeDtypeStructs."""
-        return self._prepare(args, kwargs)[0].plan
+        return self._planned(args, kwargs).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step, lowered; `.compile()` compiles it for the devices of the mesh."""
-        return self._prepare(args, kwargs)[0].plan.lowering()
+        return self._planned(args, kwargs).plan.lowering()
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
@@ -160,10 +197,12 @@ class Autosharded:
         lowering = Lowering.of(program, plan, **self._jit_keywords)
         return _Compiled(replace(plan, lowering=lowering), program, lowering.step)
 
-    def _prepare(self, args: tuple, kwargs: dict) -> tuple[_Compiled, list]:
+    def _planned(self, args: tuple, kwargs: dict) -> _Compiled:
         static, dynamic = self._static.split(args, kwargs)
-        leaves, in_tree = jax.tree.flatten(dynamic)
-        key = static, tuple(type(value) for _, value in static), in_tree, self._types(leaves, static, dynamic)
+        return self._prepare(static, dynamic, *jax.tree.flatten(dynamic))
+
+    def _prepare(self, static: tuple, dynamic: Dynamic, leaves: list, in_tree: Any) -> _Compiled:
+        key = static, _kinds(static), in_tree, self._types(leaves, static, dynamic)
         try:
             compiled = self._compiled.get(key)
         except TypeError as error:
@@ -172,7 +211,7 @@ class Autosharded:
             program = self._trace(static, in_tree, key[-1])
             made = _bound(self._given, program, self._options) if self._given else _planned(program, self._options)
             compiled = self._compiled[key] = self.finish(program, made)
-        return compiled, leaves
+        return compiled
 
     def _types(self, leaves: list, static: tuple, dynamic: tuple) -> tuple:
         try:
