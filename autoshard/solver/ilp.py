@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import cvxpy as cp
 import highspy
 import numpy as np
 from scipy import sparse
@@ -35,11 +35,15 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.tables import classes, split
 from autoshard.solver.verify import ROUNDING, verify
 
+if TYPE_CHECKING:
+    import cvxpy as cp  # takes a second to import, which is spared where it is not used
+
 MAGNITUDE = 1e3  # what the cost still to be decided is scaled to; HiGHS works to absolute tolerances of 1e-7
 TARGET_GAP = 1e-7  # of the whole cost; finer than what counts as optimal, to leave room for rounding
 FEW_ENTRIES = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
 ROWS_ADDED = 50  # at a time
 LAST_WORDS = 1.0  # s that HiGHS gets to finish after its time or Ctrl-C, before what it last reported is taken
+_DOUBLETON_EQUATIONS = 512  # the rule of HiGHS's presolve that in release 1.15.1 does not end on some tiny problems
 COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
 
 
@@ -64,6 +68,8 @@ def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float
     room = memory.room(problem.limit)
     if (room < 0).any():
         return Outcome(None, np.inf, interrupted=False)
+    import cvxpy as cp
+
     scale = 1 / np.where(room > 0, room, 1.0)
     s, x = program.variables()
     unit = program.span / MAGNITUDE
@@ -99,6 +105,8 @@ def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float
 
 def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
     """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
+    import cvxpy as cp
+
     program, memory = _encode(problem, np.inf), _Memory(problem)
     unit = (memory.most.max(initial=0.0) or 1.0) / MAGNITUDE
     scale = np.full(len(memory.least), 1 / unit)
@@ -146,6 +154,8 @@ class _Program:
     cells: tuple[tuple[int, int, np.ndarray], ...]  # edges with flows: i, j, [option of i, option of j] -> flow or -1
 
     def variables(self) -> tuple[cp.Variable, cp.Variable]:
+        import cvxpy as cp
+
         return cp.Variable(len(self.costs), boolean=True), cp.Variable(len(self.flow_costs), nonneg=True)
 
     def constraints(self, s: cp.Variable, x: cp.Variable) -> list[cp.Constraint]:
@@ -322,7 +332,7 @@ class _Highs:
 
     def __init__(self, problem: cp.Problem, variables: list[cp.Variable], *, time_limit: float, seed: int, gap: float):
         self._deadline = time.monotonic() + time_limit
-        data, _, _ = problem.get_problem_data(cp.HIGHS)
+        data, _, _ = problem.get_problem_data("HIGHS")
         first_column = data["param_prob"].var_id_to_col
         self._columns = np.concatenate([first_column[v.id] + np.arange(v.size) for v in variables])
         count = data["A"].shape[1]
@@ -345,6 +355,7 @@ class _Highs:
         options = {
             "output_flag": False, "parallel": "off", "random_seed": seed,
             "mip_rel_gap": 0.0, "mip_abs_gap": gap, "mip_feasibility_tolerance": 1e-9,
+            "presolve_rule_off": _DOUBLETON_EQUATIONS,
         }  # fmt: skip
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
