@@ -10,8 +10,10 @@ from autoshard.layout import Layout, without_idle_axes
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import solve
+from autoshard.solver.verify import verify
 
 _TIME_LIMIT = 20.0  # s; with the layouts given, little is left to choose
+_TIE = 1e-18  # s per byte held: of choices that take equally long, the one that holds less
 
 
 def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> Solution:
@@ -21,7 +23,10 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
     best. The solution claims no bound: it was not searched for among all shardings.
     """
     given = {value: without_idle_axes(layout, formulation.mesh) for value, layout in layouts.items()}
-    free = replace(formulation.problem, limit=None, lives=())
+    costs = [costs.copy() for costs in formulation.problem.costs]
+    for live in formulation.lives:
+        costs[live.node] += _TIE * live.usage
+    free = replace(formulation.problem, costs=tuple(costs), limit=None, lives=())
     allowed = {}
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
         ends = [given.get(made.value.id) for made in group.made]
@@ -36,7 +41,8 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
         solution = solve(free.restrict(allowed), time_limit=_TIME_LIMIT)
     except SolverError:  # some value would have to be resharded in a way that no strategy has
         solution = solve(free, time_limit=_TIME_LIMIT)
-    return replace(solution, bound=0.0, status="feasible")
+    cost, _ = verify(formulation.problem, solution.choice)
+    return replace(solution, cost=cost, bound=0.0, status="feasible")
 
 
 def _agree(given: Sequence[Layout | None], found: Sequence[Layout]) -> bool:
