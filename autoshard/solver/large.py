@@ -24,7 +24,8 @@ from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
 
 UNPRICED = 15  # pairs of sweeps before memory gets its first price
-LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.01  # of Polyak's steps: the first, factor to the next, the last
+SWEEPS = 4  # pairs of them between two changes of prices
+LENGTH, SHORTER, SHORTEST = 1.0, 0.7, 0.01  # of Polyak's steps: the first, factor to the next, the last
 SMOOTHING = 0.6  # of the slope of the bound that comes from earlier steps
 PATIENCE = 15  # steps that do not raise the bound by ...
 LITTLE = 1e-5  # ... this much of it, after which they get shorter
@@ -55,7 +56,7 @@ class LargeSearch:
 
     def __init__(self, problem: Problem, *, seed: int, threads: int):
         self.graph, self.memory = graph_of(problem), memory_of(problem)
-        self.ascent = Ascent(self.graph, self.memory)
+        self.ascent = Ascent(self.graph, self.memory, np.random.default_rng(seed))
         self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(threads)]
 
     def rounds(self, known: Callable[[], Sequence[int] | None], tick: Callable[[], None]) -> Iterator[Found]:
@@ -110,15 +111,19 @@ def warm_up() -> None:
 class Ascent:
     """Messages and prices of a problem, on their way to the best bound."""
 
-    def __init__(self, graph: Graph, memory: Memory):
+    def __init__(self, graph: Graph, memory: Memory, rng: np.random.Generator):
         self.graph, self.memory = graph, memory
         self.to_left, self.to_right = np.zeros(graph.left_offsets[-1]), np.zeros(graph.right_offsets[-1])
-        self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)
-        self.best, self.length, self.idle, self.steps = -math.inf, LENGTH, 0, 0
+        self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)  # good under the present prices
+        self.swept = self.choice.copy()  # what sweeps would take
+        self.moves = Moves(graph, rng)
+        self.best, self.length, self.idle = -math.inf, LENGTH, 0
         self.spread = float(np.ptp(graph.costs))
         self.direction = np.zeros(len(memory.room))
         self.set_prices(np.zeros(len(memory.room)))
         self.best_prices = self.prices
+        for _ in range(UNPRICED):
+            self.sweep()
 
     @property
     def settled(self) -> bool:
@@ -127,34 +132,38 @@ class Ascent:
 
     def round(self, known: float) -> None:
         """Steps, given the cost of the best choice by now."""
-        for _ in range(math.ceil(ROUND / (4 * len(self.graph.tables) + 4 * len(self.memory.usage) + 1000))):
-            if not self.settled:
-                self.step(known)
+        work = 0.0
+        while work < ROUND and not self.settled:
+            work += self.step(known)
 
-    def step(self, known: float) -> None:
-        """Sweeps forward and backward, proves a bound and changes prices."""
-        bound, _ = self.sweep()
+    def step(self, known: float) -> float:
+        """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
+        for _ in range(SWEEPS):
+            bound, _ = self.sweep()
         self.idle = 0 if bound > self.best + LITTLE * abs(self.best) else self.idle + 1
         if bound > self.best:
             self.best, self.best_prices = bound, self.prices
         if self.idle >= PATIENCE:
             self.length, self.idle = self.length * SHORTER, 0
-        self.steps += 1
-        if self.steps < UNPRICED:
-            return
+        # What sweeps would take is improved, since it should be what is cheapest under these prices.
+        self.choice = self.swept.copy()
+        work = 4 * SWEEPS * len(self.graph.tables) + 5 * self.moves.move(self.costs, self.choice)
         over = trws.over(self.memory, self.choice)
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
         square = self.direction @ self.direction
-        if square > 0 and math.isfinite(bound):
+        if square == 0:  # all fits at no price
+            self.length *= SHORTER
+        elif math.isfinite(bound):
             gap = min(max(known - self.best, 0.0), max(GAP * abs(self.best), self.spread))
             step = self.length * (self.best + gap - bound) / square
             self.set_prices(np.maximum(0.0, self.prices + step * self.direction))
+        return work + 4 * len(self.memory.usage) + 1000
 
     def sweep(self, extra: np.ndarray = NOTHING) -> tuple[float, float]:
         """Sweeps forward and backward: the bound that is proven, and what it would be without memory's refund."""
-        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.choice, True, NOTHING)
-        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.choice, False, extra)
+        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, True, NOTHING)
+        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, False, extra)
         return sum_ - allowance - self.refund, sum_
 
     def least(self) -> np.ndarray:

@@ -274,9 +274,16 @@ class _Search:
         per_node = np.split(least, np.cumsum(sizes)[:-1])
         for share in SHARES:
             ceiling = min(known.bound + share * (known.cost - known.bound), known.target)
-            if (least < ceiling).sum() > FEW_OPTIONS:
+            if known.solved or (least < ceiling).sum() > FEW_OPTIONS:
                 return
-            self.solve_below(known, ceiling, per_node)
+            deadline, now = self.deadline, time.monotonic()
+            self.deadline = now + PROGRAM_SHARE * (deadline - now)
+            try:
+                self.solve_below(known, ceiling, per_node)
+            except _TimeUp:
+                pass
+            finally:
+                self.deadline = deadline
 
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
