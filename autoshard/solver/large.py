@@ -20,6 +20,7 @@ import numpy as np
 
 from autoshard.solver import descent, elimination, trws
 from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
+from autoshard.solver.neighbourhoods import Neighbourhoods
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
 
@@ -33,11 +34,11 @@ GAP = 0.05  # of the bound: how far the first steps aim above it, at least
 GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
 ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
-ROUND = 3e7  # entries of tables looked at in a round, about: half a second
+ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
 REPAIRS = 50  # nodes that change to make a choice fit, at most
 UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
 # is added where it is most over; factor where it fits
-RESTART = 50  # moves, after which a search goes back to the best choice ...
+RESTART = 20  # moves, after which a search goes back to the best choice ...
 PERTURBED = 0.02  # ... with this share of its nodes changed
 NOTHING = np.zeros(0)
 
@@ -57,29 +58,49 @@ class LargeSearch:
     def __init__(self, problem: Problem, *, seed: int, threads: int):
         self.graph, self.memory = graph_of(problem), memory_of(problem)
         self.ascent = Ascent(self.graph, self.memory, np.random.default_rng(seed))
-        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(threads)]
+        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(max(1, threads - 1))]
+        self.neighbourhoods = Neighbourhoods(problem, self.graph, np.random.default_rng([seed, threads]))
+        self.threads = threads
 
-    def rounds(self, known: Callable[[], Sequence[int] | None], tick: Callable[[], None]) -> Iterator[Found]:
+    def rounds(
+        self, known: Callable[[], Sequence[int] | None], left: Callable[[], float], tick: Callable[[], None]
+    ) -> Iterator[Found]:
         """Searches without end; what is known after each round.
 
         Args:
             known: the best choice by now, from whichever source.
+            left: seconds until time is up.
             tick: called about twice a second, and after each round; what it raises ends the search.
         """
-        with ThreadPoolExecutor(len(self.searches)) as pool:
+        least: np.ndarray | None = None  # per option, what a choice with it costs at least
+        with ThreadPoolExecutor(self.threads) as pool:
             while True:
-                settled = self.ascent.settled
-                searches = self.searches if settled else self.searches[: max(1, len(self.searches) - 1)]
                 first = known()
                 cost = math.inf if first is None else self.cost(first)
-                for search in searches:
+                for search in self.searches:
                     search.begin(first, cost, self.ascent)
-                tasks: list[Future] = [] if settled else [pool.submit(self.ascent.round, cost)]
-                tasks += [pool.submit(search.round) for search in searches]
+                other = None
+                if not self.ascent.settled:
+                    tasks = [pool.submit(self.ascent.round, cost)]
+                elif least is None:
+                    tasks = [other := pool.submit(self.ascent.least)]
+                elif first is not None:
+                    tasks = [other := pool.submit(self.neighbourhoods.improve, first, least < cost, left())]
+                else:
+                    tasks = []
+                long = least is not None and first is not None
+                tasks += [pool.submit(search.round, LONG if long else ROUND) for search in self.searches]
                 waited_for(tasks, tick)
-                best = min(self.searches, key=lambda search: search.cost)
-                choice = None if best.best is None else tuple(best.best.tolist())
-                yield Found(choice, self.ascent.best, settled)
+                yield self.found(other.result() if long else None)
+                if self.ascent.settled and least is None and other:
+                    least = other.result()
+
+    def found(self, choice: tuple[int, ...] | None) -> Found:
+        """The best of this choice and those of the searches."""
+        best = min(self.searches, key=lambda search: search.cost)
+        if choice is None or best.cost <= self.cost(choice):
+            choice = None if best.best is None else tuple(best.best.tolist())
+        return Found(choice, self.ascent.best, self.ascent.settled)
 
     def cost(self, choice: Sequence[int]) -> float:
         return trws.cost_of(self.graph, self.graph.costs, np.asarray(choice, dtype=np.int64))
@@ -237,9 +258,10 @@ class Search:
             if self.best is None or self.rng.random() < 0.5:
                 self.choice = ascent.choice.copy()
 
-    def round(self) -> None:
+    def round(self, most: float) -> None:
+        """Moves until that much work is done."""
         work = 0.0
-        while work < ROUND:
+        while work < most:
             work += self.step()
 
     def step(self) -> float:

@@ -210,6 +210,10 @@ class _Search:
         self.deadline = self.report.start + time_limit
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
 
+    def left(self) -> float:
+        """Seconds until time is up."""
+        return max(0.0, self.deadline - time.monotonic())
+
     def check_time(self) -> None:
         self.report.tick()
         late = time.monotonic() - self.deadline
@@ -258,7 +262,7 @@ class _Search:
         search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads)
         programmed = False
         with self.report.during("search"):
-            for found in search.rounds(lambda: known.choice, self.check_time):
+            for found in search.rounds(lambda: known.choice, self.left, self.check_time):
                 if found.choice is not None:
                     known.offer(found.choice)
                 known.prove(found.bound)
@@ -357,9 +361,8 @@ class _Search:
         """Solves a problem as an integer program."""
         if known.solved:
             return
-        left = max(0.0, self.deadline - time.monotonic())
         with self.report.during("integer program"):
-            outcome = cheapest(known.problem, known.choice, time_limit=left, seed=self.seed)
+            outcome = cheapest(known.problem, known.choice, time_limit=self.left(), seed=self.seed)
         if outcome.bound == math.inf:
             raise _Nothing
         known.prove(outcome.bound)
