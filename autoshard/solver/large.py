@@ -25,8 +25,10 @@ from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
 
 UNPRICED = 15  # pairs of sweeps before memory gets its first price
-SWEEPS = 4  # pairs of them between two changes of prices
-LENGTH, SHORTER, SHORTEST = 1.0, 0.7, 0.01  # of Polyak's steps: the first, factor to the next, the last
+LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.02  # of Polyak's steps: the first, factor to the next, the last
+ROUGH = 0.1  # the length down to which one pair of sweeps makes a step; then ...
+SWEEPS = 4  # ... as many do, and a block move, from this length on again:
+CAREFUL = 0.5
 SMOOTHING = 0.6  # of the slope of the bound that comes from earlier steps
 PATIENCE = 15  # steps that do not raise the bound by ...
 LITTLE = 1e-5  # ... this much of it, after which they get shorter
@@ -35,6 +37,7 @@ GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
 ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
 ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
+OVERHEAD = 5e4  # what the calls of one step take, in such entries
 REPAIRS = 50  # nodes that change to make a choice fit, at most
 UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
 # is added where it is most over; factor where it fits
@@ -138,7 +141,7 @@ class Ascent:
         self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)  # good under the present prices
         self.swept = self.choice.copy()  # what sweeps would take
         self.moves = Moves(graph, rng)
-        self.best, self.length, self.idle = -math.inf, LENGTH, 0
+        self.best, self.length, self.idle, self.rough = -math.inf, LENGTH, 0, True
         self.spread = float(np.ptp(graph.costs))
         self.direction = np.zeros(len(memory.room))
         self.set_prices(np.zeros(len(memory.room)))
@@ -149,7 +152,7 @@ class Ascent:
     @property
     def settled(self) -> bool:
         """Whether going on is not worth it."""
-        return self.length < SHORTEST
+        return not self.rough and self.length < SHORTEST
 
     def round(self, known: float) -> None:
         """Steps, given the cost of the best choice by now."""
@@ -159,16 +162,20 @@ class Ascent:
 
     def step(self, known: float) -> float:
         """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
-        for _ in range(SWEEPS):
+        for _ in range(1 if self.rough else SWEEPS):
             bound, _ = self.sweep()
         self.idle = 0 if bound > self.best + LITTLE * abs(self.best) else self.idle + 1
         if bound > self.best:
             self.best, self.best_prices = bound, self.prices
         if self.idle >= PATIENCE:
             self.length, self.idle = self.length * SHORTER, 0
-        # What sweeps would take is improved, since it should be what is cheapest under these prices.
+            if self.rough and self.length < ROUGH:
+                self.rough, self.length = False, CAREFUL
+                self.set_prices(self.best_prices)
         self.choice = self.swept.copy()
-        work = 4 * SWEEPS * len(self.graph.tables) + 5 * self.moves.move(self.costs, self.choice)
+        work = 4 * len(self.graph.tables)
+        if not self.rough:  # the slope is that of what is cheapest under these prices
+            work = SWEEPS * work + 5 * self.moves.move(self.costs, self.choice)
         over = trws.over(self.memory, self.choice)
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
@@ -179,7 +186,7 @@ class Ascent:
             gap = min(max(known - self.best, 0.0), max(GAP * abs(self.best), self.spread))
             step = self.length * (self.best + gap - bound) / square
             self.set_prices(np.maximum(0.0, self.prices + step * self.direction))
-        return work + 4 * len(self.memory.usage) + 1000
+        return work + 4 * len(self.memory.usage) + OVERHEAD
 
     def sweep(self, extra: np.ndarray = NOTHING) -> tuple[float, float]:
         """Sweeps forward and backward: the bound that is proven, and what it would be without memory's refund."""
@@ -246,17 +253,17 @@ class Search:
         self.lives = np.argsort(memory.node, kind="stable")
         self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
         self.best: np.ndarray | None = None
-        self.cost, self.until_restart = math.inf, 0
+        self.cost, self.until_restart = math.inf, RESTART
+        self.offered: tuple[np.ndarray, np.ndarray] | None = None  # prices, and a choice that is good under them
         self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
 
     def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
         """Takes over what others found before a round."""
         if known is not None and cost < self.cost:
             self.best, self.cost = np.array(known, dtype=np.int64), cost
-        if not ascent.settled or not self.moves.count:
-            self.prices = ascent.best_prices
-            if self.best is None or self.rng.random() < 0.5:
-                self.choice = ascent.choice.copy()
+        self.offered = None if ascent.settled and self.moves.count else (ascent.best_prices, ascent.choice)
+        if not self.moves.count:
+            self.restart()
 
     def round(self, most: float) -> None:
         """Moves until that much work is done."""
@@ -271,10 +278,19 @@ class Search:
         self.improve(self.choice.copy(), over.copy())
         self.adjust_prices(over / self.memory.unit)
         self.until_restart -= 1
-        if self.until_restart <= 0 and self.best is not None:
-            self.until_restart = RESTART
+        if self.until_restart <= 0:
+            self.restart()
+        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over)) + OVERHEAD
+
+    def restart(self) -> None:
+        """Goes back to the best choice, or on from the prices and the choice that the ascent of the bound is at."""
+        self.until_restart = RESTART
+        if self.best is not None:
             self.choice = self.perturbed(self.best)
-        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over))
+        if self.offered:
+            self.prices, choice = self.offered
+            if self.best is None or self.rng.random() < 0.5:
+                self.choice = choice.copy()
 
     def improve(self, choice: np.ndarray, over: np.ndarray) -> None:
         """Makes a choice fit, and cheaper, and keeps it if it is the best; all arguments change."""
