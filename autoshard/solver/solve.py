@@ -245,10 +245,13 @@ class _Search:
             parts.append(_Known(problem, tell))
             parts[-1].bound = _least_sum(problem)
         tell()
-        for part in parts:
+        large = sum(_is_large(part.problem) for part in parts)
+        for part in sorted(parts, key=lambda part: len(part.problem.costs)):
             options = sum(map(len, part.problem.costs))
             if relax and _is_large(part.problem):
-                self.search(part)
+                with self.hurry(1 / large):
+                    self.search(part)
+                large -= 1
             elif relax and options > FEW_OPTIONS:
                 with self.report.during("bounds"):
                     self.relax(part)
@@ -260,34 +263,49 @@ class _Search:
         """Solves a problem as far as time allows with compiled code."""
         large = self.compiled()
         search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads)
+        most = _most_sum(known.problem)
         programmed = False
         with self.report.during("search"):
             for found in search.rounds(lambda: known.choice, self.left, self.check_time):
                 if found.choice is not None:
                     known.offer(found.choice)
                 known.prove(found.bound)
+                if known.bound > most + ENOUGH * abs(most):
+                    raise _Nothing
                 if known.solved:
                     return
-                if found.settled and known.best and not programmed:
+                if found.settled and not programmed:
                     programmed = True
                     self.fix(known, search.ascent.least())
+                if known.solved:
+                    return
 
     def fix(self, known: _Known, least: np.ndarray) -> None:
         """Solves a problem with the options that a better choice can have, if these are few."""
         sizes = [len(costs) for costs in known.problem.costs]
         per_node = np.split(least, np.cumsum(sizes)[:-1])
-        for share in SHARES:
+        for share in SHARES if known.best else ():
             ceiling = min(known.bound + share * (known.cost - known.bound), known.target)
             if known.solved or (least < ceiling).sum() > FEW_OPTIONS:
                 return
-            deadline, now = self.deadline, time.monotonic()
-            self.deadline = now + PROGRAM_SHARE * (deadline - now)
-            try:
+            with self.hurry(PROGRAM_SHARE):
                 self.solve_below(known, ceiling, per_node)
-            except _TimeUp:
-                pass
-            finally:
-                self.deadline = deadline
+        if not known.solved and len(least) <= FEW_OPTIONS:
+            with self.hurry(PROGRAM_SHARE):
+                self.program(known)
+
+    @contextlib.contextmanager
+    def hurry(self, share: float) -> Iterator[None]:
+        """Gives what follows a share of the time that is left, and goes on when that is up."""
+        deadline = self.deadline
+        self.deadline = time.monotonic() + share * self.left()
+        try:
+            yield
+        except _TimeUp:
+            if time.monotonic() >= deadline:
+                raise
+        finally:
+            self.deadline = deadline
 
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
