@@ -29,6 +29,7 @@ from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
 GRACE = 10.0  # s past the time limit to find a first choice
 FEW_OPTIONS = 4000  # that the integer program takes at once
+MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
 MUCH = 50_000  # options, and bytes that they hold in all their lives, from which on compiled code pays
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
@@ -79,7 +80,7 @@ def solve(
         if known.choice is None:
             raise
     except _Nothing:
-        raise _infeasible(problem, seed, search.deadline) from None
+        raise _infeasible(problem, search) from None
     if known.choice is None:
         limit = "" if problem.limit is None else f" that fits in {problem.limit:.0f} bytes"
         raise SolverError(
@@ -419,7 +420,7 @@ def _most_sum(problem: Problem) -> float:
     return math.fsum(table[np.isfinite(table)].max(initial=-np.inf) for table in tables)
 
 
-def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
+def _infeasible(problem: Problem, search: _Search) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
     free = replace(
         problem,
@@ -427,17 +428,39 @@ def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
         edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
         limit=0.0,  # every point matters
     )
-    small = simplify(free)
-    time_limit = max(1.0, deadline - time.monotonic())
-    outcomes = [leanest(part, time_limit=time_limit, seed=seed) for part in small.parts]
+    reduce = search.compiled().reduce if _is_large(free) else None
+    small = simplify(free, tick=search.report.tick, reduce=reduce)
+    if max((sum(map(len, part.costs)) for part in small.parts), default=0) > MANY_OPTIONS:
+        return SolverError(f"no choice fits in {problem.limit:.0f} bytes; {_floor(problem)}")
+    time_limit = max(1.0, search.left())
+    outcomes = [leanest(part, time_limit=time_limit, seed=search.seed) for part in small.parts]
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     if any(outcome.bound == math.inf for outcome in outcomes):
         return SolverError("every choice is forbidden")
     choices = [outcome.choice for outcome in outcomes]
     if None in choices:
-        return SolverError(f"no choice fits in {problem.limit} bytes; how much memory would do was not found in time")
+        message = f"no choice fits in {problem.limit:.0f} bytes; how much memory would do was not found in time"
+        return SolverError(f"{message}; {_floor(problem)}")
     choice = small.invert(choices)
     _, needed = verify(problem, choice)
-    message = f"no choice fits in {problem.limit:.0f} bytes; the least that one holds is {needed:.0f}"
+    point, _ = _fullest(problem, [live.usage[choice[live.node]] for live in problem.lives])
+    held = f"the least that one holds is {needed:.0f}, at point {point}"
+    message = f"no choice fits in {problem.limit:.0f} bytes; {held}"
     return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
+
+
+def _floor(problem: Problem) -> str:
+    """Which program point needs how much memory, whatever is chosen."""
+    least = [live.usage[np.isfinite(problem.costs[live.node])].min() for live in problem.lives]
+    point, held = _fullest(problem, least)
+    return f"point {point} needs {held:.0f} at least"
+
+
+def _fullest(problem: Problem, usages: Sequence[float]) -> tuple[int, float]:
+    """The program point at which most is held, and how many bytes, when the lives hold this much."""
+    ends = [[live.start for live in problem.lives], [live.end for live in problem.lives]]
+    points, at = np.unique(np.array(ends, dtype=np.int64).ravel(), return_inverse=True)
+    usages = np.asarray(usages, dtype=np.float64)
+    held = np.bincount(at, np.concatenate([usages, -usages])).cumsum()
+    return int(points[held.argmax()]), float(held.max())

@@ -144,10 +144,9 @@ def test_repaired_choices_fit_and_descent_never_loses():
 
 def answers(problem: Problem, rounds: int, threads: int) -> list[tuple[tuple[int, ...] | None, float]]:
     """What each of the first rounds of a search says."""
-    search, known, seen = LargeSearch(problem, seed=1, threads=threads), None, []
-    for found in itertools.islice(search.rounds(lambda: known, lambda: 100.0, lambda: None), rounds):
-        known = found.choice
-        seen.append((known, found.bound))
+    search, seen = LargeSearch(problem, seed=1, threads=threads), [(None, -math.inf)]
+    for found in itertools.islice(search.rounds(lambda: seen[-1][0], lambda: 100.0, lambda: None), rounds):
+        seen.append((found.choice, found.bound))
     return seen
 
 

@@ -143,7 +143,19 @@ def test_memory_error_says_what_would_do():
     with pytest.raises(InfeasibleError) as error:
         solve(problem)
     assert (error.value.limit, error.value.needed) == (10, 11)
+    assert str(error.value) == "no choice fits in 10 bytes; the least that one holds is 11, at point 1"
     assert solve(replace(problem, limit=error.value.needed)).status == "optimal"
+
+
+def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch):
+    """Too large to find the least that a choice holds: what the leanest options hold is still known."""
+    compiled_always(monkeypatch)
+    monkeypatch.setattr(module, "MANY_OPTIONS", 0)
+    lives = tuple(Live(node, node, node + 2, np.array([8, 6, 9])) for node in range(4))
+    crossed = tuple(Edge(k, k + 1, np.where(np.eye(3, dtype=bool), np.inf, 0.0)) for k in range(3))
+    problem = Problem((np.zeros(3),) * 4, crossed, lives, limit=11)
+    with pytest.raises(SolverError, match="no choice fits in 11 bytes; point 1 needs 12 at least"):
+        solve(problem)
 
 
 def test_forbidden_is_not_called_memory():
