@@ -127,10 +127,10 @@ def descend(graph, memory, starts, lives, choice, over):
             _changes(graph, choice, node, costs)
             own = lives[starts[node] : starts[node + 1]]
             now = choice[node]
-            margin = TINY * abs(costs[now])
+            most = costs[now] - TINY * abs(costs[now]) if costs[now] < np.inf else np.inf  # to be called cheaper
             while True:
                 then = np.argmin(costs[: graph.offsets[node + 1] - graph.offsets[node]])
-                if costs[then] >= costs[now] - margin:
+                if costs[then] >= most:
                     break
                 if _fits(memory, own, now, then, over):
                     _take(memory, own, node, then, choice, over)

@@ -20,11 +20,15 @@ import numpy as np
 
 from autoshard.solver import descent, elimination, trws
 from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
+from autoshard.solver.neighbourhoods import Neighbourhoods
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
 
 UNPRICED = 15  # pairs of sweeps before memory gets its first price
-LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.01  # of Polyak's steps: the first, factor to the next, the last
+LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.02  # of Polyak's steps: the first, factor to the next, the last
+ROUGH = 0.1  # the length down to which one pair of sweeps makes a step; then ...
+SWEEPS = 4  # ... as many do, and a block move, from this length on again:
+CAREFUL = 0.5
 SMOOTHING = 0.6  # of the slope of the bound that comes from earlier steps
 PATIENCE = 15  # steps that do not raise the bound by ...
 LITTLE = 1e-5  # ... this much of it, after which they get shorter
@@ -32,11 +36,12 @@ GAP = 0.05  # of the bound: how far the first steps aim above it, at least
 GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
 ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
-ROUND = 3e7  # entries of tables looked at in a round, about: half a second
+ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
+OVERHEAD = 5e4  # what the calls of one step take, in such entries
 REPAIRS = 50  # nodes that change to make a choice fit, at most
 UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
 # is added where it is most over; factor where it fits
-RESTART = 50  # moves, after which a search goes back to the best choice ...
+RESTART = 20  # moves, after which a search goes back to the best choice ...
 PERTURBED = 0.02  # ... with this share of its nodes changed
 NOTHING = np.zeros(0)
 
@@ -55,30 +60,50 @@ class LargeSearch:
 
     def __init__(self, problem: Problem, *, seed: int, threads: int):
         self.graph, self.memory = graph_of(problem), memory_of(problem)
-        self.ascent = Ascent(self.graph, self.memory)
-        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(threads)]
+        self.ascent = Ascent(self.graph, self.memory, np.random.default_rng(seed))
+        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(max(1, threads - 1))]
+        self.neighbourhoods = Neighbourhoods(problem, self.graph, np.random.default_rng([seed, threads]))
+        self.threads = threads
 
-    def rounds(self, known: Callable[[], Sequence[int] | None], tick: Callable[[], None]) -> Iterator[Found]:
+    def rounds(
+        self, known: Callable[[], Sequence[int] | None], left: Callable[[], float], tick: Callable[[], None]
+    ) -> Iterator[Found]:
         """Searches without end; what is known after each round.
 
         Args:
             known: the best choice by now, from whichever source.
+            left: seconds until time is up.
             tick: called about twice a second, and after each round; what it raises ends the search.
         """
-        with ThreadPoolExecutor(len(self.searches)) as pool:
+        least: np.ndarray | None = None  # per option, what a choice with it costs at least
+        with ThreadPoolExecutor(self.threads) as pool:
             while True:
-                settled = self.ascent.settled
-                searches = self.searches if settled else self.searches[: max(1, len(self.searches) - 1)]
                 first = known()
                 cost = math.inf if first is None else self.cost(first)
-                for search in searches:
+                for search in self.searches:
                     search.begin(first, cost, self.ascent)
-                tasks: list[Future] = [] if settled else [pool.submit(self.ascent.round, cost)]
-                tasks += [pool.submit(search.round) for search in searches]
+                other = None
+                if not self.ascent.settled:
+                    tasks = [pool.submit(self.ascent.round, cost)]
+                elif least is None:
+                    tasks = [other := pool.submit(self.ascent.least)]
+                elif first is not None:
+                    tasks = [other := pool.submit(self.neighbourhoods.improve, first, least < cost, left())]
+                else:
+                    tasks = []
+                long = least is not None and first is not None
+                tasks += [pool.submit(search.round, LONG if long else ROUND) for search in self.searches]
                 waited_for(tasks, tick)
-                best = min(self.searches, key=lambda search: search.cost)
-                choice = None if best.best is None else tuple(best.best.tolist())
-                yield Found(choice, self.ascent.best, settled)
+                yield self.found(other.result() if long else None)
+                if self.ascent.settled and least is None and other:
+                    least = other.result()
+
+    def found(self, choice: tuple[int, ...] | None) -> Found:
+        """The best of this choice and those of the searches."""
+        best = min(self.searches, key=lambda search: search.cost)
+        if choice is None or best.cost <= self.cost(choice):
+            choice = None if best.best is None else tuple(best.best.tolist())
+        return Found(choice, self.ascent.best, self.ascent.settled)
 
     def cost(self, choice: Sequence[int]) -> float:
         return trws.cost_of(self.graph, self.graph.costs, np.asarray(choice, dtype=np.int64))
@@ -110,51 +135,63 @@ def warm_up() -> None:
 class Ascent:
     """Messages and prices of a problem, on their way to the best bound."""
 
-    def __init__(self, graph: Graph, memory: Memory):
+    def __init__(self, graph: Graph, memory: Memory, rng: np.random.Generator):
         self.graph, self.memory = graph, memory
         self.to_left, self.to_right = np.zeros(graph.left_offsets[-1]), np.zeros(graph.right_offsets[-1])
-        self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)
-        self.best, self.length, self.idle, self.steps = -math.inf, LENGTH, 0, 0
+        self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)  # good under the present prices
+        self.swept = self.choice.copy()  # what sweeps would take
+        self.moves = Moves(graph, rng)
+        self.best, self.length, self.idle, self.rough = -math.inf, LENGTH, 0, True
         self.spread = float(np.ptp(graph.costs))
         self.direction = np.zeros(len(memory.room))
         self.set_prices(np.zeros(len(memory.room)))
         self.best_prices = self.prices
+        for _ in range(UNPRICED):
+            self.sweep()
 
     @property
     def settled(self) -> bool:
         """Whether going on is not worth it."""
-        return self.length < SHORTEST
+        return not self.rough and self.length < SHORTEST
 
     def round(self, known: float) -> None:
         """Steps, given the cost of the best choice by now."""
-        for _ in range(math.ceil(ROUND / (4 * len(self.graph.tables) + 4 * len(self.memory.usage) + 1000))):
-            if not self.settled:
-                self.step(known)
+        work = 0.0
+        while work < ROUND and not self.settled:
+            work += self.step(known)
 
-    def step(self, known: float) -> None:
-        """Sweeps forward and backward, proves a bound and changes prices."""
-        bound, _ = self.sweep()
+    def step(self, known: float) -> float:
+        """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
+        for _ in range(1 if self.rough else SWEEPS):
+            bound, _ = self.sweep()
         self.idle = 0 if bound > self.best + LITTLE * abs(self.best) else self.idle + 1
         if bound > self.best:
             self.best, self.best_prices = bound, self.prices
         if self.idle >= PATIENCE:
             self.length, self.idle = self.length * SHORTER, 0
-        self.steps += 1
-        if self.steps < UNPRICED:
-            return
+            if self.rough and self.length < ROUGH:
+                self.rough, self.length = False, CAREFUL
+                self.set_prices(self.best_prices)
+        self.choice = self.swept.copy()
+        work = 4 * len(self.graph.tables)
+        if not self.rough:  # the slope is that of what is cheapest under these prices
+            work = SWEEPS * work + 5 * self.moves.move(self.costs, self.choice)
         over = trws.over(self.memory, self.choice)
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
         square = self.direction @ self.direction
-        if square > 0 and math.isfinite(bound):
+        if square == 0:  # all fits at no price
+            self.length *= SHORTER
+        elif math.isfinite(bound):
             gap = min(max(known - self.best, 0.0), max(GAP * abs(self.best), self.spread))
             step = self.length * (self.best + gap - bound) / square
             self.set_prices(np.maximum(0.0, self.prices + step * self.direction))
+        return work + 4 * len(self.memory.usage) + OVERHEAD
 
     def sweep(self, extra: np.ndarray = NOTHING) -> tuple[float, float]:
         """Sweeps forward and backward: the bound that is proven, and what it would be without memory's refund."""
-        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.choice, True, NOTHING)
-        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.choice, False, extra)
+        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, True, NOTHING)
+        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, False, extra)
         return sum_ - allowance - self.refund, sum_
 
     def least(self) -> np.ndarray:
@@ -216,21 +253,22 @@ class Search:
         self.lives = np.argsort(memory.node, kind="stable")
         self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
         self.best: np.ndarray | None = None
-        self.cost, self.until_restart = math.inf, 0
+        self.cost, self.until_restart = math.inf, RESTART
+        self.offered: tuple[np.ndarray, np.ndarray] | None = None  # prices, and a choice that is good under them
         self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
 
     def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
         """Takes over what others found before a round."""
         if known is not None and cost < self.cost:
             self.best, self.cost = np.array(known, dtype=np.int64), cost
-        if not ascent.settled or not self.moves.count:
-            self.prices = ascent.best_prices
-            if self.best is None or self.rng.random() < 0.5:
-                self.choice = ascent.choice.copy()
+        self.offered = None if ascent.settled and self.moves.count else (ascent.best_prices, ascent.choice)
+        if not self.moves.count:
+            self.restart()
 
-    def round(self) -> None:
+    def round(self, most: float) -> None:
+        """Moves until that much work is done."""
         work = 0.0
-        while work < ROUND:
+        while work < most:
             work += self.step()
 
     def step(self) -> float:
@@ -240,10 +278,19 @@ class Search:
         self.improve(self.choice.copy(), over.copy())
         self.adjust_prices(over / self.memory.unit)
         self.until_restart -= 1
-        if self.until_restart <= 0 and self.best is not None:
-            self.until_restart = RESTART
+        if self.until_restart <= 0:
+            self.restart()
+        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over)) + OVERHEAD
+
+    def restart(self) -> None:
+        """Goes back to the best choice, or on from the prices and the choice that the ascent of the bound is at."""
+        self.until_restart = RESTART
+        if self.best is not None:
             self.choice = self.perturbed(self.best)
-        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over))
+        if self.offered:
+            self.prices, choice = self.offered
+            if self.best is None or self.rng.random() < 0.5:
+                self.choice = choice.copy()
 
     def improve(self, choice: np.ndarray, over: np.ndarray) -> None:
         """Makes a choice fit, and cheaper, and keeps it if it is the best; all arguments change."""

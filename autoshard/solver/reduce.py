@@ -14,7 +14,8 @@ from autoshard.solver.reduction import FULL, MORE, State
 from autoshard.solver.simplify import Followed, Reduced
 
 STEPS = 20_000  # between two looks at the clock
-SPARE = 4  # times what a problem takes: the room that it gets
+SPARE = 4  # times what a problem takes: the room that it gets, ...
+LEAST_SPARE = 100_000  # ... and as many entries more
 
 
 def reduce(problem: Problem, tick: Callable[[], None]) -> Reduced:
@@ -43,7 +44,7 @@ def _state(problem: Problem) -> State:
     usages = [live.usage.astype(np.float64) for live in lives]
     filled = np.concatenate([np.zeros(0), *tables, *usages])
     at = starts_of(np.array([len(part) for part in [*tables, *usages]], dtype=np.int64))
-    pool = np.empty(SPARE * len(filled) + 100_000)
+    pool = np.empty(SPARE * len(filled) + LEAST_SPARE)
     pool[: len(filled)] = filled
     start, stop = (
         np.searchsorted(points, np.array([getattr(live, side) for live in lives], dtype=np.int64)).astype(np.int64)
@@ -69,7 +70,7 @@ def _state(problem: Problem) -> State:
         usage=at[len(edges) : len(edges) + len(lives)].copy(),
         pool=pool,
         fixed=np.zeros(len(points) + 1),
-        log=np.empty(8 * int(count.sum()) + 100_000, dtype=np.int64),
+        log=np.empty(SPARE * int(count.sum()) + LEAST_SPARE, dtype=np.int64),
         constants=np.empty(nodes),
         queue=np.empty(nodes, dtype=np.int64),
         queued=np.zeros(nodes, dtype=bool),

@@ -29,6 +29,7 @@ from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
 GRACE = 10.0  # s past the time limit to find a first choice
 FEW_OPTIONS = 4000  # that the integer program takes at once
+MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
 MUCH = 50_000  # options, and bytes that they hold in all their lives, from which on compiled code pays
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
@@ -79,7 +80,7 @@ def solve(
         if known.choice is None:
             raise
     except _Nothing:
-        raise _infeasible(problem, seed, search.deadline) from None
+        raise _infeasible(problem, search) from None
     if known.choice is None:
         limit = "" if problem.limit is None else f" that fits in {problem.limit:.0f} bytes"
         raise SolverError(
@@ -210,6 +211,10 @@ class _Search:
         self.deadline = self.report.start + time_limit
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
 
+    def left(self) -> float:
+        """Seconds until time is up."""
+        return max(0.0, self.deadline - time.monotonic())
+
     def check_time(self) -> None:
         self.report.tick()
         late = time.monotonic() - self.deadline
@@ -241,10 +246,13 @@ class _Search:
             parts.append(_Known(problem, tell))
             parts[-1].bound = _least_sum(problem)
         tell()
-        for part in parts:
+        large = sum(_is_large(part.problem) for part in parts)
+        for part in sorted(parts, key=lambda part: len(part.problem.costs)):
             options = sum(map(len, part.problem.costs))
             if relax and _is_large(part.problem):
-                self.search(part)
+                with self.hurry(1 / large):
+                    self.search(part)
+                large -= 1
             elif relax and options > FEW_OPTIONS:
                 with self.report.during("bounds"):
                     self.relax(part)
@@ -256,27 +264,49 @@ class _Search:
         """Solves a problem as far as time allows with compiled code."""
         large = self.compiled()
         search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads)
+        most = _most_sum(known.problem)
         programmed = False
         with self.report.during("search"):
-            for found in search.rounds(lambda: known.choice, self.check_time):
+            for found in search.rounds(lambda: known.choice, self.left, self.check_time):
                 if found.choice is not None:
                     known.offer(found.choice)
                 known.prove(found.bound)
+                if known.bound > most + ENOUGH * abs(most):
+                    raise _Nothing
                 if known.solved:
                     return
-                if found.settled and known.best and not programmed:
+                if found.settled and not programmed:
                     programmed = True
                     self.fix(known, search.ascent.least())
+                if known.solved:
+                    return
 
     def fix(self, known: _Known, least: np.ndarray) -> None:
         """Solves a problem with the options that a better choice can have, if these are few."""
         sizes = [len(costs) for costs in known.problem.costs]
         per_node = np.split(least, np.cumsum(sizes)[:-1])
-        for share in SHARES:
+        for share in SHARES if known.best else ():
             ceiling = min(known.bound + share * (known.cost - known.bound), known.target)
-            if (least < ceiling).sum() > FEW_OPTIONS:
+            if known.solved or (least < ceiling).sum() > FEW_OPTIONS:
                 return
-            self.solve_below(known, ceiling, per_node)
+            with self.hurry(PROGRAM_SHARE):
+                self.solve_below(known, ceiling, per_node)
+        if not known.solved and len(least) <= FEW_OPTIONS:
+            with self.hurry(PROGRAM_SHARE):
+                self.program(known)
+
+    @contextlib.contextmanager
+    def hurry(self, share: float) -> Iterator[None]:
+        """Gives what follows a share of the time that is left, and goes on when that is up."""
+        deadline = self.deadline
+        self.deadline = time.monotonic() + share * self.left()
+        try:
+            yield
+        except _TimeUp:
+            if time.monotonic() >= deadline:
+                raise
+        finally:
+            self.deadline = deadline
 
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
@@ -350,9 +380,8 @@ class _Search:
         """Solves a problem as an integer program."""
         if known.solved:
             return
-        left = max(0.0, self.deadline - time.monotonic())
         with self.report.during("integer program"):
-            outcome = cheapest(known.problem, known.choice, time_limit=left, seed=self.seed)
+            outcome = cheapest(known.problem, known.choice, time_limit=self.left(), seed=self.seed)
         if outcome.bound == math.inf:
             raise _Nothing
         known.prove(outcome.bound)
@@ -391,7 +420,7 @@ def _most_sum(problem: Problem) -> float:
     return math.fsum(table[np.isfinite(table)].max(initial=-np.inf) for table in tables)
 
 
-def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
+def _infeasible(problem: Problem, search: _Search) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
     free = replace(
         problem,
@@ -399,17 +428,39 @@ def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
         edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
         limit=0.0,  # every point matters
     )
-    small = simplify(free)
-    time_limit = max(1.0, deadline - time.monotonic())
-    outcomes = [leanest(part, time_limit=time_limit, seed=seed) for part in small.parts]
+    reduce = search.compiled().reduce if _is_large(free) else None
+    small = simplify(free, tick=search.report.tick, reduce=reduce)
+    if max((sum(map(len, part.costs)) for part in small.parts), default=0) > MANY_OPTIONS:
+        return SolverError(f"no choice fits in {problem.limit:.0f} bytes; {_floor(problem)}")
+    time_limit = max(1.0, search.left())
+    outcomes = [leanest(part, time_limit=time_limit, seed=search.seed) for part in small.parts]
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     if any(outcome.bound == math.inf for outcome in outcomes):
         return SolverError("every choice is forbidden")
     choices = [outcome.choice for outcome in outcomes]
     if None in choices:
-        return SolverError(f"no choice fits in {problem.limit} bytes; how much memory would do was not found in time")
+        message = f"no choice fits in {problem.limit:.0f} bytes; how much memory would do was not found in time"
+        return SolverError(f"{message}; {_floor(problem)}")
     choice = small.invert(choices)
     _, needed = verify(problem, choice)
-    message = f"no choice fits in {problem.limit:.0f} bytes; the least that one holds is {needed:.0f}"
+    point, _ = _fullest(problem, [live.usage[choice[live.node]] for live in problem.lives])
+    held = f"the least that one holds is {needed:.0f}, at point {point}"
+    message = f"no choice fits in {problem.limit:.0f} bytes; {held}"
     return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
+
+
+def _floor(problem: Problem) -> str:
+    """Which program point needs how much memory, whatever is chosen."""
+    least = [live.usage[np.isfinite(problem.costs[live.node])].min() for live in problem.lives]
+    point, held = _fullest(problem, least)
+    return f"point {point} needs {held:.0f} at least"
+
+
+def _fullest(problem: Problem, usages: Sequence[float]) -> tuple[int, float]:
+    """The program point at which most is held, and how many bytes, when the lives hold this much."""
+    ends = [[live.start for live in problem.lives], [live.end for live in problem.lives]]
+    points, at = np.unique(np.array(ends, dtype=np.int64).ravel(), return_inverse=True)
+    usages = np.asarray(usages, dtype=np.float64)
+    held = np.bincount(at, np.concatenate([usages, -usages])).cumsum()
+    return int(points[held.argmax()]), float(held.max())
