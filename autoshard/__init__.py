@@ -5,7 +5,11 @@
 ... def train_step(state, batch): ...
 """
 
-from autoshard.api import autoshard, evaluate, plan, propagate, verify
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from autoshard.errors import (
     ArgumentError,
     AutoshardError,
@@ -16,9 +20,12 @@ from autoshard.errors import (
     RuleError,
     SolverError,
 )
-from autoshard.mesh import Collective, Link, Topology, topology
-from autoshard.plans import Plan, Prediction
-from autoshard.propagation import Propagated, UnknownPrimitiveWarning, register_rule
+
+if TYPE_CHECKING:
+    from autoshard.api import autoshard, evaluate, plan, propagate, verify
+    from autoshard.mesh import Collective, Link, Topology, topology
+    from autoshard.plans import Plan, Prediction
+    from autoshard.propagation import Propagated, UnknownPrimitiveWarning, register_rule
 
 __all__ = [
     "ArgumentError",
@@ -44,3 +51,29 @@ __all__ = [
     "topology",
     "verify",
 ]
+
+# Imported when they are first asked for, since they take JAX, which the solver starts in half the time without.
+_HOMES = {
+    "autoshard.api": ("autoshard", "evaluate", "plan", "propagate", "verify"),
+    "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
+    "autoshard.plans": ("Plan", "Prediction"),
+    "autoshard.propagation": ("Propagated", "UnknownPrimitiveWarning", "register_rule"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name, f"autoshard.{name}")
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}") from None
+    value = getattr(found, name) if name in _HOME else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

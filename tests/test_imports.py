@@ -30,10 +30,11 @@ DEFERRED = {
     ("autoshard.plans", "autoshard.report"): "printing a Plan asks for a report of it",
 }
 
-# The combinatorial core: plain arrays. From autoshard it imports only itself and the errors, and never JAX.
-CORE = {
+# The part of the solver that makes a Problem of a program. The rest is the combinatorial core: plain arrays. From
+# autoshard it imports only itself and the errors, and never JAX.
+FORMULATION = {
     f"autoshard.solver.{name}"
-    for name in ("problem", "verify", "exhaustive", "simplify", "tables", "ilp", "bounds", "moves", "solve")
+    for name in ("__init__", "follow", "formulate", "groups", "memory", "prices", "strategies", "widths", "within")
 }
 
 # Unstable parts of JAX, and in how many files each may be imported.
@@ -43,6 +44,10 @@ UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1}
 def within(module: str, package: str) -> bool:
     """Whether `module` is `package` or stands below it."""
     return module == package or module.startswith(package + ".")
+
+
+def in_core(module: str) -> bool:
+    return within(module, "autoshard.solver") and module not in FORMULATION
 
 
 def room_of(module: str) -> int | None:
@@ -99,9 +104,10 @@ def violations(sources: dict[str, str]) -> list[str]:
             deferred = any(module == user and within(target, room) for user, room in DEFERRED)
             if not deferred and room_of(target) is not None and room_of(target) > room_of(module):
                 problems.append(f"{module} imports {target}, a later room")
-        if module in CORE:
+        if in_core(module):
             jax = {target for target in imported if within(target, "jax") or within(target, "jaxlib")}
-            problems += [f"{module} imports {target}" for target in sorted(jax | inside - CORE - {"autoshard.errors"})]
+            other = {target for target in inside if not in_core(target) and target != "autoshard.errors"}
+            problems += [f"{module} imports {target}" for target in sorted(jax | other)]
         for unstable, files in users.items():
             if any(within(target, unstable) for target in imported):
                 files.append(module)
@@ -207,9 +213,31 @@ def hook(event, args):
         opened.append(name)
 sys.addaudithook(hook)
 import autoshard
+for name in autoshard.__all__:  # each is imported when it is first asked for
+    getattr(autoshard, name)
 assert not jax._src.xla_bridge._backends, "importing autoshard started a JAX backend"
 assert not opened, f"importing autoshard read {opened}"
 """
+
+
+SOLVER_ALONE = """
+import sys
+sys.modules["jax"] = None  # importing it raises ImportError; cvxpy does so too, and goes on without
+import autoshard.solver
+"""
+
+
+def test_the_solver_does_without_jax():
+    subprocess.run([sys.executable, "-c", SOLVER_ALONE], check=True, timeout=120)
+
+
+def test_names_are_there_when_asked_for():
+    assert {*autoshard.__all__} <= {*dir(autoshard)}
+    assert autoshard.solver.Problem.__module__ == "autoshard.solver.problem"  # without an import of its own
+    with pytest.raises(AttributeError, match="module 'autoshard' has no attribute 'shard'"):
+        _ = autoshard.shard
+    with pytest.raises(ImportError):
+        from autoshard import shard  # noqa: F401
 
 
 def test_importing_starts_no_device_and_reads_nothing():
@@ -218,7 +246,7 @@ def test_importing_starts_no_device_and_reads_nothing():
 
 @pytest.mark.parametrize("planted, fault", [("jax.devices()", "backend"), ("open('/dev/null')", "/dev/null")])
 def test_the_import_check_sees_planted_faults(planted, fault):
-    script = IMPORT_ALONE.replace("import autoshard\n", f"{planted}\n")
+    script = IMPORT_ALONE.replace("import autoshard\n", f"import autoshard\n{planted}\n")
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode and fault in result.stderr.splitlines()[-1]
 

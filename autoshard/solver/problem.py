@@ -10,18 +10,16 @@ ASPLOS/EuroSys 2025 contest on intra-operator parallelism, whose instances `Prob
 
 from __future__ import annotations
 
-import gzip
-import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from autoshard.errors import SolverError
-
-FORBIDDEN = 1e18  # how a contest file writes an infinite cost
+from autoshard.solver import contest
 
 
 class InfeasibleError(SolverError):
@@ -125,30 +123,68 @@ class Problem:
             SolverError: the file is not such JSON, or its tables contradict each other.
         """
         path = Path(path)
-        data = path.read_bytes()
         try:
-            content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["problem"]
-            nodes, edges = content["nodes"], content["edges"]
-            costs = tuple(_costs(row) for row in nodes["costs"])
-            intervals, usages = nodes["intervals"], nodes["usages"]
-            pairs, tables, limit = edges["nodes"], edges["costs"], content.get("usage_limit")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SolverError(f"{path} is not a contest problem: {error!r}") from error
-        if not len(costs) == len(intervals) == len(usages):
-            counts = f"{len(costs)} cost rows, {len(intervals)} intervals, {len(usages)} usage rows"
-            raise SolverError(f"{path}: {counts}; a node needs one of each")
-        if len(pairs) != len(tables):
-            raise SolverError(f"{path}: {len(pairs)} edges with {len(tables)} cost tables")
-        lives = (
-            Live(node, int(start), int(end), np.asarray(usage, dtype=np.int64))
-            for node, ((start, end), usage) in enumerate(zip(intervals, usages, strict=True))
+            found = contest.read(path)
+            costs = found.costs.split()
+            counts = found.costs.lengths.tolist()
+            edges = tuple(
+                Edge(i, j, table.reshape(counts[i], counts[j]))
+                for (i, j), table in zip(found.pairs.tolist(), found.tables.split(), strict=True)
+            )
+            lives = (
+                Live(node, start, end, usage)
+                for node, ((start, end), usage) in enumerate(
+                    zip(found.intervals.tolist(), found.usages.split(), strict=True)
+                )
+                if start != end
+            )
+            return cls(tuple(costs), edges, tuple(lives), found.limit, found.names)
+        except SolverError as error:
+            raise SolverError(f"{path}: {error}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes a contest file, .json or .json.gz, that `read` takes; numbers stand there as they are here.
+
+        A contest node holds memory over one interval. A node that has several lives is followed, after all others, by
+        one node for each further life, which has to take the same option. So the first options of a choice for the file
+        are a choice here, and costs and optimum are the same. Lives that are empty are left out.
+
+        Raises:
+            SolverError: a finite cost is 1e18 or more, or the file cannot be written.
+        """
+        path = Path(path)
+        single = self._with_single_lives()
+        of = {live.node: live for live in single.lives}
+        lives = [of.get(node, Live(node, 0, 0, np.zeros(len(row), np.int64))) for node, row in enumerate(single.costs)]
+        whole = all(np.issubdtype(live.usage.dtype, np.integer) for live in lives)
+        content = contest.Contest(
+            costs=contest.rows_of(single.costs, np.float64),
+            usages=contest.rows_of([live.usage for live in lives], np.int64 if whole else np.float64),
+            intervals=np.array([(live.start, live.end) for live in lives], np.int64).reshape(-1, 2),
+            pairs=np.array([(edge.i, edge.j) for edge in single.edges], np.int64).reshape(-1, 2),
+            tables=contest.rows_of([edge.costs for edge in single.edges], np.float64),
+            limit=None if self.limit is None or math.isinf(self.limit) else float(self.limit),
+            names=single.names,
         )
-        return cls(
-            costs=costs,
-            edges=tuple(_edge(path, costs, pair, table) for pair, table in zip(pairs, tables, strict=True)),
-            lives=tuple(live for live in lives if live.start < live.end),
-            limit=limit,
-        )
+        try:
+            contest.write(path, content)
+        except SolverError as error:
+            raise SolverError(f"{path}: {error}") from error
+
+    def _with_single_lives(self) -> Problem:
+        """The same with a node of its own for each further life of a node, tied to it; none is empty."""
+        costs, names, edges, lives = list(self.costs), list(self.names), list(self.edges), {}
+        for live in self.lives:
+            if live.start == live.end:
+                continue
+            node = live.node
+            if node in lives:
+                node, options = len(costs), len(live.usage)
+                costs.append(np.zeros(options))
+                names += [f"{self.names[live.node]} ({live.start} to {live.end})"] if names else []
+                edges.append(Edge(live.node, node, np.where(np.eye(options, dtype=bool), 0.0, np.inf)))
+            lives[node] = replace(live, node=node)
+        return Problem(tuple(costs), tuple(edges), tuple(lives.values()), self.limit, tuple(names))
 
 
 @dataclass(frozen=True)
@@ -159,26 +195,24 @@ class Solution:
     cost: float
     bound: float  # proven: no feasible choice costs less
     status: Literal["optimal", "feasible"]
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)  # stage -> time spent there
 
     @property
     def gap(self) -> float:
-        """How far the cost may be from the best, as a share of the cost."""
-        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+        """How far the cost may be from the best, as a share of it."""
+        return relative_gap(self.cost, self.bound)
 
 
-def _costs(row: list[float]) -> np.ndarray:
-    costs = np.asarray(row, dtype=np.float64)
-    return np.where(costs >= FORBIDDEN, np.inf, costs)
+def relative_gap(cost: float, bound: float) -> float:
+    """How far a cost may be from the best, as a share of it; of the bound, where that is larger. inf: not known.
 
-
-def _edge(path: Path, costs: tuple[np.ndarray, ...], pair: list[int], table: list[float]) -> Edge:
-    i, j = map(int, pair)
-    if not (0 <= i < len(costs) and 0 <= j < len(costs)):
-        raise SolverError(f"{path}: edge ({i}, {j}) joins a node that does not exist; there are {len(costs)}")
-    shape = len(costs[i]), len(costs[j])
-    if len(table) != shape[0] * shape[1]:
-        raise SolverError(f"{path}: edge ({i}, {j}) has {len(table)} costs; its nodes have {shape} options")
-    return Edge(i, j, _costs(table).reshape(shape))
+    >>> relative_gap(4.0, 3.0), relative_gap(0.0, -2.0), relative_gap(0.0, 0.0), relative_gap(math.inf, 3.0)
+    (0.25, 1.0, 0.0, inf)
+    """
+    if cost == bound:
+        return 0.0
+    largest = max(abs(cost), abs(bound))
+    return (cost - bound) / largest if math.isfinite(largest) else math.inf
 
 
 def _validate(problem: Problem) -> None:
@@ -190,15 +224,14 @@ def _validate(problem: Problem) -> None:
     for node, costs in enumerate(problem.costs):
         if costs.ndim != 1 or not len(costs):
             raise SolverError(f"{problem.name(node)}: costs of shape {costs.shape}; a node has one per option")
-        _check_costs(costs, problem.name(node))
-    for edge in problem.edges:
-        where = f"edge ({edge.i}, {edge.j})"
+    for number, edge in enumerate(problem.edges):
         if not (0 <= edge.i < nodes and 0 <= edge.j < nodes) or edge.i == edge.j:
+            where = _edge_name(problem, number)
             raise SolverError(f"{where} must join two different nodes of the {nodes} there are")
         shape = len(problem.costs[edge.i]), len(problem.costs[edge.j])
         if edge.costs.shape != shape:
+            where = _edge_name(problem, number)
             raise SolverError(f"{where}: costs of shape {edge.costs.shape}; its nodes have {shape} options")
-        _check_costs(edge.costs, where)
     for live in problem.lives:
         if not 0 <= live.node < nodes:
             raise SolverError(f"a live of node {live.node}; there are {nodes} nodes")
@@ -207,10 +240,40 @@ def _validate(problem: Problem) -> None:
             raise SolverError(f"{problem.name(live.node)}: usage of shape {live.usage.shape}; it has {options} options")
         if live.start > live.end:
             raise SolverError(f"{problem.name(live.node)}: live from {live.start} to {live.end}, which is earlier")
-        if not (live.usage >= 0).all() or np.isinf(live.usage).any():
-            raise SolverError(f"{problem.name(live.node)}: usage {live.usage} bytes; finite, 0 or more is needed")
+    _validate_costs(problem)
+    _validate_usages(problem)
 
 
-def _check_costs(costs: np.ndarray, where: str) -> None:
-    if not costs.min() > -np.inf:  # NaN compares false
-        raise SolverError(f"{where}: a cost is {costs.min()}; costs are numbers or +inf")
+def _validate_costs(problem: Problem) -> None:
+    """Costs are numbers or inf, and so is their sum."""
+    tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
+    flat = _flat(tables)
+    if not (flat > -np.inf).all():  # NaN compares false
+        place, least = next((k, table.min()) for k, table in enumerate(tables) if not (table > -np.inf).all())
+        nodes = len(problem.costs)
+        where = problem.name(place) if place < nodes else _edge_name(problem, place - nodes)
+        raise SolverError(f"{where}: a cost is {least}; costs are numbers or +inf")
+    with np.errstate(over="ignore"):
+        total = np.abs(flat[flat < np.inf]).sum()
+    if not np.isfinite(total):
+        raise SolverError("costs are so large that their sum is beyond 1e308")
+
+
+def _validate_usages(problem: Problem) -> None:
+    """Bytes are finite and no less than 0, and whatever is chosen, their sum is below 2**63."""
+    flat = _flat([live.usage for live in problem.lives])
+    if not ((flat >= 0) & (flat < np.inf)).all():
+        live = next(live for live in problem.lives if not ((live.usage >= 0) & (live.usage < np.inf)).all())
+        raise SolverError(f"{problem.name(live.node)}: usage {live.usage} bytes; finite, 0 or more is needed")
+    starts = np.cumsum([0, *(len(live.usage) for live in problem.lives)])[:-1]
+    if len(starts) and np.maximum.reduceat(flat, starts).sum() >= 2.0**63:
+        raise SolverError("lives may hold 2**63 bytes or more together")
+
+
+def _flat(tables: list[np.ndarray]) -> np.ndarray:
+    """All numbers of the tables."""
+    return np.concatenate([np.zeros(0), *(table.ravel() for table in tables)])
+
+
+def _edge_name(problem: Problem, edge: int) -> str:
+    return f"edge {edge} ({problem.edges[edge].i}, {problem.edges[edge].j})"

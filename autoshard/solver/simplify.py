@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.tables import min_plus, split
-from autoshard.solver.verify import fits
+from autoshard.solver.verify import ROUNDING
 
 LARGEST_FILL = 1024  # entries of a table that elimination may make where there was none, if it saves none
 LARGEST_COMPARISON = 1 << 22  # entries; dominance is not tried beyond
@@ -38,6 +38,26 @@ class _Removed:
     costs: np.ndarray
     neighbours: tuple[tuple[int, np.ndarray, np.ndarray], ...]  # node, its labels, [own option, its option] -> cost
 
+    def option(self, chosen: Mapping[int, int]) -> int:
+        costs = self.costs
+        for node, labels, table in self.neighbours:
+            costs = costs + table[:, np.searchsorted(labels, chosen[node])]
+        return int(self.labels[costs.argmin()])
+
+
+@dataclass(frozen=True, eq=False)
+class Followed:
+    """A node whose option followed from another one's, or from nothing."""
+
+    node: int
+    of: int  # the other node; -1: none
+    labels: np.ndarray  # [option of the other, own option] of each pair, numbers in the original problem
+
+    def option(self, chosen: Mapping[int, int]) -> int:
+        if self.of < 0:
+            return int(self.labels[0, 1])
+        return int(self.labels[np.searchsorted(self.labels[:, 0], chosen[self.of]), 1])
+
 
 @dataclass(frozen=True, eq=False)
 class Simplified:
@@ -47,7 +67,7 @@ class Simplified:
     constant: float  # what a choice costs on top of its parts
     rest: float  # bytes, the peak of what is held whatever is chosen
     _labels: tuple[tuple[tuple[int, np.ndarray], ...], ...]  # part -> node -> node and options of the original
-    _removed: tuple[_Removed, ...]  # in the order in which they went
+    _removed: tuple[_Removed | Followed, ...]  # in the order in which they went
 
     def invert(self, choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The choice of the whole problem from one choice per part."""
@@ -56,14 +76,29 @@ class Simplified:
             for option, (node, labels) in zip(choice, nodes, strict=True):
                 chosen[node] = int(labels[option])
         for removed in reversed(self._removed):
-            costs = removed.costs
-            for node, labels, table in removed.neighbours:
-                costs = costs + table[:, np.searchsorted(labels, chosen[node])]
-            chosen[removed.node] = int(removed.labels[costs.argmin()])
+            chosen[removed.node] = removed.option(chosen)
         return tuple(chosen[node] for node in range(len(chosen)))
 
 
-def simplify(problem: Problem, *, tick: Callable[[], None] = lambda: None) -> Simplified:
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """What another one's reductions left of a problem. Removed nodes have no options."""
+
+    labels: list[np.ndarray]  # node -> option left -> its number in the problem
+    costs: list[np.ndarray]
+    tables: dict[tuple[int, int], np.ndarray]  # edges left, between different pairs of nodes
+    lives: list[list[tuple[int, int, np.ndarray]]]  # node -> first pressure point, one past the last, bytes
+    fixed: np.ndarray  # bytes per pressure point held whatever is chosen
+    constants: list[float]
+    followed: list[Followed]  # in the order in which they went
+
+
+def simplify(
+    problem: Problem,
+    *,
+    tick: Callable[[], None] = lambda: None,
+    reduce: Callable[[Problem, Callable[[], None]], Reduced] | None = None,
+) -> Simplified:
     """The problem in its smallest equal parts that these reductions reach.
 
     >>> chain = Edge(0, 1, np.array([[0.0, 4.0], [4.0, 0.0]]))
@@ -73,11 +108,12 @@ def simplify(problem: Problem, *, tick: Callable[[], None] = lambda: None) -> Si
 
     Args:
         tick: called before each reduction; what it raises ends the work.
+        reduce: does the bulk of the work on a large problem: `autoshard.solver.reduce.reduce`.
 
     Raises:
         SolverError: every choice is forbidden.
     """
-    graph = _Graph(problem)
+    graph = _Graph(problem, reduce(problem, tick)) if reduce else _Graph(problem)
     graph.reduce(tick)
     return graph.result()
 
@@ -85,17 +121,31 @@ def simplify(problem: Problem, *, tick: Callable[[], None] = lambda: None) -> Si
 class _Graph:
     """A problem on its way to being smaller. Node numbers stay; a removed node has no options."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: Problem, reduced: Reduced | None = None):
         self.problem = problem
-        self.costs = list(problem.costs)
-        self.labels = [np.arange(len(costs)) for costs in problem.costs]
         self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.costs]  # node -> neighbour -> [own, its] cost
         self.lives: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in problem.costs]  # node -> points -> bytes
         self.fixed = np.zeros(0)  # bytes per point that are held whatever is chosen
-        self.removed: list[_Removed] = []
+        self.removed: list[_Removed | Followed] = []
         self.constant: list[float] = []
-        self.changed = _Queue(range(len(problem.costs)))  # nodes to look at again
-        self.uncompared = _Queue(range(len(problem.costs)))  # nodes whose options to compare again
+        if reduced:
+            self.costs, self.labels = reduced.costs, reduced.labels
+            self.removed, self.constant, self.fixed = [*reduced.followed], [*reduced.constants], reduced.fixed
+        else:
+            self.costs = list(problem.costs)
+            self.labels = [np.arange(len(costs)) for costs in problem.costs]
+        left = [node for node, costs in enumerate(self.costs) if len(costs)]
+        self.changed = _Queue(left)  # nodes to look at again
+        self.uncompared = _Queue(left)  # nodes whose options to compare again
+        if reduced:
+            for (i, j), table in reduced.tables.items():
+                self.join(i, j, table)
+            for node, lives in enumerate(reduced.lives):
+                for life in lives:
+                    self.hold(node, *life)
+            self.changed = _Queue(node for node in left if not self.lives[node] and len(self.tables[node]) <= 2)
+            self.uncompared = _Queue(())
+            return
         for edge in problem.edges:
             self.join(edge.i, edge.j, edge.costs)
         if problem.limit is not None:
@@ -253,37 +303,47 @@ class _Graph:
         if not kept.all():
             self.keep(node, kept)
 
-    def moments(self, node: int) -> list[np.ndarray]:
-        """The bytes that each option of the node holds, per stretch of points over which they do not change."""
-        lives = self.lives[node].items()
-        times = sorted({time for span, _ in lives for time in span})
-        none = np.zeros(len(self.costs[node]))
-        return [sum((usage for (start, end), usage in lives if start <= time < end), none) for time in times[:-1]]
+    def moments(self, node: int) -> np.ndarray:
+        """[stretch of points over which they do not change, option]: the bytes that each option of the node holds."""
+        spans = np.array(list(self.lives[node]), dtype=np.int64).reshape(-1, 2)
+        times, at = np.unique(spans, return_inverse=True)
+        change = np.zeros((len(times) + 1, len(self.costs[node])))
+        for (start, end), usage in zip(at.reshape(-1, 2), self.lives[node].values(), strict=True):
+            change[start] += usage
+            change[end] -= usage
+        return change.cumsum(axis=0)[:-2]
 
     def relax(self) -> bool:
         """Drops the points that stay within the limit whenever the others do; whether there were any."""
-        most = self.fixed.copy()
-        started, ended = np.zeros(len(most) + 1), np.zeros(len(most) + 1)  # how many lives had, up to this point
-        for (start, end), usage in (live for lives in self.lives for live in lives.items()):
-            most[start:end] += usage.max()
-            started[start] += 1
-            ended[end] += 1
-        started, ended = started.cumsum(), ended.cumsum()
-        kept = np.flatnonzero([not fits(total, self.problem.limit) for total in most])
+        if self.problem.limit is None:
+            return False
+        points = len(self.fixed)
+        spans = np.array([span for lives in self.lives for span in lives], dtype=np.int64).reshape(-1, 2)
+        largest = [usage.max() for lives in self.lives for usage in lives.values()]
+        more, less = (np.bincount(at, largest, minlength=points + 1) for at in spans.T)
+        most = self.fixed + (more - less).cumsum()[:-1]
+        # how many lives had started, and ended, up to a point
+        started, ended = (np.bincount(at, minlength=points + 1).cumsum() for at in spans.T)
+        kept = np.flatnonzero(most > self.problem.limit * (1 + ROUNDING))
         # All that lives here still lives at the next point (lived at the last one), which has no more room.
         here, there = kept[:-1], kept[1:]
         kept = np.delete(kept, np.flatnonzero((ended[here] == ended[there]) & (self.fixed[here] <= self.fixed[there])))
         there, here = kept[:-1], kept[1:]
         same = (started[here] == started[there]) & (self.fixed[here] <= self.fixed[there])
         kept = np.delete(kept, 1 + np.flatnonzero(same))
-        if len(kept) == len(most):
+        if len(kept) == points:
             return False
         self.fixed = self.fixed[kept]
+        place = np.searchsorted(kept, np.arange(points + 1)).tolist()
         for node, lives in enumerate(self.lives):
-            self.lives[node] = {}
+            moved = self.lives[node] = {}
             for (start, end), usage in lives.items():
-                self.hold(node, *map(int, np.searchsorted(kept, (start, end))), usage)
-            if len(self.lives[node]) < len(lives):
+                span = place[start], place[end]
+                if span in moved:
+                    self.hold(node, *span, usage)
+                elif span[0] < span[1]:
+                    moved[span] = usage
+            if len(moved) < len(lives):
                 self.touch(node)
         return True
 

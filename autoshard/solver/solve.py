@@ -1,11 +1,19 @@
-"""A `Problem` in, a verified `Solution` out: simplify; per part, bounds, moves and an integer program; the way back."""
+"""A `Problem` in, a verified `Solution` out: simplify; per part, bounds, moves and an integer program; the way back.
+
+Small parts are left to the integer program, larger ones to what bounds say of single options first, and the largest to
+compiled code on several cores, which takes seconds to load and the first time more to compile.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 
@@ -14,17 +22,30 @@ from autoshard.solver.bounds import Relaxation
 from autoshard.solver.ilp import cheapest, leanest
 from autoshard.solver.moves import good_choices
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import simplify
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
 GRACE = 10.0  # s past the time limit to find a first choice
 FEW_OPTIONS = 4000  # that the integer program takes at once
+MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
+MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays
+PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
+COMPILES = 3.0  # s: what takes longer than this to load is being compiled
+EVERY = 0.4  # s between two reports of progress, if nothing changes
 SHARES = (0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
 FEWER = 0.5  # of the options: if more are left, bounds are not worth looking for again
 
 
-def solve(problem: Problem, *, time_limit: float = 60.0, seed: int = 0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    time_limit: float = 60.0,
+    seed: int = 0,
+    threads: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
 
     When time runs out, or the user presses Ctrl-C, the best choice so far is returned with the bound proven so far.
@@ -38,13 +59,15 @@ def solve(problem: Problem, *, time_limit: float = 60.0, seed: int = 0) -> Solut
     Args:
         time_limit: seconds to spend, about.
         seed: of the random numbers inside. The same problem and seed give the same optimal solution in any process.
+        threads: that search side by side where a problem is large; None: one per core.
+        progress: told what is known when that changes, when the solver turns to something else, and twice a second.
 
     Raises:
         InfeasibleError: nothing fits in memory; it carries the smallest limit that would do.
         SolverError: every choice is forbidden, or none was found in time.
         KeyboardInterrupt: Ctrl-C, before any choice was found.
     """
-    search = _Search(problem, seed, time.monotonic() + time_limit)
+    search = _Search(problem, seed, time_limit, threads or _cores(), progress)
     known = search.known
     try:
         known.prove(_least_sum(problem))
@@ -57,14 +80,16 @@ def solve(problem: Problem, *, time_limit: float = 60.0, seed: int = 0) -> Solut
         if known.choice is None:
             raise
     except _Nothing:
-        raise _infeasible(problem, seed, search.deadline) from None
+        raise _infeasible(problem, search) from None
     if known.choice is None:
         limit = "" if problem.limit is None else f" that fits in {problem.limit:.0f} bytes"
         raise SolverError(
             f"no choice{limit} was found in {time_limit:g} s, nor was it proven that there is none; "
             "raise time_limit or the memory limit"
         )
-    solution = with_bound(Solution(known.choice, known.cost, 0.0, "feasible"), min(known.bound, known.cost))
+    seconds = search.report.finish()
+    solution = Solution(known.choice, known.cost, 0.0, "feasible", seconds)
+    solution = with_bound(solution, min(known.bound, known.cost))
     check(problem, solution)
     return solution
 
@@ -123,14 +148,75 @@ class _Known:
             self.tell()
 
 
+class _Report:
+    """Tells what is known, and keeps where the time went."""
+
+    def __init__(self, progress: Callable[[Progress], None] | None):
+        self.progress = progress
+        self.start = self.entered = time.monotonic()
+        self.last = -math.inf  # when it told the last time
+        self.stage = "start"
+        self.seconds: dict[str, float] = {}
+        self.cost, self.bound = math.inf, -math.inf
+
+    @contextlib.contextmanager
+    def during(self, stage: str) -> Iterator[None]:
+        """Time from here on goes to this stage."""
+        outer = self.enter(stage)
+        try:
+            yield
+        finally:
+            self.enter(outer)
+
+    def enter(self, stage: str) -> str:
+        """Leaves the present stage, and says which it was."""
+        now = time.monotonic()
+        self.seconds[self.stage] = self.seconds.get(self.stage, 0.0) + now - self.entered
+        outer, self.stage, self.entered = self.stage, stage, now
+        self.tell()
+        return outer
+
+    def finish(self) -> dict[str, float]:
+        self.enter("end")
+        return self.seconds
+
+    def know(self, cost: float, bound: float) -> None:
+        self.cost, self.bound = cost, bound
+        self.tell()
+
+    def tick(self) -> None:
+        """Tells again after a while."""
+        if self.progress and time.monotonic() - self.last > EVERY:
+            self.tell()
+
+    def tell(self) -> None:
+        if self.progress:
+            self.last = time.monotonic()
+            self.progress(Progress(self.stage, self.cost, self.bound, self.last - self.start))
+
+
 class _Search:
     """One run of `solve`. Time that is up and Ctrl-C leave it as exceptions; what it learnt by then is in `known`."""
 
-    def __init__(self, problem: Problem, seed: int, deadline: float):
-        self.seed, self.deadline = seed, deadline
-        self.known = _Known(problem)  # of the whole
+    def __init__(
+        self,
+        problem: Problem,
+        seed: int,
+        time_limit: float,
+        threads: int,
+        progress: Callable[[Progress], None] | None,
+    ):
+        self.seed, self.threads = seed, threads
+        self.report = _Report(progress)
+        self.deadline = self.report.start + time_limit
+        self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
+
+    def left(self) -> float:
+        """Seconds until time is up."""
+        return max(0.0, self.deadline - time.monotonic())
 
     def check_time(self) -> None:
+        self.report.tick()
         late = time.monotonic() - self.deadline
         if late > (0.0 if self.known.best else GRACE):
             raise _TimeUp
@@ -141,8 +227,10 @@ class _Search:
         Raises:
             _Nothing: no choice is allowed and fits.
         """
+        reduce = self.compiled().reduce if _is_large(known.problem) else None
         try:
-            small = simplify(known.problem, tick=self.check_time)
+            with self.report.during("simplify"):
+                small = simplify(known.problem, tick=self.check_time, reduce=reduce)
         except SolverError:
             raise _Nothing from None
         if not fits(small.rest, known.problem.limit):
@@ -158,12 +246,77 @@ class _Search:
             parts.append(_Known(problem, tell))
             parts[-1].bound = _least_sum(problem)
         tell()
-        for part in parts:
-            if relax and sum(map(len, part.problem.costs)) > FEW_OPTIONS:
-                self.relax(part)
+        large = sum(_is_large(part.problem) for part in parts)
+        for part in sorted(parts, key=lambda part: len(part.problem.costs)):
+            options = sum(map(len, part.problem.costs))
+            if relax and _is_large(part.problem):
+                with self.hurry(1 / large):
+                    self.search(part)
+                large -= 1
+            elif relax and options > FEW_OPTIONS:
+                with self.report.during("bounds"):
+                    self.relax(part)
             else:
                 self.move(part)
                 self.program(part)
+
+    def search(self, known: _Known) -> None:
+        """Solves a problem as far as time allows with compiled code."""
+        large = self.compiled()
+        search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads)
+        most = _most_sum(known.problem)
+        programmed = False
+        with self.report.during("search"):
+            for found in search.rounds(lambda: known.choice, self.left, self.check_time):
+                if found.choice is not None:
+                    known.offer(found.choice)
+                known.prove(found.bound)
+                if known.bound > most + ENOUGH * abs(most):
+                    raise _Nothing
+                if known.solved:
+                    return
+                if found.settled and not programmed:
+                    programmed = True
+                    self.fix(known, search.ascent.least())
+                if known.solved:
+                    return
+
+    def fix(self, known: _Known, least: np.ndarray) -> None:
+        """Solves a problem with the options that a better choice can have, if these are few."""
+        sizes = [len(costs) for costs in known.problem.costs]
+        per_node = np.split(least, np.cumsum(sizes)[:-1])
+        for share in SHARES if known.best else ():
+            ceiling = min(known.bound + share * (known.cost - known.bound), known.target)
+            if known.solved or (least < ceiling).sum() > FEW_OPTIONS:
+                return
+            with self.hurry(PROGRAM_SHARE):
+                self.solve_below(known, ceiling, per_node)
+        if not known.solved and len(least) <= FEW_OPTIONS:
+            with self.hurry(PROGRAM_SHARE):
+                self.program(known)
+
+    @contextlib.contextmanager
+    def hurry(self, share: float) -> Iterator[None]:
+        """Gives what follows a share of the time that is left, and goes on when that is up."""
+        deadline = self.deadline
+        self.deadline = time.monotonic() + share * self.left()
+        try:
+            yield
+        except _TimeUp:
+            if time.monotonic() >= deadline:
+                raise
+        finally:
+            self.deadline = deadline
+
+    def compiled(self) -> ModuleType:
+        """The code for large problems, ready to run."""
+        with self.report.during("load compiled code"), ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(_load)
+            while not wait([loading], timeout=EVERY).done:
+                if time.monotonic() - self.report.entered > COMPILES:
+                    self.report.stage = "compile, the first time only"
+                self.report.tick()
+            return loading.result()
 
     def relax(self, known: _Known) -> None:
         """Solves a problem by what its bound says of single options.
@@ -215,19 +368,20 @@ class _Search:
 
     def move(self, known: _Known) -> None:
         """Looks for good choices."""
-        for choice in good_choices(known.problem, self.seed):
-            if choice is not None:
-                known.offer(choice)
-            if known.solved:
-                return
-            self.check_time()
+        with self.report.during("moves"):
+            for choice in good_choices(known.problem, self.seed):
+                if choice is not None:
+                    known.offer(choice)
+                if known.solved:
+                    return
+                self.check_time()
 
     def program(self, known: _Known) -> None:
         """Solves a problem as an integer program."""
         if known.solved:
             return
-        left = max(0.0, self.deadline - time.monotonic())
-        outcome = cheapest(known.problem, known.choice, time_limit=left, seed=self.seed)
+        with self.report.during("integer program"):
+            outcome = cheapest(known.problem, known.choice, time_limit=self.left(), seed=self.seed)
         if outcome.bound == math.inf:
             raise _Nothing
         known.prove(outcome.bound)
@@ -236,6 +390,23 @@ class _Search:
         if outcome.interrupted:
             raise KeyboardInterrupt
         self.check_time()
+
+
+def _is_large(problem: Problem) -> bool:
+    """Whether compiled code pays."""
+    return sum(map(len, problem.costs)) + sum(len(live.usage) for live in problem.lives) > MUCH
+
+
+def _load() -> ModuleType:
+    from autoshard.solver import large  # needs numba, which takes its time
+
+    large.warm_up()
+    return large
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _least_sum(problem: Problem) -> float:
@@ -249,7 +420,7 @@ def _most_sum(problem: Problem) -> float:
     return math.fsum(table[np.isfinite(table)].max(initial=-np.inf) for table in tables)
 
 
-def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
+def _infeasible(problem: Problem, search: _Search) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
     free = replace(
         problem,
@@ -257,17 +428,39 @@ def _infeasible(problem: Problem, seed: int, deadline: float) -> SolverError:
         edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
         limit=0.0,  # every point matters
     )
-    small = simplify(free)
-    time_limit = max(1.0, deadline - time.monotonic())
-    outcomes = [leanest(part, time_limit=time_limit, seed=seed) for part in small.parts]
+    reduce = search.compiled().reduce if _is_large(free) else None
+    small = simplify(free, tick=search.report.tick, reduce=reduce)
+    if max((sum(map(len, part.costs)) for part in small.parts), default=0) > MANY_OPTIONS:
+        return SolverError(f"no choice fits in {problem.limit:.0f} bytes; {_floor(problem)}")
+    time_limit = max(1.0, search.left())
+    outcomes = [leanest(part, time_limit=time_limit, seed=search.seed) for part in small.parts]
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     if any(outcome.bound == math.inf for outcome in outcomes):
         return SolverError("every choice is forbidden")
     choices = [outcome.choice for outcome in outcomes]
     if None in choices:
-        return SolverError(f"no choice fits in {problem.limit} bytes; how much memory would do was not found in time")
+        message = f"no choice fits in {problem.limit:.0f} bytes; how much memory would do was not found in time"
+        return SolverError(f"{message}; {_floor(problem)}")
     choice = small.invert(choices)
     _, needed = verify(problem, choice)
-    message = f"no choice fits in {problem.limit:.0f} bytes; the least that one holds is {needed:.0f}"
+    point, _ = _fullest(problem, [live.usage[choice[live.node]] for live in problem.lives])
+    held = f"the least that one holds is {needed:.0f}, at point {point}"
+    message = f"no choice fits in {problem.limit:.0f} bytes; {held}"
     return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
+
+
+def _floor(problem: Problem) -> str:
+    """Which program point needs how much memory, whatever is chosen."""
+    least = [live.usage[np.isfinite(problem.costs[live.node])].min() for live in problem.lives]
+    point, held = _fullest(problem, least)
+    return f"point {point} needs {held:.0f} at least"
+
+
+def _fullest(problem: Problem, usages: Sequence[float]) -> tuple[int, float]:
+    """The program point at which most is held, and how many bytes, when the lives hold this much."""
+    ends = [[live.start for live in problem.lives], [live.end for live in problem.lives]]
+    points, at = np.unique(np.array(ends, dtype=np.int64).ravel(), return_inverse=True)
+    usages = np.asarray(usages, dtype=np.float64)
+    held = np.bincount(at, np.concatenate([usages, -usages])).cumsum()
+    return int(points[held.argmax()]), float(held.max())

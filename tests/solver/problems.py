@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,6 +47,68 @@ def random_problem(seed: int, nodes: int = 6, options: int = 4) -> Problem:
         lives=tuple(lives),
         limit=rng.choice([None, 10, 25, 40, 60]),
     )
+
+
+def binding_problem(seed: int) -> Problem:
+    """One where memory decides, or forbids all: the limit is what some choice holds, or a byte less than all do.
+
+    Cheap options hold more; a share of them hold nothing. Up to six nodes with up to four options, several lives for a
+    node, parallel edges, forbidden options and pairs.
+    """
+    rng = np.random.default_rng(seed)
+    nodes = int(rng.integers(3, 7))
+    sizes = rng.integers(2, 5, nodes)
+    forbidden = rng.choice([0.0, 0.05, 0.2])
+    scale = rng.choice([1.0, 1e-6, 1e6])
+
+    def some(table: np.ndarray) -> np.ndarray:
+        return np.where(rng.random(table.shape) < forbidden, np.inf, table * scale)
+
+    usages = [rng.integers(0, 12, size) * (rng.random(size) < 0.8) for size in sizes]
+    costs = [some(np.maximum(0, 12 - usage) + rng.integers(-3, 4, len(usage))) for usage in usages]
+    edges = []
+    for _ in range(int(rng.integers(nodes - 1, 2 * nodes + 2))):
+        i, j = map(int, rng.choice(nodes, 2, replace=False))
+        table = rng.integers(0, 10, (sizes[i], sizes[j])).astype(float)
+        edges.append(Edge(i, j, some(np.minimum(table, 4) if rng.random() < 0.5 else table)))
+    lives = []
+    for node, usage in enumerate(usages):
+        for _ in range(int(rng.choice([1, 1, 2, 3]))):
+            start, end = map(int, np.sort(rng.integers(0, 6, 2)))
+            lives.append(Live(node, start, end + 2, usage if rng.random() < 0.7 else rng.permutation(usage)))
+    free = Problem(tuple(costs), tuple(edges), tuple(lives), None)
+    cost, peak = every_choice(free)
+    peaks = np.sort(peak[np.isfinite(cost)])
+    if not len(peaks):
+        return free
+    places = (0, 0, len(peaks) // 50, len(peaks) // 10, len(peaks) // 3, -1)
+    less = int(rng.random() < 0.2)
+    limit = peaks[rng.choice(places) if not less else 0] - less
+    return replace(free, limit=None if limit < 0 else limit)
+
+
+def every_choice(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Cost and peak bytes of every choice, in the order of `itertools.product`; the fast way for few choices."""
+    sizes = [len(costs) for costs in problem.costs]
+    choices = np.indices(sizes).reshape(len(sizes), -1)  # [nodes, choices]
+    cost = np.sum([costs[chosen] for costs, chosen in zip(problem.costs, choices, strict=True)], axis=0)
+    for edge in problem.edges:
+        cost = cost + edge.costs[choices[edge.i], choices[edge.j]]
+    peak = np.zeros(choices.shape[1])
+    for point in {live.start for live in problem.lives}:
+        alive = (live for live in problem.lives if live.start <= point < live.end)
+        peak = np.maximum(peak, sum(live.usage[choices[live.node]] for live in alive))
+    return cost, peak
+
+
+def answer_of_every_choice(problem: Problem) -> tuple[str, float]:
+    """What `answer` says of `exhaustive`, by `every_choice`."""
+    cost, peak = every_choice(problem)
+    fit = cost if problem.limit is None else cost[peak <= problem.limit]
+    if np.isfinite(fit).any():
+        return "costs", float(fit.min())
+    possible = peak[np.isfinite(cost)]
+    return ("needs", float(possible.min())) if len(possible) else ("forbidden", np.inf)
 
 
 def hard_problem(nodes: int = 100, options: int = 8) -> Problem:

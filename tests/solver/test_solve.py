@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from problems import answer, assert_same, hard_problem, random_problem
+from problems import answer, assert_same, binding_problem, hard_problem, random_problem
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, bounds, solve
@@ -58,6 +58,51 @@ def test_with_bounds_first(monkeypatch, rounds):
         assert_same(answer(solve, problem), answer(exhaustive, problem))
 
 
+def compiled_always(monkeypatch) -> None:
+    monkeypatch.setattr(module, "MUCH", 0)
+
+
+def test_with_compiled_code(monkeypatch):
+    compiled_always(monkeypatch)
+    for seed in range(20_000, 20_300):
+        problem = random_problem(seed)
+        assert_same(answer(solve, problem), answer(exhaustive, problem))
+    for seed in range(100):
+        problem = binding_problem(seed)
+        assert_same(answer(solve, problem), answer(exhaustive, problem))
+
+
+def test_compiled_code_stops_in_time_and_tells_what_it_does(monkeypatch):
+    compiled_always(monkeypatch)
+    told = []
+    start = time.monotonic()
+    solution = solve(hard_problem(), time_limit=4, threads=2, progress=told.append)
+    assert time.monotonic() - start < 60
+    assert solution.status == "feasible" and 0 < solution.bound < solution.cost
+    assert {"load compiled code", "simplify", "search"} <= {progress.stage for progress in told}
+    assert set(solution.seconds) >= {"load compiled code", "simplify", "search"}
+
+
+def test_ctrl_c_in_compiled_code_returns_the_best_so_far(monkeypatch):
+    compiled_always(monkeypatch)
+
+    def press(progress):
+        if progress.stage == "search" and progress.cost < np.inf:
+            raise KeyboardInterrupt
+
+    assert solve(hard_problem(), time_limit=100, progress=press).status == "feasible"
+
+
+def test_small_problems_never_wait_for_numba():
+    code = (
+        "import sys\n"
+        "from problems import hard_problem\n"
+        "from autoshard.solver import solve\n"
+        "print(solve(hard_problem(nodes=25, options=4)).status, 'numba' in sys.modules)\n"
+    )
+    assert run_python(code).communicate(timeout=300)[0] == "optimal False\n"
+
+
 def test_unsound_bounds_are_caught(monkeypatch):
     """Options whose least cost is said to be too high are left out."""
 
@@ -98,7 +143,19 @@ def test_memory_error_says_what_would_do():
     with pytest.raises(InfeasibleError) as error:
         solve(problem)
     assert (error.value.limit, error.value.needed) == (10, 11)
+    assert str(error.value) == "no choice fits in 10 bytes; the least that one holds is 11, at point 1"
     assert solve(replace(problem, limit=error.value.needed)).status == "optimal"
+
+
+def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch):
+    """Too large to find the least that a choice holds: what the leanest options hold is still known."""
+    compiled_always(monkeypatch)
+    monkeypatch.setattr(module, "MANY_OPTIONS", 0)
+    lives = tuple(Live(node, node, node + 2, np.array([8, 6, 9])) for node in range(4))
+    crossed = tuple(Edge(k, k + 1, np.where(np.eye(3, dtype=bool), np.inf, 0.0)) for k in range(3))
+    problem = Problem((np.zeros(3),) * 4, crossed, lives, limit=11)
+    with pytest.raises(SolverError, match="no choice fits in 11 bytes; point 1 needs 12 at least"):
+        solve(problem)
 
 
 def test_forbidden_is_not_called_memory():

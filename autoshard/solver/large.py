@@ -1,0 +1,341 @@
+"""A large `Problem` in, a proven bound and ever better choices out, from compiled code on several cores.
+
+First prices on memory rise, one per byte and pressure point, along the slope of the bound that TRW-S proves under them
+(Polyak's steps along a smoothed subgradient). Block moves go on under these prices, and then let them follow the
+choice: up where it holds too much, down where it fits. Whatever a block move finds is made to fit, and then improved
+node by node.
+
+Searches run side by side, in rounds of about the same amount of work; between two rounds they tell each other what they
+found. The same seed and number of threads find the same, however fast the machine is, up to the round that time allows.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.solver import descent, elimination, trws
+from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
+from autoshard.solver.neighbourhoods import Neighbourhoods
+from autoshard.solver.problem import Edge, Live, Problem
+from autoshard.solver.reduce import reduce
+
+UNPRICED = 15  # pairs of sweeps before memory gets its first price
+LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.02  # of Polyak's steps: the first, factor to the next, the last
+ROUGH = 0.1  # the length down to which one pair of sweeps makes a step; then ...
+SWEEPS = 4  # ... as many do, and a block move, from this length on again:
+CAREFUL = 0.5
+SMOOTHING = 0.6  # of the slope of the bound that comes from earlier steps
+PATIENCE = 15  # steps that do not raise the bound by ...
+LITTLE = 1e-5  # ... this much of it, after which they get shorter
+GAP = 0.05  # of the bound: how far the first steps aim above it, at least
+GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
+ENTRIES = 1e4  # of a table in a block move, at most
+PLANS = 24  # of block moves, per search
+ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
+OVERHEAD = 5e4  # what the calls of one step take, in such entries
+REPAIRS = 50  # nodes that change to make a choice fit, at most
+UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
+# is added where it is most over; factor where it fits
+RESTART = 20  # moves, after which a search goes back to the best choice ...
+PERTURBED = 0.02  # ... with this share of its nodes changed
+NOTHING = np.zeros(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What is known after a round."""
+
+    choice: tuple[int, ...] | None  # the best choice so far
+    bound: float  # proven so far
+    settled: bool  # the bound will hardly rise further
+
+
+class LargeSearch:
+    """Ascent of the bound and searches for choices, side by side."""
+
+    def __init__(self, problem: Problem, *, seed: int, threads: int):
+        self.graph, self.memory = graph_of(problem), memory_of(problem)
+        self.ascent = Ascent(self.graph, self.memory, np.random.default_rng(seed))
+        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(max(1, threads - 1))]
+        self.neighbourhoods = Neighbourhoods(problem, self.graph, np.random.default_rng([seed, threads]))
+        self.threads = threads
+
+    def rounds(
+        self, known: Callable[[], Sequence[int] | None], left: Callable[[], float], tick: Callable[[], None]
+    ) -> Iterator[Found]:
+        """Searches without end; what is known after each round.
+
+        Args:
+            known: the best choice by now, from whichever source.
+            left: seconds until time is up.
+            tick: called about twice a second, and after each round; what it raises ends the search.
+        """
+        least: np.ndarray | None = None  # per option, what a choice with it costs at least
+        with ThreadPoolExecutor(self.threads) as pool:
+            while True:
+                first = known()
+                cost = math.inf if first is None else self.cost(first)
+                for search in self.searches:
+                    search.begin(first, cost, self.ascent)
+                other = None
+                if not self.ascent.settled:
+                    tasks = [pool.submit(self.ascent.round, cost)]
+                elif least is None:
+                    tasks = [other := pool.submit(self.ascent.least)]
+                elif first is not None:
+                    tasks = [other := pool.submit(self.neighbourhoods.improve, first, least < cost, left())]
+                else:
+                    tasks = []
+                long = least is not None and first is not None
+                tasks += [pool.submit(search.round, LONG if long else ROUND) for search in self.searches]
+                waited_for(tasks, tick)
+                yield self.found(other.result() if long else None)
+                if self.ascent.settled and least is None and other:
+                    least = other.result()
+
+    def found(self, choice: tuple[int, ...] | None) -> Found:
+        """The best of this choice and those of the searches."""
+        best = min(self.searches, key=lambda search: search.cost)
+        if choice is None or best.cost <= self.cost(choice):
+            choice = None if best.best is None else tuple(best.best.tolist())
+        return Found(choice, self.ascent.best, self.ascent.settled)
+
+    def cost(self, choice: Sequence[int]) -> float:
+        return trws.cost_of(self.graph, self.graph.costs, np.asarray(choice, dtype=np.int64))
+
+
+def waited_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
+    """Returns when all tasks are done; raises what one of them raised."""
+    while wait(tasks, timeout=0.4).not_done:
+        tick()
+    for task in tasks:
+        task.result()
+    tick()
+
+
+def warm_up() -> None:
+    """Compiles all of it, in a process beside this one too, or loads what was compiled before."""
+    graph = graph_of(_smallest())
+    trws.cost_of(graph, graph.costs, np.zeros(2, dtype=np.int64))
+    beside = None
+    if any(trws.cost_of.stats.cache_misses.values()):
+        code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import warm_up_reductions as run; run()"
+        beside = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _warm_up_searches()
+    if beside is not None:
+        beside.wait()  # what it could not leave on disk is compiled here
+    warm_up_reductions()
+
+
+def warm_up_reductions() -> None:
+    reduce(_smallest(), lambda: None)
+
+
+def _smallest() -> Problem:
+    """Two nodes with memory between them."""
+    edge = Edge(0, 1, np.array([[0.0, np.inf], [1.0, 0.0]]))
+    lives = Live(0, 0, 1, np.array([1, 0])), Live(1, 0, 1, np.array([0, 1]))
+    return Problem((np.array([0.0, 1.0]),) * 2, (edge,), lives, limit=1)
+
+
+def _warm_up_searches() -> None:
+    search = LargeSearch(_smallest(), seed=0, threads=1)
+    search.ascent.round(2.0)
+    search.ascent.least()
+    for choice in ([0, 0], [1, 0]):
+        search.searches[0].begin(choice, math.inf, search.ascent)
+        search.searches[0].step()
+
+
+class Ascent:
+    """Messages and prices of a problem, on their way to the best bound."""
+
+    def __init__(self, graph: Graph, memory: Memory, rng: np.random.Generator):
+        self.graph, self.memory = graph, memory
+        self.to_left, self.to_right = np.zeros(graph.left_offsets[-1]), np.zeros(graph.right_offsets[-1])
+        self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)  # good under the present prices
+        self.swept = self.choice.copy()  # what sweeps would take
+        self.moves = Moves(graph, rng)
+        self.best, self.length, self.idle, self.rough = -math.inf, LENGTH, 0, True
+        self.spread = float(np.ptp(graph.costs))
+        self.direction = np.zeros(len(memory.room))
+        self.set_prices(np.zeros(len(memory.room)))
+        self.best_prices = self.prices
+        for _ in range(UNPRICED):
+            self.sweep()
+
+    @property
+    def settled(self) -> bool:
+        """Whether going on is not worth it."""
+        return not self.rough and self.length < SHORTEST
+
+    def round(self, known: float) -> None:
+        """Steps, given the cost of the best choice by now."""
+        work = 0.0
+        while work < ROUND and not self.settled:
+            work += self.step(known)
+
+    def step(self, known: float) -> float:
+        """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
+        for _ in range(1 if self.rough else SWEEPS):
+            bound, _ = self.sweep()
+        self.idle = 0 if bound > self.best + LITTLE * abs(self.best) else self.idle + 1
+        if bound > self.best:
+            self.best, self.best_prices = bound, self.prices
+        if self.idle >= PATIENCE:
+            self.length, self.idle = self.length * SHORTER, 0
+            if self.rough and self.length < ROUGH:
+                self.rough, self.length = False, CAREFUL
+                self.set_prices(self.best_prices)
+        self.choice = self.swept.copy()
+        work = 4 * len(self.graph.tables)
+        if not self.rough:  # the slope is that of what is cheapest under these prices
+            work = SWEEPS * work + 5 * self.moves.move(self.costs, self.choice)
+        over = trws.over(self.memory, self.choice)
+        slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
+        self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
+        square = self.direction @ self.direction
+        if square == 0:  # all fits at no price
+            self.length *= SHORTER
+        elif math.isfinite(bound):
+            gap = min(max(known - self.best, 0.0), max(GAP * abs(self.best), self.spread))
+            step = self.length * (self.best + gap - bound) / square
+            self.set_prices(np.maximum(0.0, self.prices + step * self.direction))
+        return work + 4 * len(self.memory.usage) + OVERHEAD
+
+    def sweep(self, extra: np.ndarray = NOTHING) -> tuple[float, float]:
+        """Sweeps forward and backward: the bound that is proven, and what it would be without memory's refund."""
+        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, True, NOTHING)
+        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, False, extra)
+        return sum_ - allowance - self.refund, sum_
+
+    def least(self) -> np.ndarray:
+        """What any choice with each option costs at least, under the best prices."""
+        self.set_prices(self.best_prices)
+        for _ in range(UNPRICED):
+            self.sweep()
+        extra = np.empty(len(self.graph.costs))
+        bound, _ = self.sweep(extra)
+        self.best = max(self.best, bound)
+        return bound + extra * (1 - 1e-9)
+
+    def set_prices(self, prices: np.ndarray) -> None:
+        total = prices.sum()
+        if total > 0:
+            grid = 2.0 ** math.ceil(math.log2(total)) * GRID
+            prices = np.round(prices / grid) * grid
+        self.prices = prices
+        self.costs = trws.priced(self.graph, self.memory, prices)
+        back = prices * self.memory.room
+        self.refund = math.fsum(back) + 8 * trws.HALF_ULP * math.fsum(np.abs(back))
+
+
+class Moves:
+    """Block moves over a graph. Plans are made as they are needed, and used again."""
+
+    def __init__(self, graph: Graph, rng: np.random.Generator):
+        self.graph, self.rng = graph, rng
+        self.plans: list[elimination.Plan] = []
+        self.frozen = np.zeros(len(graph.offsets) - 1)  # in how many plans each node is
+        self.count = 0
+
+    def move(self, costs: np.ndarray, choice: np.ndarray) -> float:
+        """Improves a choice; returns how much work it was."""
+        if len(self.plans) < PLANS and self.count % 2 == 0:
+            chosen = self.new_plan()
+        else:
+            chosen = self.plans[self.rng.integers(len(self.plans))]
+        self.count += 1
+        elimination.move(self.graph, costs, chosen, choice)
+        return chosen.work
+
+    def new_plan(self) -> elimination.Plan:
+        nodes = len(self.frozen)
+        noise, reluctance = self.rng.random(nodes), 2 * self.rng.random(nodes) + 0.7 * self.frozen
+        plan = elimination.plan(self.graph, np.ones(nodes, dtype=bool), noise, reluctance, math.log(ENTRIES))
+        self.plans.append(plan)
+        self.frozen[plan.frozen] += 1
+        return plan
+
+
+class Search:
+    """Block moves under prices that follow the choice."""
+
+    def __init__(self, graph: Graph, memory: Memory, seed: tuple[int, ...]):
+        self.graph, self.memory = graph, memory
+        self.rng = np.random.default_rng(seed)
+        self.moves = Moves(graph, self.rng)
+        self.lives = np.argsort(memory.node, kind="stable")
+        self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
+        self.best: np.ndarray | None = None
+        self.cost, self.until_restart = math.inf, RESTART
+        self.offered: tuple[np.ndarray, np.ndarray] | None = None  # prices, and a choice that is good under them
+        self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
+
+    def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
+        """Takes over what others found before a round."""
+        if known is not None and cost < self.cost:
+            self.best, self.cost = np.array(known, dtype=np.int64), cost
+        self.offered = None if ascent.settled and self.moves.count else (ascent.best_prices, ascent.choice)
+        if not self.moves.count:
+            self.restart()
+
+    def round(self, most: float) -> None:
+        """Moves until that much work is done."""
+        work = 0.0
+        while work < most:
+            work += self.step()
+
+    def step(self) -> float:
+        """One block move, and what follows from it; returns how much work it was."""
+        work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
+        over = trws.over(self.memory, self.choice)
+        self.improve(self.choice.copy(), over.copy())
+        self.adjust_prices(over / self.memory.unit)
+        self.until_restart -= 1
+        if self.until_restart <= 0:
+            self.restart()
+        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over)) + OVERHEAD
+
+    def restart(self) -> None:
+        """Goes back to the best choice, or on from the prices and the choice that the ascent of the bound is at."""
+        self.until_restart = RESTART
+        if self.best is not None:
+            self.choice = self.perturbed(self.best)
+        if self.offered:
+            self.prices, choice = self.offered
+            if self.best is None or self.rng.random() < 0.5:
+                self.choice = choice.copy()
+
+    def improve(self, choice: np.ndarray, over: np.ndarray) -> None:
+        """Makes a choice fit, and cheaper, and keeps it if it is the best; all arguments change."""
+        parts = self.graph, self.memory, self.starts, self.lives, choice, over
+        if not descent.repair(*parts, REPAIRS):
+            return
+        descent.descend(*parts)
+        cost = trws.cost_of(self.graph, self.graph.costs, choice)
+        if cost < self.cost:
+            self.best, self.cost = choice, cost
+
+    def adjust_prices(self, over: np.ndarray) -> None:
+        most = over.max(initial=0.0)
+        if most > 0:
+            added = MORE * self.prices.max() * np.maximum(over, 0.0) / most
+            self.prices = np.where(over > 0, UP * self.prices, self.prices) + added
+        else:
+            self.prices = DOWN * self.prices
+
+    def perturbed(self, choice: np.ndarray) -> np.ndarray:
+        """The choice with random options for some nodes."""
+        nodes = self.rng.integers(len(choice), size=math.ceil(PERTURBED * len(choice)))
+        sizes = np.diff(self.graph.offsets)[nodes]
+        changed = choice.copy()
+        changed[nodes] = (self.rng.random(len(nodes)) * sizes).astype(np.int64)
+        return changed

@@ -1,0 +1,74 @@
+"""A choice of a large `Problem` in, a better one out: large neighbourhood search with the integer program.
+
+Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", 1998. All nodes keep
+their options but those near a random one, which the integer program sets anew, memory and all. How many are set anew
+follows how long that takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoshard.errors import SolverError
+from autoshard.solver.arrays import Graph
+from autoshard.solver.ilp import cheapest
+from autoshard.solver.problem import Problem
+from autoshard.solver.reduce import reduce
+from autoshard.solver.simplify import simplify
+
+FIRST, LEAST = 500, 20  # nodes that are set anew: in the first neighbourhood, and in the smallest
+LARGER, SMALLER = 1.3, 0.6  # factors of that number, when all was solved in time and when it was not
+SECONDS = 6.0  # of the integer program, for one neighbourhood
+
+
+class Neighbourhoods:
+    """Neighbourhoods of a problem's choices, one after the other."""
+
+    def __init__(self, problem: Problem, graph: Graph, rng: np.random.Generator):
+        self.problem, self.graph, self.rng = problem, graph, rng
+        self.size = float(min(FIRST, len(problem.costs)))
+
+    def improve(self, choice: Sequence[int], allowed: np.ndarray, seconds: float) -> tuple[int, ...] | None:
+        """The best choice in a neighbourhood of one that fits; None if it was not found.
+
+        Args:
+            allowed: per option of all nodes, whether a better choice can have it.
+            seconds: to spend, at most, about.
+        """
+        limit = min(SECONDS, seconds)
+        started = time.monotonic()
+        free = self.near(int(self.rng.integers(len(choice))))
+        offsets = self.graph.offsets
+        options = {node: [option] for node, option in enumerate(choice)}
+        for node in free:
+            options[node] = np.union1d(np.flatnonzero(allowed[offsets[node] : offsets[node + 1]]), choice[node])
+        try:
+            small = simplify(self.problem.restrict(options), reduce=reduce)
+        except SolverError:
+            return None
+        outcomes = []
+        for part in small.parts:
+            left = limit - (time.monotonic() - started)
+            outcomes.append(cheapest(part, None, time_limit=max(0.0, left), seed=0))
+        late = time.monotonic() - started > limit
+        self.size = max(LEAST, min(len(choice), self.size * (SMALLER if late else LARGER)))
+        if any(outcome.choice is None for outcome in outcomes):
+            return None
+        return small.invert([outcome.choice for outcome in outcomes])
+
+    def near(self, root: int) -> list[int]:
+        """A node and those nearest to it, in random order among equals."""
+        graph, found, seen = self.graph, [root], {root}
+        for node in found:
+            earlier = graph.earlier[graph.earlier_starts[node] : graph.earlier_starts[node + 1]]
+            later = graph.later[graph.later_starts[node] : graph.later_starts[node + 1]]
+            for other in self.rng.permutation(np.concatenate([graph.left[earlier], graph.right[later]])).tolist():
+                if other not in seen:
+                    seen.add(other)
+                    found.append(other)
+            if len(found) >= self.size:
+                break
+        return found[: int(self.size)]
