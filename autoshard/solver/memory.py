@@ -132,7 +132,7 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holdi
     if producer.primitive in _SEEN_THROUGH or group.repeated:
         return Holding(None, used, stored=False)
     if used and group.fills:
-        return Holding(None, (min(start, used[0]), used[1]), stored=True)
+        return Holding(None, used, stored=True)
     return Holding((start, max(start, used[0]) if used else start + 1), used, stored=True)
 
 
