@@ -34,6 +34,7 @@ _SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
+_READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in compiled ResNets and transformers
 _NEVER_FUSED = frozenset({"gather", "optimization_barrier"})
 
 
@@ -207,9 +208,30 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
             group.folded = not backend.takes_in and _is_folded(group, users[group.index])
             group.repeated = group.folded or _is_repeated(group, users[group.index], backend)
             group.sunk = group.repeated and any(u.equations[0].primitive == "scan_const" for u in users[group.index])
+    if backend.takes_in:
+        _store_long_chains(groups, users)
+    for group in reversed(groups):
         if group.repeated:
             group.last = max(user.last for user in users[group.index])
     return groups
+
+
+def _store_long_chains(groups: Sequence[Group], users: Sequence[list[Group]]) -> None:
+    """Has what several groups read stored, where each would read too many arrays of its size to compute it again.
+
+    So the sums along residual connections are, once they are long: each is made of all before it.
+    """
+    through: dict[int, set[int]] = {}  # value -> the values of its size that it is computed again from
+    for group in groups:
+        if not (group.repeated and group.fuses):
+            continue
+        size = math.prod(group.made[0].value.shape)
+        wide = [use.value.id for use in group.uses if math.prod(use.value.shape) == size]
+        read = set().union(*(through.get(value, {value}) for value in wide))
+        if len(read) > _READ_AGAIN and len(set(map(id, users[group.index]))) > 1:
+            group.repeated = group.sunk = False
+        else:
+            through.update((made.value.id, read) for made in group.made)
 
 
 def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
