@@ -90,7 +90,7 @@ FAMILIES = {
 
 # Unrolled layers are what XLA for TPU takes long over: few of them. Those that compute in bfloat16 keep a state in
 # float32.
-SMALL_GPT = {"d_model": 128, "heads": 8, "vocab": 1024, "seq": 64, "batch": 32, "layers": 2}
+SMALL_GPT = {"d_model": 256, "heads": 8, "vocab": 1024, "seq": 64, "batch": 32, "layers": 2}
 LARGE_GPT = {"d_model": 1024, "heads": 16, "vocab": 32768, "seq": 1024, "batch": 64, "dtype": jnp.bfloat16}
 SIZES = [  # name, family, small, large
     ("gpt", "gpt", SMALL_GPT, LARGE_GPT | {"layers": 2}),
@@ -105,32 +105,32 @@ SIZES = [  # name, family, small, large
     (
         "moe",
         "moe",
-        {"groups": 32, "tokens": 64, "d_model": 128, "d_hidden": 512, "experts": 16, "capacity": 16},
+        {"groups": 32, "tokens": 64, "d_model": 256, "d_hidden": 1024, "experts": 16, "capacity": 16},
         {"groups": 64, "tokens": 1024, "d_model": 1024, "d_hidden": 4096, "experts": 16, "capacity": 256},
     ),
     (
         "vit",
         "vit",
-        {"layers": 2, "width": 128, "heads": 8, "size": 32, "patch": 4, "classes": 16, "batch": 32},
+        {"layers": 2, "width": 256, "heads": 8, "size": 32, "patch": 4, "classes": 16, "batch": 32},
         {"layers": 2, "width": 1024, "heads": 16, "size": 256, "patch": 16, "classes": 1024, "batch": 256}
         | {"dtype": jnp.bfloat16},
     ),
     (
         "resnet",
         "resnet",
-        {"stages": (1, 1, 1), "width": 32, "size": 32, "classes": 16, "batch": 32},
+        {"stages": (1, 1, 1), "width": 64, "size": 32, "classes": 16, "batch": 32},
         {"stages": (3, 4, 6, 3), "width": 64, "size": 224, "classes": 1024, "batch": 512, "dtype": jnp.bfloat16},
     ),
     (
         "unet",
         "unet",
-        {"width": 32, "size": 32, "classes": 16, "batch": 16},
+        {"width": 64, "size": 32, "classes": 16, "batch": 16},
         {"width": 64, "size": 256, "classes": 32, "batch": 128},
     ),
     (
         "lstm",
         "lstm",
-        {"hidden": 256, "features": 128, "classes": 16, "seq": 16, "batch": 128},
+        {"hidden": 512, "features": 256, "classes": 16, "seq": 16, "batch": 128},
         {"hidden": 1024, "features": 1024, "classes": 1024, "seq": 256, "batch": 2048},
     ),
 ]

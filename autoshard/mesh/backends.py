@@ -25,6 +25,7 @@ class Backend:
     scatters_globally: bool = True  # has reduce_scatters over all devices; otherwise it all_reduces, and slices
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
+    convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     rounds_first: bool = False  # what is only converted to a smaller type after it is moved, before that
     widens_last: bool = False  # what is converted to a larger type before it is moved, after that
@@ -40,7 +41,7 @@ _LOOPS = frozenset({
     "reduce_prod", "reduce_sum", "rev", "slice", "split",
 })  # fmt: skip
 
-CPU = Backend("cpu", reduce_scatters=False, transposes_operands=True)
+CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=True)
 GPU = Backend("gpu", hoists_sums=True, sums_first=True, rounds_first=True, widens_last=True, takes_in=_LOOPS)
 TPU = Backend(
     "tpu",

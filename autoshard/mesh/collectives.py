@@ -23,6 +23,9 @@ collective_permute  ``hops a + v n/4 / b``, as if each device sent to one picked
                     known; but at least ``v / b`` on a line, ``2 v / b`` on a ring: a message goes one way round
 ==================  ====================================================================
 
+Devices that share one memory read what the others wrote: an all_reduce, too, reads and writes everything once, and so
+takes as long as an all_gather of the same result.
+
 Over several links a gather or reduction is hierarchical: one phase per link, the slowest first, while what it moves is
 smallest. With equal links behind switches this is exactly one ring over all devices. The dims of a torus count as one
 link: parts of the data go through them in different orders, so that their bandwidths add up (ibid., "What happens when
@@ -95,7 +98,7 @@ def seconds(
     if kind == "reduce_scatter":
         return _gather_seconds(bytes * math.prod(n for n, _ in spans), spans)
     if kind == "all_reduce":
-        return 2 * _gather_seconds(bytes, spans)
+        return (1 if all(link.shared for _, link in spans) else 2) * _gather_seconds(bytes, spans)
     if kind == "all_to_all":
         latency = sum(_hops(n, link) * link.latency for n, link in spans)
         return latency + max(bytes * _all_to_all_share(n, link) / link.bandwidth for n, link in spans)

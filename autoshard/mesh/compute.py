@@ -105,7 +105,11 @@ def compute_seconds(flops: float, bytes_moved: float, dtype: Any, topology: Topo
     1.0
     """
     work = flops / topology.flops_for(dtype) if flops else 0.0
-    return max(work, bytes_moved / topology.memory_bandwidth)
+    cache, cached = topology.cache, 0.0
+    if cache is not None:
+        cached = min(bytes_moved, cache.bytes) / cache.bandwidth
+        bytes_moved = max(0.0, bytes_moved - cache.bytes)
+    return max(work, cached + bytes_moved / topology.memory_bandwidth)
 
 
 def _products(name: str, shapes: list[tuple[int, ...]], result: int, params: Mapping[str, Any]) -> float:

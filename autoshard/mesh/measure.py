@@ -217,7 +217,7 @@ def _topology(numbers: Sequence[float], mesh: Mesh, guess: Topology) -> Topology
     links = {axis: link for axis, link in guess.links.items() if mesh.shape[axis] == 1}
     for axis, latency, transfer in zip(_axes(mesh), factors[::2], factors[1::2], strict=False):
         links[axis] = _scaled(guess.links[axis], latency, transfer)
-    return Topology(links, memory_bytes, memory_bandwidth, dict(zip(_DTYPES, rates, strict=True)))
+    return Topology(links, memory_bytes, memory_bandwidth, dict(zip(_DTYPES, rates, strict=True)), guess.cache)
 
 
 def _scaled(link: Link, latency: float, transfer: float) -> Link:

@@ -12,7 +12,7 @@ in one bfloat16 pass and on NVIDIA GPUs in TF32. Sources:
 [dgx]   NVIDIA DGX A100, H100, H200, B200: one network adapter of 200 (A100) or 400 Gbit/s per GPU
 [nccl]  NCCL, src/graph/tuning.cc, hwLatencies of Ring with LL128: 1.9 us over NVLink, 4.0 us over the network
 [aot]   measured: the clock at which libtpu's `estimated_cycles` of compiled programs are seconds
-[cpu]   measured; see `CHIPS["cpu"]`
+[cpu]   measured and fitted; see `CHIPS["cpu"]`
 [guess] found in no source: the latency of the network between TPU slices, and its bandwidth for v4
 """
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.topology import Cache, Link, Topology
 
 _GB, _GIB = 1e9, 2.0**30
 
@@ -41,6 +41,7 @@ class Chip:
     flops: Mapping[str, float]  # FLOP/s by dtype
     link: Link  # inside a host or TPU slice; on a torus one way of one link
     network: Link  # between hosts or slices
+    cache: Cache | None = None
     clock: float | None = None  # Hz, of a TPU
     torus_dims: int = 0  # dims of the torus that its chips form, 0 without one
     wraps: int = 0  # a torus dim that is a multiple of this closes to a ring
@@ -110,19 +111,19 @@ CHIPS: Mapping[str, Chip] = {
     "h100": _gpu(("h100",), 80, 3350, 989.5, 494.5, 450, 400, int8=1979, fp8=1979),
     "h200": _gpu(("h200",), 141, 4800, 989.5, 494.5, 450, 400, int8=1979, fp8=1979),
     "b200": _gpu(("b200",), 180, 8000, 2250, 1125, 900, 400, int8=4500, fp8=4500),
-    # One of 8 virtual devices that share a 2-core x86 host: best of 5 runs of 8 psums, all_gathers and all_to_alls
-    # under shard_map with 1 KiB to 16 MiB on a device (psum 143 us to 16 ms, all_gather 132 us to 9.8 ms, all_to_all
-    # 155 us to 17 ms), 8 chained matmuls of 512 x 512 (2.3e10 float32 FLOP/s on each of the 8) and v + 1 over 16 MiB;
-    # memory is an eighth of a 32 GiB host. The latency is no measurement of a collective alone, which takes a tenth of
-    # it, but a round figure for one in the midst of a step, where devices that share cores wait for each other.
-    # Orders of magnitude: enough to plan tests and demos by.
+    # One of 8 virtual devices that share a 2-core x86 host. 8 chained matmuls of 512 x 512 make 2.3e10 float32 FLOP/s
+    # on each of the 8; memory is an eighth of a 32 GiB host. The rest was fitted to the measured steps of nine models
+    # under six shardings (docs/benchmarks/prediction.md): in a step, devices that share cores wait for each other, and
+    # fresh memory costs more than in a loop. Microbenchmarks show three times the bandwidth of collectives, and a
+    # tenth of the latency. Orders of magnitude: enough to plan tests and demos by.
     "cpu": Chip(
         kinds=("cpu",),
         memory_bytes=4 * _GIB,
-        memory_bandwidth=1.5e9,
+        memory_bandwidth=6.5e8,
         flops={"float32": 2.3e10, "bfloat16": 2.2e10},
-        link=Link(latency=1e-4, bandwidth=1.5e9),
-        network=Link(latency=1e-4, bandwidth=1e9),  # 10 Gbit/s Ethernet
+        link=Link(latency=1e-4, bandwidth=3e8, shared=True),
+        cache=Cache(3e6, 3e9),
+        network=Link(latency=1e-4, bandwidth=1.5e8),  # an eighth of 10 Gbit/s Ethernet
     ),
 }
 
@@ -260,4 +261,4 @@ def assemble(chip: Chip, parts: Mapping[str, Sequence[tuple[int, Link]]]) -> Top
     for axis, spans in parts.items():
         spans = [(devices, link) for devices, link in spans if devices > 1]
         links[axis] = Link.join(spans) if spans else chip.link
-    return Topology(links, chip.memory_bytes, chip.memory_bandwidth, chip.flops)
+    return Topology(links, chip.memory_bytes, chip.memory_bandwidth, chip.flops, chip.cache)

@@ -32,6 +32,7 @@ class Link:
     bandwidth: float  # bytes/s one device sends along the axis while it receives as much; both ways round a ring count
     torus: bool = False  # only neighbours are wired (TPU ICI); otherwise every pair is, through a switch
     ring: bool = False  # a dim of a torus that closes on itself; otherwise a line
+    shared: bool = False  # the devices share one memory, so that an all_reduce is one pass, as an all_gather is
     parts: tuple[tuple[int, Link], ...] = ()  # (devices, link) of each, if the axis runs over several; see `join`
 
     def __post_init__(self):
@@ -55,13 +56,26 @@ class Link:
         if len(parts) == 1:
             return parts[0][1]
         links = [link for _, link in parts]
-        torus = sum(link.bandwidth for link in links if link.torus)
-        slowest = min([link.bandwidth for link in links if not link.torus] + ([torus] if torus else []))
-        return cls(max(link.latency for link in links), slowest, all(link.torus for link in links), parts=tuple(parts))
+        joined = sum(link.bandwidth for link in links if link.torus)
+        slowest = min([link.bandwidth for link in links if not link.torus] + ([joined] if joined else []))
+        latency, torus = max(link.latency for link in links), all(link.torus for link in links)
+        return cls(latency, slowest, torus, shared=all(link.shared for link in links), parts=tuple(parts))
 
     def over(self, devices: int) -> tuple[tuple[int, Link], ...]:
         """(devices, link) of every part of an axis of `devices`; the link itself where it is one."""
         return self.parts or ((devices, self),)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What one operation of a device reads and writes fast, before it has to go to memory."""
+
+    bytes: float  # read and written, of one operation
+    bandwidth: float  # bytes/s
+
+    def __post_init__(self):
+        if not (self.bytes > 0 and self.bandwidth > 0):
+            raise MeshError(f"a cache has bytes and bytes/s, more than 0, not {self.bytes!r} and {self.bandwidth!r}")
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,7 @@ class Topology:
     memory_bytes: float  # bytes of one device
     memory_bandwidth: float  # bytes/s of one device
     flops: Mapping[str, float]  # dtype name -> FLOP/s of one device
+    cache: Cache | None = None  # what the first bytes of an operation go through instead of memory
 
     def __post_init__(self):
         object.__setattr__(self, "links", dict(self.links))
@@ -94,7 +109,10 @@ class Topology:
 
     def __hash__(self) -> int:  # the generated one fails on dicts
         return hash(
-            (frozenset(self.links.items()), self.memory_bytes, self.memory_bandwidth, frozenset(self.flops.items()))
+            (
+                frozenset(self.links.items()), self.memory_bytes, self.memory_bandwidth,
+                frozenset(self.flops.items()), self.cache,
+            )
         )
 
     def flops_for(self, dtype: Any) -> float:
@@ -136,7 +154,9 @@ class Topology:
         """
         try:
             fields = json.loads(Path(path).read_text())
-            return cls(**fields | {"links": {axis: _link(link) for axis, link in fields["links"].items()}})
+            links = {axis: _link(link) for axis, link in fields["links"].items()}
+            cache = Cache(**fields["cache"]) if fields.get("cache") else None
+            return cls(**fields | {"links": links, "cache": cache})
         except (OSError, ValueError, LookupError, TypeError, AttributeError, MeshError) as error:
             raise MeshError(
                 f"{path} is not a topology that this version of autoshard can read: {error!r}.\n"

@@ -214,8 +214,10 @@ class Prices:
             return 0.0
         axes = strategy.axes
         pieces = {factor: shards(axes.get(factor, ()), self.mesh) for factor in group.sizes}
-        work = [flops(e) / math.prod(pieces[factor] for factor in group.factors_of(e)) for e in group.equations]
-        return compute_seconds(sum(work), self._bytes_moved(group, strategy), _dtype(group.equations), self.topology)
+        work = sum(flops(e) / math.prod(pieces[factor] for factor in group.factors_of(e)) for e in group.equations)
+        if group.equations[0].primitive == "conv_general_dilated":
+            work /= self.backend.convolves
+        return compute_seconds(work, self._bytes_moved(group, strategy), _dtype(group.equations), self.topology)
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""

@@ -44,6 +44,15 @@ def test_two_equal_axes_move_as_many_bytes_as_one_ring():
         assert two == pytest.approx(ring_seconds(kind, 8, 1e6, latency_free))
 
 
+def test_in_shared_memory_an_all_reduce_is_one_pass():
+    memory, network = Link(1e-4, 3e8, shared=True), Link(1e-4, 1e8)
+    here = Topology({"x": memory, "y": Link.join([(2, network), (4, memory)])}, 1e9, 1e9, {"float32": 1e9})
+    shape = {"x": 4, "y": 8}
+    assert seconds("all_reduce", ("x",), 4e6, shape, here) == seconds("all_gather", ("x",), 4e6, shape, here)
+    for axes in (("y",), ("x", "y")):  # over the network they are two
+        assert seconds("all_reduce", axes, 4e6, shape, here) == 2 * seconds("all_gather", axes, 4e6, shape, here)
+
+
 def test_the_slow_link_carries_the_small_part():
     mesh, links = {"x": 4, "y": 2}, topology(x=FAST, y=SLOW)
     gathered_over_y = ring_seconds("all_gather", 2, 1e6 / 4, SLOW)

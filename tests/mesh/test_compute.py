@@ -8,7 +8,7 @@ from jax import lax
 
 from autoshard.errors import MeshError
 from autoshard.mesh.compute import compute_seconds, flops
-from autoshard.mesh.topology import Topology
+from autoshard.mesh.topology import Cache, Topology
 from autoshard.program import Equation, Value
 
 F32, I32, C64 = np.float32, np.int32, np.complex64
@@ -114,3 +114,10 @@ def test_roofline():
     assert compute_seconds(0, 0, "float32", Topology({}, 1.0, 1.0, {})) == 0
     with pytest.raises(MeshError, match="no FLOP rates"):
         compute_seconds(1, 0, "float32", Topology({}, 1.0, 1.0, {}))
+
+
+@pytest.mark.parametrize("bytes_moved, seconds", [(500, 0.5), (1000, 1.0), (1300, 4.0)])
+def test_the_first_bytes_of_an_operation_go_through_the_cache(bytes_moved, seconds):
+    topology = Topology({}, 1e9, memory_bandwidth=100.0, flops={"float32": 1e3}, cache=Cache(1000, 1000.0))
+    assert compute_seconds(0, bytes_moved, "float32", topology) == seconds
+    assert compute_seconds(5e3, bytes_moved, "float32", topology) == 5.0

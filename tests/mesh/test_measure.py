@@ -91,7 +91,8 @@ def test_an_interrupt_keeps_the_axes_that_are_done(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         measure(mesh, path=tmp_path / "machine.json", workload=TINY)
     kept, guess = Topology.load(tmp_path / "machine.json"), Topology.of(mesh).links["data"]
-    assert kept.links == {"data": Link(2 * guess.latency, 2 * guess.bandwidth)}
+    assert kept.links == {"data": Link(2 * guess.latency, 2 * guess.bandwidth, shared=True)}
+    assert kept.cache == Topology.of(mesh).cache is not None
     assert kept.flops["float32"] == 2 * TINY.side**3 / 1e-6
     with pytest.raises(MeshError, match="'model'"):
         kept.check(mesh.shape)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import MeshError
 from autoshard.mesh.presets import CHIPS
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.topology import Cache, Link, Topology
 
 LINK = Link(1e-6, 45e9)
 
@@ -68,6 +68,12 @@ def test_an_axis_of_another_size_than_its_link():
         joined.check({"x": 4})
 
 
+def test_a_cache_has_bytes():
+    for bytes, bandwidth in ((0, 1e9), (1e6, 0), (float("nan"), 1e9)):
+        with pytest.raises(MeshError, match="a cache has bytes"):
+            Cache(bytes, bandwidth)
+
+
 def test_joined_links_sum_up():
     slow, line, ring = Link(1e-5, 3e9), Link(1e-6, 5e10, torus=True), Link(1e-6, 1e11, torus=True, ring=True)
     assert Link.join([(4, line)]) == line
@@ -78,8 +84,9 @@ def test_joined_links_sum_up():
 
 
 @pytest.mark.parametrize("links", [{"x": LINK}, {"x": Link.join([(2, LINK), (4, Link(0, 1e9, True, True))])}, {}])
-def test_a_topology_comes_back_from_its_file(links, tmp_path):
-    topology = make(links=links)
+@pytest.mark.parametrize("cache", [None, Cache(3e6, 3e9)])
+def test_a_topology_comes_back_from_its_file(links, cache, tmp_path):
+    topology = make(links=links, cache=cache)
     topology.save(tmp_path / "machine.json")
     assert Topology.load(tmp_path / "machine.json") == topology
 

@@ -394,6 +394,17 @@ def test_what_is_divided_by_its_sum_is_stored(fn, stored):
         assert first.repeated != stored
 
 
+def test_of_a_long_chain_of_sums_every_third_is_stored():
+    def residual(x, ws):
+        for w in ws:
+            x = x + x @ w
+        return x @ ws[0]
+
+    for backend in (CPU, GPU, TPU):
+        sums = [g for g in groups_for(backend, residual, SQUARE, [SQUARE] * 7) if g.equations[-1].primitive == "add"]
+        assert [group.repeated for group in sums] == [backend is TPU and n not in (2, 5) for n in range(7)]
+
+
 @pytest.mark.parametrize("shapes, summed", [((4, 5), False), ((4, 1, 5), False), ((4, 3, 5), True)])
 def test_products_that_sum_nothing_are_elementwise(shapes, summed):
     n, *inner, m = shapes

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from oracles import TEXTBOOK
 from programs import f32, grouped, round_topology, traced
 
 from autoshard.errors import MeshError
-from autoshard.mesh.backends import GPU, TPU
+from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.mesh.topology import Link, Topology
 from autoshard.program import Value
 from autoshard.propagation import rules_for
@@ -118,6 +119,12 @@ def test_images_are_padded_along_batch_and_features():
     assert asked.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
     assert asked.local_bytes(program.arguments[0], whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
     assert asked.local_bytes(program.arguments[1], whole) == 4 * 3 * 3 * 4 * 128
+
+
+def test_convolutions_have_the_rate_of_the_backend():
+    (group,) = grouped(lambda x, w: lax.conv(x, w, (1, 1), "SAME"), f32(2, 64, 32, 32), f32(64, 64, 3, 3))
+    slow, fast = (prices(backend=replace(CPU, convolves=rate)).group(group).seconds[0].compute for rate in (0.25, 1.0))
+    assert slow == pytest.approx(4 * fast)
 
 
 def test_each_dtype_has_its_rate():
