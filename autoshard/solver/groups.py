@@ -201,14 +201,16 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
         group.ends = _end(group, readers, home, len(program.equations))
     _schedule(groups)
+    of_results = [any(made.value.id in needed_outside for made in group.made) for group in groups]
+    for group, is_result in zip(groups, of_results, strict=True):
+        group.folded = not is_result and not backend.takes_in and _is_folded(group, users[group.index])
+    through: dict[int, dict[int, int]] = {}  # value that readers make again -> what they read for it -> its elements
+    for group, is_result in zip(groups, of_results, strict=True):
+        group.repeated = group.folded or (not is_result and _is_repeated(group, users[group.index], backend))
+        group.repeated = group.repeated and (group.folded or not _reads_on(group, through))
+        group.sunk = group.repeated and any(u.equations[0].primitive == "scan_const" for u in users[group.index])
     for group in reversed(groups):
-        group.last = group.point
-        if not any(made.value.id in needed_outside for made in group.made):
-            group.folded = not backend.takes_in and _is_folded(group, users[group.index])
-            group.repeated = group.folded or _is_repeated(group, users[group.index], backend)
-            group.sunk = group.repeated and any(u.equations[0].primitive == "scan_const" for u in users[group.index])
-        if group.repeated:
-            group.last = max(user.last for user in users[group.index])
+        group.last = max((user.last for user in users[group.index]), default=0) if group.repeated else group.point
     return groups
 
 
@@ -401,6 +403,24 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     if not all(map(takes, users)):
         return False
     return len(set(map(id, users))) == 1 or not any(_is_dear(equation) for equation in group.equations)
+
+
+def _reads_on(group: Group, through: dict[int, dict[int, int]]) -> bool:
+    """Whether computing a group again means to read more large arrays than it reads itself; notes what it reads if not.
+
+    Else the sums along a residual stream would be made of all layers before: what libtpu fuses of Llamas with 4, 8 and
+    16 layers reads three arrays of the stream's shape at most.
+    """
+    size = math.prod(group.made[0].value.shape)
+    own = {use.value.id: math.prod(use.value.shape) for use in group.uses}
+    read: dict[int, int] = {}
+    for id, elements in own.items():
+        read |= through.get(id, {id: elements})
+    if sum(elements >= size for elements in read.values()) > max(sum(elements >= size for elements in own.values()), 2):
+        return True
+    if group.fuses:
+        through |= dict.fromkeys((made.value.id for made in group.made), read)
+    return False
 
 
 def _is_dear(equation: Equation) -> bool:
