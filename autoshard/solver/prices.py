@@ -346,8 +346,9 @@ class Prices:
             return 2 * written
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]
-            pairs = [pair for pair in zip(group.uses, wants, strict=True) if (pair[0].equation, pair[0].operand) == part]
-            inserted = sum(self._read_bytes([pair]) for pair in pairs)
+            pairs = zip(group.uses, wants, strict=True)
+            these = [(use, want) for use, want in pairs if (use.equation, use.operand) == part]
+            inserted = sum(self._read_bytes([one]) for one in these)
             return 2 * np.where(inserted, inserted, written)
         return self._read_bytes(zip(group.uses, wants, strict=True)) + written
 
