@@ -29,7 +29,6 @@ from autoshard.solver.groups import Group
 from autoshard.solver.memory import aliased
 from autoshard.solver.problem import Solution
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, IndexGroups, Strategy
-from autoshard.solver.widths import itemsize
 
 if TYPE_CHECKING:
     from autoshard.lower import Lowering
@@ -433,7 +432,7 @@ class _Choice:
             communication += self.prices.resharding(value, source, target, readers) * value.trips
             hidden += self.prices.hidden(value, source, target, readers) * value.trips
             size = self.prices.widths.moving(value, readers)
-            smaller = f" in {8 * size} bits" if size < itemsize(value) else ""
+            smaller = f" in {8 * size} bits" if size < value.itemsize else ""
             for step in self.prices.steps(value, source, target, readers):
                 why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
                 note(step.kind, step.axes, step.bytes, value.trips, line, why)

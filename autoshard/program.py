@@ -83,6 +83,11 @@ class Value:
     trips: int = 1  # how often per step it is made: the product of the loops around it
     on_host: bool = False  # whether it lies in the host's memory
 
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes per element, PRNG keys included."""
+        return self.bytes // math.prod(self.shape) if self.bytes else self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{self.name or 'value'} {self.dtype}{'<host>' * self.on_host}{list(self.shape)}"
 

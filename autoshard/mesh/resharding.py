@@ -61,8 +61,17 @@ def reshard(
         max(-(-size // count) * count for count in (shards(before, mesh_shape), shards(after, mesh_shape)))
         for size, before, after in zip(shape, source, target, strict=True)
     )
-    path = _path(source, target, tuple(mesh_shape.items()))
-    return tuple(Step(kind, axes, math.ceil(padded * itemsize / tiles)) for kind, axes, tiles in path)
+    found = path(source, target, mesh_shape)
+    return tuple(Step(kind, axes, math.ceil(padded * itemsize / tiles)) for kind, axes, tiles in found)
+
+
+def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+    """The collectives of `reshard` as (kind, axes, into how many tiles the result is cut): they depend on no shape.
+
+    >>> path((("x",), ()), ((), ("x",)), {"x": 4, "y": 2})
+    (('all_to_all', ('x',), 4),)
+    """
+    return _path(source, target, tuple(mesh_shape.items()))
 
 
 def reshard_seconds(
@@ -84,7 +93,6 @@ _Steps = list[_Collective]
 
 @cache
 def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[_Collective, ...]:
-    """The steps as (kind, axes, into how many tiles the result is cut): they depend on no shape."""
     sizes = tuple(size for _, size in mesh)
     everyone = np.arange(math.prod(sizes))
     group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes)

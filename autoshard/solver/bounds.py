@@ -12,6 +12,7 @@ option must be. Options that make it dearer than a choice in hand can be forbidd
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -172,6 +173,23 @@ class Relaxation:
             if extras is not None:
                 extras[node] = total
         return float(bound)
+
+
+def finite(problem: Problem, ceiling: float) -> Problem:
+    """The problem in which nothing costs more than `ceiling`, what is forbidden included: its bounds hold for both.
+
+    >>> finite(Problem((np.array([1.0, np.inf]),), (), (), None), 5.0).costs
+    (array([1., 5.]),)
+    """
+    cut: dict[int, np.ndarray] = {}  # many tables are one object
+
+    def below(costs: np.ndarray) -> np.ndarray:
+        if id(costs) not in cut:
+            cut[id(costs)] = np.minimum(costs, ceiling)
+        return cut[id(costs)]
+
+    edges = tuple(replace(edge, costs=below(edge.costs)) for edge in problem.edges)
+    return replace(problem, costs=tuple(map(below, problem.costs)), edges=edges)
 
 
 class Prices:

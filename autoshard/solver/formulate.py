@@ -208,13 +208,12 @@ class _Formulator:
         first_group = len(self.program.arguments)
         for group, priced in zip(self.groups, self.priced, strict=True):
             for i, use in enumerate(group.uses):
-                wants = tuple(strategy.wants[i] for strategy in priced.strategies)
-                self.readers[use.value.id].append(Reader(first_group + group.index, wants, group, use))
+                self.readers[use.value.id].append(Reader(first_group + group.index, priced.wants[i], group, use))
         homes = self._homes()
         for argument, result in self.program.carried.items():
             value = self.program.results[result]
             if value is not self.program.arguments[argument]:
-                self.readers[value.id].append(Reader(argument, tuple(kept.home for kept in homes[argument])))
+                self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
         self._add_arguments(homes)
         self._add_groups()
         problem = Problem(
@@ -240,39 +239,54 @@ class _Formulator:
         return [self._options_of_argument(i, value) for i, value in enumerate(self.program.arguments)]
 
     def _options_of_argument(self, index: int, value: Value) -> tuple[Kept, ...]:
-        mesh = self.prices.mesh
-        homes = layouts_of(value.shape, mesh)
+        mesh, fixed = self.prices.mesh, None
         if index in self.fixed:
-            home = without_idle_axes(self.fixed[index], mesh)
-            if home not in homes:
+            fixed = without_idle_axes(self.fixed[index], mesh)
+            if fixed not in layouts_of(value.shape, mesh):
                 raise ConflictError(
                     f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
                     f"with its axes in the order of the mesh {dict(mesh)}"
                 )
-            homes = [home]
         readers = self.readers[value.id]
-        if index not in self.fixed:  # a home that elementwise readers like is among the options
+        if fixed is None:  # a home that elementwise readers like is among the options
             readers = [reader for reader in readers if not _elementwise(reader)]
-        wanted = dict.fromkeys(layout for reader in readers for layout in reader.wants)
         # what a constraint says has to be reached, however
-        said = {layout for reader in readers if reader.group and reader.group.given for layout in reader.wants}
-        options = []
-        for home in homes:
-            options.append(Kept(home, home))
-            if value.on_host:
-                continue
-            copies = [copy for copy in wanted if copy in said or _gathers_to(home, copy)]
-            options += [Kept(home, copy) for copy in copies if copy != home]
-        return tuple(options)
+        said = tuple(bool(reader.group and reader.group.given) for reader in readers)
+
+        def options(*wants: tuple[Layout, ...]) -> tuple[Kept, ...]:
+            wanted = dict.fromkeys(itertools.chain(*wants))
+            reached = set(itertools.chain(*itertools.compress(wants, said)))
+            found = []
+            for home in layouts_of(value.shape, mesh) if fixed is None else [fixed]:
+                found.append(Kept(home, home))
+                if not value.on_host:
+                    copies = [copy for copy in wanted if copy in reached or _gathers_to(home, copy)]
+                    found += [Kept(home, copy) for copy in copies if copy != home]
+            return tuple(found)
+
+        what = value.shape, value.on_host, fixed, said
+        return self.prices.once(options, *(reader.wants for reader in readers), of=what)
+
+    def _homes_of(self, kepts: tuple[Kept, ...]) -> tuple[Layout, ...]:
+        return self.prices.once(_homes, kepts)
+
+    def _copies_of(self, kepts: tuple[Kept, ...]) -> tuple[Layout, ...]:
+        return self.prices.once(_copies, kepts)
 
     def _add_arguments(self, options: list[tuple[Kept, ...]]) -> None:
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
-            costs = np.array([self.prices.exposed(value, kept.home, kept.copy) for kept in kepts])
-            if index not in self.program.carried:  # it arrives anew every step
-                costs += [self.prices.writing(value, kept.home) for kept in kepts]
-            self.costs.append(costs)
+            what = value.shape, value.on_host, value.id in self.prices.weights, self.prices.widths.moving(value)
+            stored = None  # a size in memory, if it arrives anew every step
+            if index not in self.program.carried:
+                stored = self.prices.widths.stored(value)
+
+            def seconds(kepts: tuple[Kept, ...], value: Value = value, stored: int | None = stored) -> np.ndarray:
+                costs = np.array([self.prices.exposed(value, kept.home, kept.copy) for kept in kepts])
+                return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
+
+            self.costs.append(self.prices.once(seconds, kepts, of=(*what, stored)))
         copied = copied_when_donated(self.program, self.groups)
         relaid = self._relaid()
         in_loops = set(self.looped.values())
@@ -280,12 +294,11 @@ class _Formulator:
             kepts = options[index]
             for reader in self.readers[value.id]:
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader))
-            self.lives.append(
-                Live(index, 0, len(self.program.equations), self._sizes(value, [kept.home for kept in kepts]))
-            )
+            at_home = self.prices.sizes(value, self._homes_of(kepts))
+            self.lives.append(Live(index, 0, len(self.program.equations), at_home))
             uses = [(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
             if value.id in relaid:
-                self._hold(index, *relaid[value.id], self._sizes(value, [kept.home for kept in kepts]))
+                self._hold(index, *relaid[value.id], at_home)
             if index in in_loops:  # a copy of it is the loop's own buffer
                 self._hold_copies(index, kepts, [use.equation.loop for _, use in uses], index in copied, None)
             elif self.backend.transposes_operands and any(transposes(use) for _, use in uses):
@@ -315,9 +328,10 @@ class _Formulator:
         """
         value = self.program.arguments[index]
         start, end = min(start for start, _ in spans), max(end for _, end in spans)
-        own = self._sizes(value, [kept.home for kept in kepts]) * (copied and gradient is None)
-        gathered = np.array([self.prices.copy_bytes(value, kept.copy) for kept in kepts])
-        self._hold(index, start, end, np.where([kept.copy == kept.home for kept in kepts], own, gathered))
+        at_home = self.prices.sizes(value, self._homes_of(kepts))
+        gathered = self.prices.copy_sizes(value, self._copies_of(kepts))
+        own = at_home if copied and gradient is None else self.prices.once(np.zeros_like, at_home)
+        self._hold(index, start, end, self.prices.once(_held, kepts, own, gathered))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.made[0].value
             alone = [
@@ -328,15 +342,9 @@ class _Formulator:
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
-        wants = list(dict.fromkeys(reader.wants))
-        homes, copies = [kept.home for kept in kepts], [kept.copy for kept in kepts]
-        from_home = self.prices.table(value, tuple(homes), tuple(wants))
-        from_copy = self.prices.table(value, tuple(copies), tuple(wants))
-        bare = np.array([kept.home == kept.copy for kept in kepts])[:, None]
-        at_home = np.array([[home == want for want in wants] for home in homes])  # others read the copy
-        table = np.where(bare & (from_home > 0), np.inf, np.where(at_home, 0.0, from_copy))
-        column = {want: i for i, want in enumerate(wants)}
-        return table[:, [column[want] for want in reader.wants]]
+        from_home = self.prices.table(value, self._homes_of(kepts), reader.wants)
+        from_copy = self.prices.table(value, self._copies_of(kepts), reader.wants)
+        return self.prices.once(_from_argument, kepts, reader.wants, from_home, from_copy)
 
     # Groups.
 
@@ -350,17 +358,16 @@ class _Formulator:
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
-            self.costs.append(priced.costs.copy())
+            self.costs.append(priced.costs)
         for group, priced in zip(self.groups, self.priced, strict=True):
             for i, made in enumerate(group.made):
-                leaves = tuple(strategy.leaves[i] for strategy in priced.strategies)
-                self._add_value(first_group + group.index, group, made.value, leaves, outputs, in_place)
+                self._add_value(first_group + group.index, group, made.value, priced.leaves[i], outputs, in_place)
 
     def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
         readers = self.readers[value.id]
         held = holding(value, group, [(reader.group, reader.use) for reader in readers if reader.use])
         kept = value.id in outputs or value.id in in_place  # a result, whose buffer is there all the time
-        left = self._sizes(value, leaves)
+        left = self.prices.sizes(value, leaves)
         self._hold_made(node, group, held, left, kept)
         if value.id in outputs:
             self.lives.append(Live(node, 0, len(self.program.equations), left))
@@ -368,9 +375,9 @@ class _Formulator:
             return
         holder, wants = self._connect_readers(readers, value, group.point if group.repeated else None)
         alone = _copied_for(readers[0]) if len(readers) == 1 else None
-        table = self._table(value, leaves, wants, alone)
+        table = self.prices.table(value, leaves, wants, alone)
         if group.is_view:  # what it views can as well be resharded, and is counted
-            table = np.where(table > 0, np.inf, table)
+            table = self.prices.once(_free_only, table)
         if group.hoisted is not None:
             table = table + self._unhoisted(group, value, leaves, wants)
         self._connect(node, holder, table)
@@ -378,7 +385,7 @@ class _Formulator:
             return
         stored = held.stored and not kept
         if stored:
-            self._hold(holder, *held.used, self._sizes(value, wants))
+            self._hold(holder, *held.used, self.prices.sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         change = Change(value, held.used, *hop, counts_left=kept, counts_wanted=stored, fused=fused, readers=alone)
@@ -402,7 +409,7 @@ class _Formulator:
         """
         if len(readers) == 1:
             return readers[0].node, readers[0].wants
-        wants = tuple(dict.fromkeys(layout for reader in readers for layout in reader.wants))
+        wants = self.prices.once(_any_of, *(reader.wants for reader in readers))
         holder = len(self.costs)
         self.shared[value.id] = Shared(holder, wants)
         self.costs.append(np.zeros(len(wants)))
@@ -410,10 +417,10 @@ class _Formulator:
         busy = sum(not _elementwise(reader) for reader in readers)
         for reader in readers:
             copied_for = _copied_for(reader)
-            table = self._table(value, wants, reader.wants, copied_for)
+            table = self.prices.table(value, wants, reader.wants, copied_for)
             if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
-                grows = np.less.outer(self._sizes(value, wants), self._sizes(value, reader.wants))
-                table = np.where(grows, np.inf, table)
+                sizes = self.prices.sizes(value, wants), self.prices.sizes(value, reader.wants)
+                table = self.prices.once(_without_growth, table, *sizes)
             self._connect(holder, reader.node, table)
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
@@ -424,11 +431,16 @@ class _Formulator:
 
     def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:
         """What a group holds to make a value of `left` bytes per strategy, and until the value is first used."""
+        widths = tuple(self.prices.widths.of(made.value) for made in group.made)
+
+        def bytes_unfinished(strategies: tuple[Strategy, ...]) -> np.ndarray:
+            return np.array([self._unfinished(group, strategy) for strategy in strategies])
+
         strategies = self._strategies(group)
-        unfinished = np.array([self._unfinished(group, strategy) for strategy in strategies])
+        unfinished = self.prices.once(bytes_unfinished, strategies, of=widths)
         waits = np.zeros(len(strategies), bool)
         if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
-            waits = np.array([any(finish.kind == ALL_REDUCE for finish in s.finishes) for s in strategies])
+            waits = self.prices.once(_all_reduced, strategies)
             self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)
             self._hold(node, end - 1, end, (left + unfinished) * waits)
         first = held.used[0] if held.used else group.point
@@ -458,15 +470,6 @@ class _Formulator:
         pieces = [f.devices(self.prices.mesh) if f.kind == REDUCE_SCATTER else 1 for f in strategy.finishes]
         return max((size * count for size, count in zip(sizes, pieces, strict=True)), default=0)
 
-    def _table(
-        self, value: Value, sources: tuple[Layout, ...], targets: tuple[Layout, ...], readers: Readers
-    ) -> np.ndarray:
-        """Resharding seconds; each pair of distinct layouts is priced once."""
-        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-        table = self.prices.table(value, tuple(rows), tuple(columns), readers)
-        row, column = ({layout: i for i, layout in enumerate(layouts)} for layouts in (rows, columns))
-        return table[np.ix_([row[layout] for layout in sources], [column[layout] for layout in targets])]
-
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
         if i == j:  # a loop that hands a carry on untouched
             self.costs[i] = self.costs[i] + np.diagonal(table)
@@ -475,12 +478,10 @@ class _Formulator:
 
     # Memory.
 
-    def _sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of the value on one device, per layout."""
-        return np.array([self.prices.local_bytes(value, layout) for layout in layouts])
-
     def _hold(self, node: int, start: int, end: int, usage: np.ndarray) -> None:
         """Counts a temporary."""
+        if not usage.any():
+            return
         self.lives.append(Live(node, start, end, usage * HEAP))
 
     def _lives(self, memory: float | None) -> list[Live]:
@@ -496,6 +497,46 @@ class _Formulator:
             if live.usage.any():
                 lives.append(live)
         return lives
+
+
+# What layers repeat: functions of their arguments alone, for `Prices.once`.
+
+
+def _homes(kepts: Sequence[Kept]) -> tuple[Layout, ...]:
+    return tuple(kept.home for kept in kepts)
+
+
+def _copies(kepts: Sequence[Kept]) -> tuple[Layout, ...]:
+    return tuple(kept.copy for kept in kepts)
+
+
+def _held(kepts: Sequence[Kept], own: np.ndarray, gathered: np.ndarray) -> np.ndarray:
+    """Bytes of the copy per option; where there is none, of XLA's own."""
+    return np.where([kept.copy == kept.home for kept in kepts], own, gathered)
+
+
+def _from_argument(
+    kepts: Sequence[Kept], wants: Sequence[Layout], from_home: np.ndarray, from_copy: np.ndarray
+) -> np.ndarray:
+    bare = np.array([kept.home == kept.copy for kept in kepts])[:, None]
+    at_home = np.array([[kept.home == want for want in wants] for kept in kepts])  # others read the copy
+    return np.where(bare & (from_home > 0), np.inf, np.where(at_home, 0.0, from_copy))
+
+
+def _any_of(*wants: Sequence[Layout]) -> tuple[Layout, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*wants)))
+
+
+def _free_only(table: np.ndarray) -> np.ndarray:
+    return np.where(table > 0, np.inf, table)
+
+
+def _without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    return np.where(np.less.outer(before, after), np.inf, table)
+
+
+def _all_reduced(strategies: Sequence[Strategy]) -> np.ndarray:
+    return np.array([any(finish.kind == ALL_REDUCE for finish in strategy.finishes) for strategy in strategies])
 
 
 def _gathers_to(home: Layout, copy: Layout) -> bool:

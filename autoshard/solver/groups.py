@@ -202,36 +202,17 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
         group.ends = _end(group, readers, home, len(program.equations))
     _schedule(groups)
+    of_results = [any(made.value.id in needed_outside for made in group.made) for group in groups]
+    for group, is_result in zip(groups, of_results, strict=True):
+        group.folded = not is_result and not backend.takes_in and _is_folded(group, users[group.index])
+    through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
+    for group, is_result in zip(groups, of_results, strict=True):
+        group.repeated = group.folded or (not is_result and _is_repeated(group, users[group.index], backend))
+        group.repeated = group.repeated and (group.folded or not _reads_far(group, users[group.index], through))
+        group.sunk = group.repeated and any(u.equations[0].primitive == "scan_const" for u in users[group.index])
     for group in reversed(groups):
-        group.last = group.point
-        if not any(made.value.id in needed_outside for made in group.made):
-            group.folded = not backend.takes_in and _is_folded(group, users[group.index])
-            group.repeated = group.folded or _is_repeated(group, users[group.index], backend)
-            group.sunk = group.repeated and any(u.equations[0].primitive == "scan_const" for u in users[group.index])
-    if backend.takes_in:
-        _store_long_chains(groups, users)
-    for group in reversed(groups):
-        if group.repeated:
-            group.last = max(user.last for user in users[group.index])
+        group.last = max((user.last for user in users[group.index]), default=0) if group.repeated else group.point
     return groups
-
-
-def _store_long_chains(groups: Sequence[Group], users: Sequence[list[Group]]) -> None:
-    """Has what several groups read stored, where each would read too many arrays of its size to compute it again.
-
-    So the sums along residual connections are, once they are long: each is made of all before it.
-    """
-    through: dict[int, set[int]] = {}  # value -> the values of its size that it is computed again from
-    for group in groups:
-        if not (group.repeated and group.fuses):
-            continue
-        size = math.prod(group.made[0].value.shape)
-        wide = [use.value.id for use in group.uses if math.prod(use.value.shape) == size]
-        read = set().union(*(through.get(value, {value}) for value in wide))
-        if len(read) > _READ_AGAIN and len(set(map(id, users[group.index]))) > 1:
-            group.repeated = group.sunk = False
-        else:
-            through.update((made.value.id, read) for made in group.made)
 
 
 def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
@@ -423,6 +404,24 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     if not all(map(takes, users)):
         return False
     return len(set(map(id, users))) == 1 or not any(_is_dear(equation) for equation in group.equations)
+
+
+def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]]) -> bool:
+    """Whether several groups would each read too many arrays of its size to compute it again; notes which if not.
+
+    So it is with the sums along residual connections, once they are long: each is made of all before it.
+
+    Args:
+        through: value -> the values of its size that it is computed again from; added to.
+    """
+    size = math.prod(group.made[0].value.shape)
+    wide = [use.value.id for use in group.uses if math.prod(use.value.shape) == size]
+    read = set().union(*(through.get(value, {value}) for value in wide))
+    if len(read) > _READ_AGAIN and len(set(map(id, users))) > 1:
+        return True
+    if group.fuses:
+        through.update((made.value.id, read) for made in group.made)
+    return False
 
 
 def _is_dear(equation: Equation) -> bool:

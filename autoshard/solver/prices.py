@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from autoshard.layout import Layout, MeshShape, local_shape, shards
+from autoshard.layout import Layout, MeshShape, divides, local_shape, shards
 from autoshard.mesh.backends import CPU, Backend, padded_size
 from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import compute_seconds, flops
-from autoshard.mesh.resharding import Step, reshard
+from autoshard.mesh.resharding import Step, path, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value
 from autoshard.solver.groups import Group, Use
 from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
-from autoshard.solver.widths import Widths, itemsize
+from autoshard.solver.widths import Widths
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
 # runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
@@ -59,6 +60,8 @@ class Priced:
 
     strategies: tuple[Strategy, ...]
     seconds: tuple[Seconds, ...]
+    wants: tuple[tuple[Layout, ...], ...]  # per use, that of each strategy
+    leaves: tuple[tuple[Layout, ...], ...]  # per made value, that of each strategy
 
     @cached_property
     def costs(self) -> np.ndarray:
@@ -84,18 +87,40 @@ class Prices:
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # shapes of values that convolutions deal with -> batch and feature dims
-        self._sizes: dict[tuple, int] = {}
         self._groups: dict[tuple, Priced] = {}
-        self._tables: dict[tuple, np.ndarray] = {}
-        self._pairs: dict[tuple, tuple[tuple[Step, ...], float, float]] = {}
+        self._lists: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+        self._found: dict[tuple, tuple] = {}
+        self._local: dict[tuple, int] = {}
+        self._collectives: dict[tuple, float] = {}
+        self._moves: dict[int, _Moves] = {}
 
     def group(self, group: Group) -> Priced:
         """Every strategy of `group` with its seconds per step."""
         key = self._signature(group)
         if key not in self._groups:
             strategies = tuple(strategies_of(group, self.mesh, self.backend))
-            self._groups[key] = Priced(strategies, tuple(self._seconds(group, strategy) for strategy in strategies))
+            wants = tuple(map(self.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
+            leaves = tuple(map(self.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
+            self._groups[key] = Priced(strategies, self._seconds(group, strategies, wants, leaves), wants, leaves)
         return self._groups[key]
+
+    def one(self, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+        """The one tuple of these layouts: equal ones are the same object, so that `once` knows them again."""
+        layouts = tuple(layouts)
+        return self._lists.setdefault(layouts, layouts)
+
+    def once(self, make: Callable[..., Any], *args: Any, of: tuple = ()) -> Any:
+        """What `make(*args)` returns, made once for these very arguments: layers repeat.
+
+        Args:
+            make: a function of `args` and `of` alone.
+            *args: told apart by identity, so that large ones need not be compared; what is remembered keeps them alive.
+            of: what else the result depends on, compared by value.
+        """
+        key = make.__module__, make.__qualname__, *map(id, args), of
+        if key not in self._found:
+            self._found[key] = make(*args), args
+        return self._found[key][0]
 
     def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
         """The collectives that bring `value` from one layout to the other, for these readers."""
@@ -122,16 +147,25 @@ class Prices:
     ) -> np.ndarray:
         """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`.
 
-        With what it takes to write it, if it is not stored otherwise.
+        With what it takes to write it, if it is not stored otherwise. The array is shared, and not to be changed.
         """
         size = self.widths.moving(value, readers)
-        flags = value.on_host, value.id in self.weights, value.id in self.instead
-        key = value.shape, size, self.widths.stored(value), flags, tuple(sources), tuple(targets)
-        if key not in self._tables:
-            seconds = [[self.exposed(value, a, b, readers) for b in targets] for a in sources]
-            written = [[self.writing_first(value, a, b) for b in targets] for a in sources]
-            self._tables[key] = np.add(seconds, written)
-        return self._tables[key] * value.trips
+        waits = value.id not in self.weights
+        written = self.widths.stored(value) if value.id in self.instead else None
+        what = value.shape, size, value.on_host, waits, written, value.trips
+
+        def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+            rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+            seconds, behind = self._moved(value.shape, size, rows, columns)
+            table = seconds if waits else seconds - behind
+            moves = np.array([[a != b for b in columns] for a in rows])
+            if value.on_host:
+                table = np.where(moves, np.inf, table)
+            if written is not None:
+                table = table + np.where(moves, np.array([[self.writing(value, a)] for a in rows]), 0.0)
+            return _frozen((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
+
+        return self.once(made, self.one(sources), self.one(targets), of=what)
 
     def writing_first(self, value: Value, source: Layout, target: Layout) -> float:
         """Seconds to write a value that is resharded, if its readers would make it again otherwise."""
@@ -145,20 +179,37 @@ class Prices:
         """Bytes of `value` in the memory of one device."""
         return 0 if value.on_host else self._local_size(value, layout) * self.widths.stored(value)
 
+    def sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of `value` in the memory of one device, per layout. The array is shared, and not to be changed."""
+
+        def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
+            return _frozen(np.array([self.local_bytes(value, layout) for layout in layouts]))
+
+        return self.once(local_bytes, layouts, of=(value.shape, value.on_host, self.widths.stored(value)))
+
     def shard_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of the elements of `value` that one device has."""
-        return math.prod(local_shape(value.shape, layout, self.mesh)) * itemsize(value)
+        return math.prod(local_shape(value.shape, layout, self.mesh)) * value.itemsize
 
     def copy_bytes(self, value: Value, layout: Layout, readers: Readers = None) -> int:
         """Bytes of a resharded copy of `value` in the memory of one device."""
         return self._local_size(value, layout) * self.widths.moving(value, readers)
 
+    def copy_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of a resharded copy of `value` for all its readers, per layout; shared, and not to be changed."""
+
+        def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
+            return _frozen(np.array([self.copy_bytes(value, layout) for layout in layouts]))
+
+        return self.once(copy_bytes, layouts, of=(value.shape, self.widths.moving(value)))
+
     def _local_size(self, value: Value, layout: Layout) -> int:
-        key = local_shape(value.shape, layout, self.mesh), self.images.get(value.shape)
-        if key not in self._sizes:
-            shape, minor = key
-            self._sizes[key] = padded_size(shape, self.backend.tile, minor)
-        return self._sizes[key]
+        """Elements of `value` that one device has, with padding."""
+        key = value.shape, layout
+        if key not in self._local:
+            shape = local_shape(value.shape, layout, self.mesh)
+            self._local[key] = padded_size(shape, self.backend.tile, self.images.get(value.shape))
+        return self._local[key]
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
@@ -168,22 +219,38 @@ class Prices:
         """The steps of a resharding, their seconds, and how many of these can run behind compute."""
         if source == target:
             return (), 0.0, 0.0
-        key = shape, size, source, target
-        if key not in self._pairs:
-            steps = reshard(shape, size, source, target, self.mesh)
-            costs = [self._collective(step.kind, step.axes, step.bytes) for step in steps]
-            behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
-            self._pairs[key] = steps, sum(costs), behind
-        return self._pairs[key]
+        steps = reshard(shape, size, source, target, self.mesh)
+        costs = [self._collective(step.kind, step.axes, step.bytes) for step in steps]
+        behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
+        return steps, sum(costs), behind
 
-    def _seconds(self, group: Group, strategy: Strategy) -> Seconds:
-        compute = self._compute(group, strategy)
-        communication = hidden = 0.0
-        for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
-            cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
-            communication += cost
-            hidden += cost * self.backend.hides.get(finish.kind, 0.0) * (group.ends is not None)
-        return Seconds(compute * group.trips, communication, hidden)
+    def _moved(
+        self, shape: tuple[int, ...], size: int, sources: list[Layout], targets: list[Layout]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
+        if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
+            pairs = [[self._pair(shape, size, a, b)[1:] for b in targets] for a in sources]
+            seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
+            return seconds, behind
+        moves = self._moves.setdefault(len(shape), _Moves(self.mesh))
+        steps = moves.steps(sources, targets)
+        total = math.prod(shape) * size
+        costs = [0.0, *(self._collective(kind, axes, math.ceil(total / tiles)) for kind, axes, tiles in moves.known)]
+        hidden = [0.0, *(self.backend.hides.get(kind, 0.0) for kind, _, _ in moves.known)]
+        seconds = np.array(costs)[steps]
+        return seconds.sum(axis=-1), (seconds * np.array(hidden)[steps]).sum(axis=-1)
+
+    def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
+        found = []
+        ends = group.ends is not None
+        for strategy, compute in zip(strategies, self._compute(group, strategies, wants, leaves), strict=True):
+            communication = hidden = 0.0
+            for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
+                cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
+                communication += cost
+                hidden += cost * self.backend.hides.get(finish.kind, 0.0) * ends
+            found.append(Seconds(compute * group.trips, communication, hidden))
+        return tuple(found)
 
     def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
         """Seconds of one all_reduce of `size` bytes."""
@@ -191,8 +258,12 @@ class Prices:
 
     def _collective(self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None) -> float:
         """Seconds of one collective that runs as an operation of its own."""
-        textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
-        return LAUNCH_SECONDS + textbook * (HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0)
+        key = kind, axes, size, among
+        if key not in self._collectives:
+            textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
+            penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
+            self._collectives[key] = LAUNCH_SECONDS + textbook * penalty
+        return self._collectives[key]
 
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
         """XLA combines the all_reduces that nothing waits for, gradient reductions above all: latency is paid once.
@@ -208,16 +279,27 @@ class Prices:
             return whole - latency
         return self._collective(finish.kind, finish.axes, size, finish.groups and finish.devices(self.mesh))
 
-    def _compute(self, group: Group, strategy: Strategy) -> float:
+    def _compute(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
         if (group.only_moves and not group.sunk) or group.equations[0].primitive in _CROSSINGS:
-            return 0.0
-        axes = strategy.axes
-        pieces = {factor: shards(axes.get(factor, ()), self.mesh) for factor in group.sizes}
-        work = sum(flops(e) / math.prod(pieces[factor] for factor in group.factors_of(e)) for e in group.equations)
+            return [0.0] * len(strategies)
+        pieces = {
+            factor: np.array([shards(strategy.axes.get(factor, ()), self.mesh) for strategy in strategies])
+            for factor in group.sizes
+        }
+        split: dict[frozenset[int], np.ndarray] = {}
+        work = np.zeros(len(strategies))
+        for equation in group.equations:
+            factors = frozenset(group.factors_of(equation))
+            if factors not in split:
+                split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
+            work += flops(equation) / split[factors]
         if group.equations[0].primitive == "conv_general_dilated":
             work /= self.backend.convolves
-        return compute_seconds(work, self._bytes_moved(group, strategy), _dtype(group.equations), self.topology)
+        moved = np.broadcast_to(self._bytes_moved(group, wants, leaves), work.shape)
+        dtype = _dtype(group.equations)
+        both = zip(work.tolist(), moved.tolist(), strict=True)
+        return [compute_seconds(done, through, dtype, self.topology) for done, through in both]
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""
@@ -252,35 +334,82 @@ class Prices:
         """What is in memory of what a reader of `value` reads."""
         return self.instead.get(value.id, (value,))
 
-    def _bytes_moved(self, group: Group, strategy: Strategy) -> float:
-        """To and from memory. What its readers make again they read themselves.
+    def _bytes_moved(self, group: Group, wants, leaves) -> np.ndarray | float:
+        """To and from memory, per strategy. What its readers make again they read themselves.
 
         What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
         XLA does make all of it if its readers want it in another layout.
         """
         if group.repeated and not group.sunk:
-            return 0
-        written = sum(map(self.local_bytes, (made.value for made in group.made), strategy.leaves))
+            return 0.0
+        written = sum(map(self.sizes, (made.value for made in group.made), leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
             return 2 * written
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]
-            pairs = zip(group.uses, strategy.wants, strict=True)
-            inserted = [self._read_bytes([(use, want)]) for use, want in pairs if (use.equation, use.operand) == part]
-            return 2 * (sum(inserted) or written)
-        return self._read_bytes(zip(group.uses, strategy.wants, strict=True)) + written
+            pairs = zip(group.uses, wants, strict=True)
+            these = [(use, want) for use, want in pairs if (use.equation, use.operand) == part]
+            inserted = sum(self._read_bytes([one]) for one in these)
+            return 2 * np.where(inserted, inserted, written)
+        return self._read_bytes(zip(group.uses, wants, strict=True)) + written
 
-    def _read_bytes(self, uses: Iterable[tuple[Use, Layout]]) -> float:
-        """Of everything once, however many operands are made of it."""
-        read: dict[int, float] = {}
+    def _read_bytes(self, uses: Iterable[tuple[Use, Sequence[Layout]]]) -> np.ndarray | float:
+        """Of everything once, however many operands are made of it; per strategy."""
+        read: dict[int, np.ndarray] = {}
         for use, want in uses:
-            local = self.local_bytes(use.value, want)
+            local = self.sizes(use.value, want)
             whole = math.prod(use.value.shape) * self.widths.stored(use.value)
             for value in self._read(use.value):
                 share = math.prod(value.shape) * self.widths.stored(value) / whole if whole else 0.0
-                read[value.id] = max(read.get(value.id, 0.0), local * share)
-        return sum(read.values())
+                read[value.id] = np.maximum(read.get(value.id, 0.0), local * share)
+        return sum(read.values(), start=0.0)
+
+
+class _Moves:
+    """The steps of resharding between layouts of one rank: they depend on no shape that divides evenly."""
+
+    def __init__(self, mesh: MeshShape):
+        self.mesh = mesh
+        self.known: dict[tuple[str, tuple[str, ...], int], int] = {}  # kind, axes, tiles -> number, from 1
+        self._number: dict[Layout, int] = {}
+        # [source, target, step]: its number; 0: none; -1: unknown
+        self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
+
+    def steps(self, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+        """[source, target, step]: which of `known` it is; 0 where there are fewer steps."""
+        for layout in (*sources, *targets):
+            self._number.setdefault(layout, len(self._number))
+        missing = len(self._number) - len(self._steps)
+        if missing > 0:
+            self._steps = np.pad(self._steps, [(0, missing), (0, missing), (0, 0)], constant_values=-1)
+            self._widen(1)
+        rows, columns = ([self._number[layout] for layout in layouts] for layouts in (sources, targets))
+        cells = np.ix_(rows, columns)
+        for i, j in np.argwhere(self._steps[*cells, 0] < 0).tolist():
+            steps = path(sources[i], targets[j], self.mesh)
+            found = [self.known.setdefault(step, len(self.known) + 1) for step in steps]
+            self._widen(len(found))
+            self._steps[rows[i], columns[j]] = 0
+            self._steps[rows[i], columns[j], : len(found)] = found
+        return self._steps[cells]
+
+    def _widen(self, count: int) -> None:
+        more = count - self._steps.shape[2]
+        if more > 0:
+            rows, columns, before = self._steps.shape
+            added = np.where(self._steps[..., :1] < 0, -1, 0) if before else np.full((rows, columns, 1), -1)
+            self._steps = np.concatenate([self._steps, added.repeat(more, axis=2)], axis=2, dtype=np.int32)
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+def _places(layouts: Sequence[Layout], among: Sequence[Layout]) -> list[int]:
+    place = {layout: i for i, layout in enumerate(among)}
+    return [place[layout] for layout in layouts]
 
 
 def _dtype(equations: Sequence[Equation]) -> str:

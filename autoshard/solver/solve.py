@@ -1,7 +1,8 @@
 """A `Problem` in, a verified `Solution` out: simplify; per part, bounds, moves and an integer program; the way back.
 
-Small parts are left to the integer program, larger ones to what bounds say of single options first, and the largest to
-compiled code on several cores, which takes seconds to load and the first time more to compile.
+Of a problem that repeats itself, what is alike is solved as one first. Small parts are left to the integer program,
+larger ones to what bounds say of single options first, and the largest to compiled code on several cores, which takes
+seconds to load and the first time more to compile.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from types import ModuleType
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.solver.bounds import Relaxation
+from autoshard.solver.bounds import Relaxation, finite
 from autoshard.solver.ilp import cheapest, leanest
+from autoshard.solver.layers import Tied, tied
 from autoshard.solver.moves import good_choices
-from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.problem import InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import simplify
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
@@ -36,6 +38,12 @@ COMPILES = 3.0  # s: what takes longer than this to load is being compiled
 EVERY = 0.4  # s between two reports of progress, if nothing changes
 SHARES = (0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
 FEWER = 0.5  # of the options: if more are left, bounds are not worth looking for again
+REPEATED = 20_000  # options from which on what repeats itself is solved as one ...
+KINDS = 0.5  # ... if no more than this share of the nodes are different
+CLOSE = 0.01  # the gap that is small enough for such a problem
+CLOSER = 0.3  # of that: with a smaller gap, or when a sweep brings less of it than STALLED, bounds are left alone
+STALLED = 0.05
+LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
 
 
 def solve(
@@ -73,7 +81,9 @@ def solve(
         known.prove(_least_sum(problem))
         known.offer([0] * len(problem.costs))
         search.check_time()
-        search.solve(known, relax=True)
+        search.solve_repeated(known)
+        if relative_gap(known.cost, known.bound) > (CLOSE if _options(problem) > REPEATED else 0.0):
+            search.solve(known, relax=True)
     except _TimeUp:
         pass
     except KeyboardInterrupt:
@@ -248,7 +258,7 @@ class _Search:
         tell()
         large = sum(_is_large(part.problem) for part in parts)
         for part in sorted(parts, key=lambda part: len(part.problem.costs)):
-            options = sum(map(len, part.problem.costs))
+            options = _options(part.problem)
             if relax and _is_large(part.problem):
                 with self.hurry(1 / large):
                     self.search(part)
@@ -259,6 +269,59 @@ class _Search:
             else:
                 self.move(part)
                 self.program(part)
+
+    def solve_repeated(self, known: _Known) -> None:
+        """Solves a large problem with one option for all nodes alike, first as if there were no memory limit.
+
+        What that costs is held against a bound for the problem itself, in which they may differ.
+        """
+        if _options(known.problem) <= REPEATED:
+            return
+        with self.report.during("layers"):
+            one = tied(known.problem)
+        if len(one.problem.costs) > KINDS * len(known.problem.costs):
+            return
+        limits = dict.fromkeys([None, known.problem.limit])
+        for limit in limits:
+            alike = _Known(replace(one.problem, limit=limit))
+            alike.prove(_least_sum(alike.problem))
+            try:
+                with self.hurry(LAYERS_SHARE):
+                    self.solve(alike, relax=True)
+            except _Nothing:
+                return
+            finally:
+                if alike.best:
+                    known.offer(one.expand(alike.choice))
+            if known.best:
+                break
+        if known.best:
+            with self.report.during("bounds"):
+                self.prove_apart(known, one, priced=limit is not None)
+
+    def prove_apart(self, known: _Known, one: Tied, *, priced: bool) -> None:
+        """Looks for a bound of a problem that was solved as one, and for choices in which nodes alike differ.
+
+        Args:
+            priced: whether memory binds; its prices are then found on the small problem, which has the same points.
+        """
+        dear = 2 * abs(known.cost)
+        relaxation = Relaxation(finite(known.problem, dear))
+        if priced:
+            small = Relaxation(finite(one.problem, dear))
+            for _ in small.rounds(lambda: known.cost):
+                self.check_time()
+            relaxation.prices.set(small.prices.values)
+        forward = True
+        while True:
+            before = known.bound
+            known.prove(relaxation.sweep(forward=forward))
+            known.offer(relaxation.choice)
+            gap = relative_gap(known.cost, known.bound)
+            if gap <= CLOSER * CLOSE or known.bound - before < STALLED * gap * abs(known.cost):
+                return
+            self.check_time()
+            forward = not forward
 
     def search(self, known: _Known) -> None:
         """Solves a problem as far as time allows with compiled code."""
@@ -392,9 +455,13 @@ class _Search:
         self.check_time()
 
 
+def _options(problem: Problem) -> int:
+    return sum(map(len, problem.costs))
+
+
 def _is_large(problem: Problem) -> bool:
     """Whether compiled code pays."""
-    return sum(map(len, problem.costs)) + sum(len(live.usage) for live in problem.lives) > MUCH
+    return _options(problem) + sum(len(live.usage) for live in problem.lives) > MUCH
 
 
 def _load() -> ModuleType:

@@ -40,14 +40,14 @@ class Widths:
 
     def of(self, value: Value) -> int:
         """As it is made, and summed over devices."""
-        return _ROUNDED if value.id in self.kept else itemsize(value)
+        return _ROUNDED if value.id in self.kept else value.itemsize
 
     def stored(self, value: Value) -> int:
         return _ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Iterable[Group] | None = None) -> int:
         """Of a copy for these readers; by default for all that do not compute on the shards as they lie."""
-        size = self.moved.get(value.id, itemsize(value))
+        size = self.moved.get(value.id, value.itemsize)
         if readers is None:
             return min(size, self.shared.get(value.id, size))
         return min(size, max((self.read.get((value.id, group.index), size) for group in readers), default=size))
@@ -82,13 +82,13 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
         if backend.rounds_first and readings and all(map(_converts, readings)):
             return max(equation.outputs[0].dtype.itemsize for equation in readings)
         if backend.rounds_operands and group.equations[0].primitive in _PASS_ON:
-            return max((wanted.get(made.value.id, itemsize(value)) for made in group.made), default=itemsize(value))
-        return itemsize(value)
+            return max((wanted.get(made.value.id, value.itemsize) for made in group.made), default=value.itemsize)
+        return value.itemsize
 
     def note(value: Value) -> None:
         """What of a value's copies is smaller. Elementwise readers compute on the shards as they lie, and need none."""
         sizes = {group.index: read(group, value) for group in readers[value.id]}
-        smaller = {group: size for group, size in sizes.items() if size < itemsize(value)}
+        smaller = {group: size for group, size in sizes.items() if size < value.itemsize}
         reading.update({(value.id, group): size for group, size in smaller.items()})
         if sizes and value.id not in results:
             wanted[value.id] = max(sizes.values())
@@ -107,8 +107,8 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
                 continue
             note(made.value)
             maker = next(equation for equation in group.equations if made.value in equation.outputs)
-            if backend.widens_last and _converts(maker) and itemsize(maker.inputs[0]) < itemsize(made.value):
-                moved[made.value.id] = itemsize(maker.inputs[0])
+            if backend.widens_last and _converts(maker) and maker.inputs[0].itemsize < made.value.itemsize:
+                moved[made.value.id] = maker.inputs[0].itemsize
     for value in program.arguments:
         note(value)
     fused = {
@@ -127,11 +127,6 @@ def _converts(equation: Equation) -> bool:
     if equation.primitive != "convert_element_type":
         return False
     return all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*equation.inputs, *equation.outputs))
-
-
-def itemsize(value: Value) -> int:
-    """Bytes per element, PRNG keys included."""
-    return value.bytes // math.prod(value.shape) if value.bytes else value.dtype.itemsize
 
 
 def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:

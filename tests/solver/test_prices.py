@@ -17,7 +17,7 @@ from autoshard.program import Value
 from autoshard.propagation import rules_for
 from autoshard.solver import prices as module
 from autoshard.solver.groups import groups_of, image_dims, read_through
-from autoshard.solver.prices import Prices, itemsize
+from autoshard.solver.prices import Prices
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.solver.widths import Widths
 
@@ -222,13 +222,13 @@ def test_uneven_shards_are_padded():
 
 @pytest.mark.parametrize("dtype, size", [(np.float16, 2), (np.int8, 1), (np.complex64, 8)])
 def test_itemsize(dtype, size):
-    assert itemsize(value(3, 5, dtype=dtype)) == itemsize(value(0, 5, dtype=dtype)) == size
+    assert value(3, 5, dtype=dtype).itemsize == value(0, 5, dtype=dtype).itemsize == size
 
 
 def test_itemsize_of_keys():
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 6))
     (group,) = grouped(lambda keys: jnp.reshape(keys, (2, 3)), key)
-    assert itemsize(group.made[0].value) == 8
+    assert group.made[0].value.itemsize == 8
 
 
 def repeated(x, ws):
@@ -368,7 +368,12 @@ def test_wrong_prices_are_caught(monkeypatch, name, wrong):
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_hiding_too_little_or_too_much_is_caught(monkeypatch, wrong):
-    monkeypatch.setattr(Prices, "hidden", lambda *_: wrong)
+    pair, moved = Prices._pair, Prices._moved
+    monkeypatch.setattr(Prices, "_pair", lambda self, *args: (*pair(self, *args)[:2], wrong))
+    with pytest.raises(AssertionError):
+        test_gathers_of_weights_are_hidden("gathered")
+    monkeypatch.undo()
+    monkeypatch.setattr(Prices, "_moved", lambda self, *args: (moved(self, *args)[0], wrong))
     with pytest.raises(AssertionError):
         test_gathers_of_weights_are_hidden("gathered")
 
@@ -376,7 +381,7 @@ def test_hiding_too_little_or_too_much_is_caught(monkeypatch, wrong):
 def test_bytes_of_inner_values_are_caught(monkeypatch):
     """As if every equation of a chain went through memory."""
 
-    def unfused(self, group, strategy):
+    def unfused(self, group, wants, leaves):
         return sum(x.bytes for e in group.equations for x in (*e.inputs, *e.outputs) if isinstance(x, Value))
 
     monkeypatch.setattr(Prices, "_bytes_moved", unfused)

@@ -11,7 +11,7 @@ from autoshard.program import Program
 from autoshard.propagation import rules_for
 from autoshard.solver import widths as module
 from autoshard.solver.groups import groups_of
-from autoshard.solver.widths import Widths, itemsize, widths_of
+from autoshard.solver.widths import Widths, widths_of
 
 X, W, V = f32(8, 4), f32(4, 6), f32(6, 4)
 
@@ -25,7 +25,7 @@ def rounded(program: Program, backend=TPU) -> dict[str, str]:
     for id, name in names.items():
         value = program.values[id]
         smaller = {"kept": widths.of(value), "moved": widths.moving(value), "fused": widths.stored(value)}
-        said = [word for word, size in smaller.items() if size < itemsize(value)]
+        said = [word for word, size in smaller.items() if size < value.itemsize]
         if "kept" in said:  # and so also stored rounded
             said.remove("fused")
         if said:

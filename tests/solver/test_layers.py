@@ -1,0 +1,128 @@
+"""Problems that repeat themselves, solved with one option for what is alike."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+from autoshard.solver.bounds import Relaxation, finite
+from autoshard.solver.exhaustive import exhaustive
+from autoshard.solver.layers import tied
+from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem
+from autoshard.solver.solve import solve
+from autoshard.solver.verify import verify
+
+module = import_module("autoshard.solver.solve")
+
+
+def chain(layers: int, seed: int, limit: float | None = None, options: int = 3) -> Problem:
+    """Layers of two nodes, one after the other, between two ends; what a layer makes is held until the last one ran."""
+    rng = np.random.default_rng(seed)
+    first, second, end = (np.round(rng.random(options), 3) for _ in range(3))
+    inside, between = (np.round(rng.random((options, options)), 3) for _ in range(2))
+    inside[rng.integers(options), rng.integers(options)] = np.inf
+    usage = rng.integers(1, 9, options).astype(float)
+    count = 2 * layers
+    edges = [Edge(2 * i, 2 * i + 1, inside) for i in range(layers)]
+    edges += [Edge(2 * i + 1, 2 * i + 2, between) for i in range(layers - 1)]
+    edges += [Edge(count, 0, between), Edge(count - 1, count + 1, inside)]
+    lives = tuple(Live(2 * i, i, 2 * layers - i, usage) for i in range(layers))
+    return Problem((*([first, second] * layers), end, end), tuple(edges), lives, limit)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_choices_of_kinds_cost_and_hold_the_same(seed):
+    problem, rng = chain(6, seed), np.random.default_rng(seed)
+    small = tied(problem)
+    assert len(small.problem.costs) < len(problem.costs)
+    for _ in range(20):
+        choice = [int(rng.integers(len(costs))) for costs in small.problem.costs]
+        of_small, of_whole = verify(small.problem, choice), verify(problem, small.expand(choice))
+        assert of_small == pytest.approx(of_whole, rel=1e-12)
+
+
+def test_more_layers_are_no_more_kinds():
+    counts = {len(tied(chain(layers, 0)).problem.costs) for layers in (5, 10, 40)}
+    assert len(counts) == 1
+
+
+def test_pressure_points_are_the_same():
+    """Prices that are found on the small problem are those of the whole one's points."""
+    problem = chain(8, 1, limit=20.0)
+    np.testing.assert_array_equal(tied(problem).problem.pressure_points(), problem.pressure_points())
+
+
+@pytest.mark.parametrize("change", ["costs", "usage", "table", "direction"])
+def test_what_differs_is_not_alike(change):
+    problem = chain(4, 0)
+    nodes, edges, lives = list(problem.costs), list(problem.edges), list(problem.lives)
+    if change == "costs":
+        nodes[4] = nodes[4] + 1
+    if change == "usage":
+        lives[2] = replace(lives[2], usage=lives[2].usage + 1)
+    if change == "table":
+        edges[2] = replace(edges[2], costs=edges[2].costs + 1)
+    if change == "direction":
+        edges[2] = replace(edges[2], costs=edges[2].costs.T)
+    kind = tied(replace(problem, costs=tuple(nodes), edges=tuple(edges), lives=tuple(lives))).kind
+    assert tied(problem).kind[4] == tied(problem).kind[2]
+    assert kind[4] not in kind[[2, 6]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bounds_of_the_finite_problem_hold(seed):
+    problem = chain(3, seed)
+    best = exhaustive(problem).cost
+    for ceiling in (best, 2 * best):
+        relaxation = Relaxation(finite(problem, ceiling))
+        for forward in (True, False) * 5:
+            assert relaxation.sweep(forward=forward) <= best * (1 + 1e-12)
+
+
+@pytest.fixture
+def repeated(monkeypatch):
+    """Every problem counts as one large enough to be solved as one."""
+    monkeypatch.setattr(module, "REPEATED", 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_within_a_percent_of_every_choice(repeated, seed):
+    rng = np.random.default_rng(seed)
+    free = chain(3, seed)
+    best = exhaustive(free)
+    peak = verify(free, best.choice)[1]
+    for share in (None, 1.0, 0.8 + 0.2 * rng.random()):
+        problem = replace(free, limit=None if share is None else share * peak)
+        try:
+            expected = exhaustive(problem).cost
+        except InfeasibleError:
+            with pytest.raises(InfeasibleError):
+                solve(problem)
+            continue
+        found = solve(problem)
+        assert found.bound <= expected * (1 + 1e-9) <= found.cost * (1 + 2e-9)
+        assert found.cost <= expected * (1 + module.CLOSE)
+
+
+def test_what_is_alike_may_differ_where_that_pays(repeated):
+    """Two layers have room for one of the two fast options."""
+    fast = np.array([1.0, 10.0])
+    lives = tuple(Live(node, 0, 1, np.array([8.0, 0.0])) for node in range(4))
+    problem = Problem((fast,) * 4, (), lives, 24.0)
+    assert sorted(solve(problem).choice) == [0, 0, 0, 1]
+
+
+def test_a_large_problem_is_solved_as_one(repeated, monkeypatch):
+    """Nothing else is asked of a problem whose layers are alike: neither its own parts nor the integer program."""
+    sizes = []
+    whole = module._Search.solve
+
+    def noted(self, known, **options):
+        sizes.append(len(known.problem.costs))
+        return whole(self, known, **options)
+
+    monkeypatch.setattr(module._Search, "solve", noted)
+    problem = chain(200, 3)
+    found = solve(problem)
+    assert max(sizes) < 20 and found.gap <= module.CLOSE
