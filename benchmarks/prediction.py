@@ -206,11 +206,16 @@ def estimated_seconds(hlo: str | None, collectives: Sequence[Collective], machin
     """XLA's own estimate of the work, and the collectives it runs at the links of the topology, one after the other."""
     if hlo is None:
         return None
+    clock = CHIPS[parse_machine(machine).chip].clock
+    return estimated_cycles(hlo) / clock + communication_seconds(collectives, machine, axes)
+
+
+def communication_seconds(collectives: Iterable[Collective], machine: str, axes: dict[str, int]) -> float:
+    """Of collectives one after the other, at the links of the topology."""
     links = topology(machine, axes)
-    talking = sum(
+    return sum(
         one.count * seconds(one.kind, one.axes, one.bytes / one.count, axes, links) for one in collectives if one.count
     )
-    return estimated_cycles(hlo) / CHIPS[parse_machine(machine).chip].clock + talking
 
 
 def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
