@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autoshard.jaxprs import CONSTRAINTS
 from autoshard.mesh.backends import CPU, Backend
 from autoshard.program import Equation, Program, Value
@@ -393,6 +395,8 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     if backend.takes_in:
         if _is_normalised(group, users):
             return False
+        if backend.rounds_operands and any(_rounds_once(user.equations[0], group) for user in users):
+            return False
         sunk = {"scan_const"} if backend.sinks_broadcasts and group.broadcasts else set()
         takers = backend.takes_in | sunk
         return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
@@ -422,6 +426,16 @@ def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]
     if group.fuses:
         through.update((made.value.id, read) for made in group.made)
     return False
+
+
+def _rounds_once(equation: Equation, group: Group) -> bool:
+    """Whether a convolution reads each number that a group makes several times: XLA rounds them once, and stores that."""
+    if equation.primitive != "conv_general_dilated" or group.made[0].value.dtype != np.float32:
+        return False
+    numbers = equation.params["dimension_numbers"]
+    if numbers.lhs_spec[0] != 0:  # of a kernel: the batch taken for the features
+        return any(equation.outputs[0].shape[dim] > 1 for dim in numbers.out_spec[2:])
+    return any(equation.inputs[1].shape[dim] > 1 for dim in numbers.rhs_spec[2:])
 
 
 def _is_dear(equation: Equation) -> bool:

@@ -394,6 +394,19 @@ def test_what_is_divided_by_its_sum_is_stored(fn, stored):
         assert first.repeated != stored
 
 
+@pytest.mark.parametrize("window, dtype, stored", [(3, "float32", True), (3, "bfloat16", False), (1, "float32", False)])
+def test_what_a_convolution_reads_several_times_is_rounded_once(window, dtype, stored):
+    image = jax.ShapeDtypeStruct((2, 4, 8, 8), dtype)
+    kernel = jax.ShapeDtypeStruct((4, 4, window, window), dtype)
+
+    def fn(x, w):
+        return jax.lax.conv(x * 2, w, (1, 1), "SAME")
+
+    for backend in (GPU, TPU):
+        first, *_ = groups_for(backend, fn, image, kernel)
+        assert first.repeated != (stored or backend is GPU)
+
+
 def test_of_a_long_chain_of_sums_every_third_is_stored():
     def residual(x, ws):
         for w in ws:
