@@ -23,6 +23,7 @@ from autoshard.errors import (
 
 if TYPE_CHECKING:
     from autoshard.api import autoshard, evaluate, plan, propagate, verify
+    from autoshard.cache import CacheWarning
     from autoshard.mesh import Collective, Link, Topology, topology
     from autoshard.plans import Plan, Prediction
     from autoshard.propagation import Propagated, UnknownPrimitiveWarning, register_rule
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArgumentError",
     "AutoshardError",
+    "CacheWarning",
     "Collective",
     "ConflictError",
     "Link",
@@ -55,6 +57,7 @@ __all__ = [
 # Imported when they are first asked for, since they take JAX, which the solver starts in half the time without.
 _HOMES = {
     "autoshard.api": ("autoshard", "evaluate", "plan", "propagate", "verify"),
+    "autoshard.cache": ("CacheWarning",),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
     "autoshard.plans": ("Plan", "Prediction"),
     "autoshard.propagation": ("Propagated", "UnknownPrimitiveWarning", "register_rule"),

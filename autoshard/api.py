@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.arguments import Dynamic, Static, abstract, not_an_array, place, type_of
+from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape, layout_of, spec_of
 from autoshard.lower import Lowering
@@ -41,6 +43,7 @@ def autoshard(
     topology: Topology | str | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
+    cache: str | Path | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -66,6 +69,8 @@ def autoshard(
         topology: what the machine costs, or the name of a preset; guessed from the mesh by default.
         fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``.
         time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
+        cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
+            machine and options, by this or another process. What is not readable there is ignored with a warning.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -77,7 +82,7 @@ def autoshard(
     Raises:
         AutoshardError: the options contradict each other or the mesh, here; or the arguments, when it is called.
     """
-    options = options_of(mesh, memory=memory, topology=topology, fixed=fixed, time_limit=time_limit)
+    options = options_of(mesh, memory=memory, topology=topology, fixed=fixed, time_limit=time_limit, cache=cache)
     check_jit_keywords(jit_keywords)
     if plan is not None:
         plan = plan.on(options.mesh) if isinstance(plan, Plan) else Plan.load(plan, options.mesh)
@@ -93,6 +98,7 @@ def plan(
     topology: Topology | str | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
+    cache: str | Path | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -101,9 +107,8 @@ def plan(
     Args:
         kwargs: keyword arguments of `fn`.
     """
-    step = autoshard(
-        fn, mesh=mesh, memory=memory, topology=topology, fixed=fixed, time_limit=time_limit, **jit_keywords
-    )
+    options = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit, "cache": cache}
+    step = autoshard(fn, mesh=mesh, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 
 
@@ -116,31 +121,44 @@ class _Compiled:
     step: Any  # under jax.jit: flat arguments -> flat results
 
 
-_TYPE, _SHARDING = operator.attrgetter("aval"), operator.attrgetter("sharding")
+_TYPE = operator.attrgetter("aval")
 
 
-@dataclass(frozen=True)
 class _Call:
     """What a call was made with, and ran. One made with the same can run it without looking at any array further."""
 
-    where: tuple  # the types of static arguments, these, and the tree of the others
-    lies: tuple[list, list]
-    compiled: _Compiled
+    def __init__(self, where: tuple, leaves: list, compiled: _Compiled):
+        self.where = where  # the types of static arguments, these, and the tree of the others
+        self.types, self.shardings = _types(leaves), [leaf.sharding for leaf in leaves]
+        self.compiled = compiled
+
+    def takes(self, where: tuple, leaves: list) -> bool:
+        """Whether these arguments are of the same types and lie as those of the call.
+
+        The results of one compiled step have their type from call to call as the same object. What has it has been
+        made by that step; should it have been moved since, `jax.jit` refuses it. So its sharding, which takes longer
+        to ask for than all the rest, need not be looked at.
+        """
+        try:
+            types = _types(leaves)
+            if where != self.where:
+                return False
+            if not all(map(operator.is_, types, self.types)):
+                for leaf, type_, expected, sharding in zip(leaves, types, self.types, self.shardings, strict=True):
+                    if type_ is not expected and (type_ != expected or leaf.sharding != sharding):
+                        return False
+                self.types = types
+            return True
+        except AttributeError:  # not all are arrays on devices
+            return False
 
 
 def _kinds(static: tuple) -> tuple[type, ...]:
     return tuple(type(value) for _, value in static)
 
 
-def _lies(leaves: list) -> tuple[list, list] | None:
-    """The types of arrays, and their shardings; None if they are not all arrays on devices.
-
-    Arrays that one compiled step makes share these objects from call to call, so comparing lists of them is quick.
-    """
-    try:
-        return list(map(_TYPE, leaves)), list(map(_SHARDING, leaves))
-    except AttributeError:
-        return None
+def _types(leaves: list) -> list:
+    return list(map(_TYPE, leaves))
 
 
 class Autosharded:
@@ -165,8 +183,9 @@ class Autosharded:
         leaves, in_tree = jax.tree.flatten(dynamic)
         where = _kinds(static), static, in_tree  # what is of another type is not compared
         last = self._last
-        if last is not None and where == last.where and _lies(leaves) == last.lies:
-            return jax.tree.unflatten(last.compiled.program.out_tree, last.compiled.step(*leaves))
+        if last is not None and last.takes(where, leaves):
+            with contextlib.suppress(ValueError):  # it has been moved
+                return jax.tree.unflatten(last.compiled.program.out_tree, last.compiled.step(*leaves))
         compiled = self._prepare(static, dynamic, leaves, in_tree)
         if not isinstance(compiled.plan.mesh, Mesh):
             raise MeshError(
@@ -174,8 +193,8 @@ class Autosharded:
                 "Give autoshard a mesh of devices (jax.make_mesh) to run it."
             )
         placed = place(leaves, compiled.plan, compiled.program.donated)
-        lies = _lies(placed)
-        self._last = None if lies is None else _Call(where, lies, compiled)
+        with contextlib.suppress(AttributeError):  # traced, not run
+            self._last = _Call(where, placed, compiled)
         return jax.tree.unflatten(compiled.program.out_tree, compiled.step(*placed))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -374,22 +393,41 @@ def _bound(given: Plan, program: Program, options: Options) -> Plan:
 
 
 def _planned(program: Program, options: Options) -> Plan:
-    """The stages from a traced program to its plan."""
+    """The plan of a traced program: from the cache, if it is there."""
+    rules = _rules(program, dict(options.mesh.shape))
+    if options.cache is None:
+        return _made(program, rules, options)
+    key = key_of(program, rules, options)
+    found = find(options.cache, key, program, options)
+    if found is not None:
+        others = Comparison(lambda: alternatives_of(_formulated(program, rules, options)))
+        return replace(found, comparison=others)
+    made = _made(program, rules, options)
+    keep(options.cache, key, made)
+    return made
+
+
+def _formulated(program: Program, rules: Sequence[Rule], options: Options) -> Formulation:
     mesh_shape = dict(options.mesh.shape)
-    formulation = formulate(
+    return formulate(
         program,
-        _rules(program, mesh_shape),
+        rules,
         mesh_shape,
         options.topology,
         memory=options.memory,
         fixed=fixed_layouts(program, options.fixed, mesh_shape),
         backend=options.backend,
     )
+
+
+def _made(program: Program, rules: Sequence[Rule], options: Options) -> Plan:
+    """The stages from a traced program to its plan."""
+    formulation = _formulated(program, rules, options)
     try:
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error) from None
-    return make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
+    return make_plan(formulation, solution, options.mesh, *_remarks(formulation, dict(options.mesh.shape)))
 
 
 def _rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -33,10 +34,17 @@ class Options:
     memory: float  # bytes per device
     fixed: Mapping[str, PartitionSpec]  # path or glob -> spec
     time_limit: float  # s
+    cache: Path | None = None  # the folder in which plans are kept
 
 
 def options_of(
-    mesh: Any, *, memory: Any = None, topology: Any = None, fixed: Any = None, time_limit: Any = 60.0
+    mesh: Any,
+    *,
+    memory: Any = None,
+    topology: Any = None,
+    fixed: Any = None,
+    time_limit: Any = 60.0,
+    cache: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -64,8 +72,11 @@ def options_of(
             raise ArgumentError(f"fixed[{pattern!r}] = {spec!r}; a path or glob and its PartitionSpec are needed")
     if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit >= 0:
         raise ArgumentError(f"time_limit={time_limit!r}; seconds are needed, 0 or more")
+    if cache is not None and not isinstance(cache, str | Path):
+        raise ArgumentError(f"cache={cache!r}; the path of a folder is needed")
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    return Options(mesh, topology, backend, limit, dict(fixed or {}), float(time_limit))
+    folder = None if cache is None else Path(cache).expanduser()
+    return Options(mesh, topology, backend, limit, dict(fixed or {}), float(time_limit), folder)
 
 
 def check_jit_keywords(keywords: Mapping[str, Any]) -> None:

@@ -197,7 +197,11 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, to be committed or loaded again."""
-        Path(path).write_text(json.dumps(_to_json(self), indent=1) + "\n")
+        Path(path).write_text(self.dumps())
+
+    def dumps(self) -> str:
+        """The plan as JSON: what `save` writes."""
+        return json.dumps(_to_json(self), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | Path, mesh: Mesh | AbstractMesh) -> Plan:
@@ -210,11 +214,21 @@ class Plan:
             PlanError: the file is no plan, or one for another mesh.
         """
         try:
-            return _from_json(json.loads(Path(path).read_text()), mesh, where=str(path))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise PlanError(
-                f"{path} is not a plan that this version of autoshard can read: {error!r}.\nSave the plan anew."
-            ) from error
+            return cls.loads(Path(path).read_text(), mesh, where=str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(_unreadable(str(path), error)) from error
+
+    @classmethod
+    def loads(cls, text: str, mesh: Mesh | AbstractMesh, where: str = "the text") -> Plan:
+        """The plan that `dumps` wrote; see `load`.
+
+        Args:
+            where: what messages call the text.
+        """
+        try:
+            return _from_json(json.loads(text), mesh, where=where)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise PlanError(_unreadable(where, error)) from error
 
     def on(self, mesh: Mesh | AbstractMesh) -> Plan:
         """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.
@@ -262,6 +276,10 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def _unreadable(where: str, error: Exception) -> str:
+    return f"{where} is not a plan that this version of autoshard can read: {error!r}.\nSave the plan anew."
 
 
 def _filled(slots: Any, leaves: Sequence[Any]) -> Any:

@@ -1,77 +1,93 @@
-"""How long planning takes, per stage: an unrolled GPT with AdamW on meshes of eight v5e chips.
+"""How long planning takes, in CPU seconds from the call to the Plan, tracing included, and where they go.
 
-    python benchmarks/planning.py                                  # everything, a few minutes on two cores
-    python benchmarks/planning.py --layers 2 --mesh 4x2 --share 0.25
+    python benchmarks/planning.py                       # the table: models at the sizes that they are trained at
+    python benchmarks/planning.py --rows scan           # those with this word in their name
+    python benchmarks/planning.py --layers 2 4 8 16 32  # a Llama-3-8B of that many unrolled layers
 
-Prints a table: seconds to trace, to find rules, to formulate and to solve; nodes and options of the problem; cost, and
-how far it may be from the best. Each under a memory limit that forces nothing and a tight one: `share` is the limit as
-a share of what the step holds where nothing is split.
+Nothing is allocated. Each row is planned in a process of its own, for a TPU by name, under that machine's memory limit.
+Printed are equations of the step, nodes and options of the problem, CPU seconds in all and of each stage (what is left
+is checking and printing), the predicted seconds per step, and how far they may be from the best.
 """
 
 import argparse
-import itertools
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-import jax
-
-jax.config.update("jax_platforms", "cpu")
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
-from models import MODELS  # noqa: E402  (needs the path above)
-from oracles import v5e  # noqa: E402
 
-from autoshard.errors import AutoshardError  # noqa: E402
-from autoshard.program import trace  # noqa: E402
-from autoshard.propagation import rules_for  # noqa: E402
-from autoshard.solver.formulate import formulate  # noqa: E402
-from autoshard.solver.within import solve_within  # noqa: E402
-
-COLUMNS = (
-    ("layers", 6), ("mesh", 6), ("share", 6), ("equations", 10), ("nodes", 6), ("options", 8), ("trace", 6),
-    ("rules", 6), ("formulate", 10), ("solve", 7), ("cost", 11), ("gap", 9), ("status", 11),
-)  # fmt: skip
-
-
-def print_row(*cells: object) -> None:
-    print("".join(f"{cell!s:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)), flush=True)
+ROWS = {  # name -> workload, mesh, machine
+    "llama 8b unrolled, (8, 8)": ("llama 8b", (8, 8), "v5e:8x8"),
+    "llama 8b scan, (8, 8)": ("llama 8b scan", (8, 8), "v5e:8x8"),
+    "llama 8b unrolled, (4, 4, 4)": ("llama 8b", (4, 4, 4), "v5p:4x4x4"),
+    "gpt-3 unrolled, (16, 16)": ("gpt-3", (16, 16), "v6e:16x16"),
+    "resnet-50, (8, 8)": ("resnet-50", (8, 8), "v5e:8x8"),
+}
+STAGES = {"trace": "trace", "_rules": "rules", "_formulated": "formulate", "solve_within": "solve", "make_plan": "plan"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 12])
-    parser.add_argument("--mesh", nargs="+", default=["8", "4x2", "2x2x2"])
-    parser.add_argument("--share", type=float, nargs="+", default=[2.0, 0.25])
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each solve")
+    parser.add_argument("--rows", default="", help="a part of the names of rows")
+    parser.add_argument("--layers", type=int, nargs="*", default=[], help="instead of the table")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # a row, and layers or 0
     options = parser.parse_args()
-    print_row(*(name for name, _ in COLUMNS))
-    for layers, mesh_name in itertools.product(options.layers, options.mesh):
-        mesh = dict(zip("xyz", map(int, mesh_name.split("x")), strict=False))
-        model = MODELS["gpt"](layers=layers)
-        times = [time.perf_counter()]
-        program = trace(model.step, (model.state, model.batches(0)), {}, donate_argnums=0)
-        times.append(time.perf_counter())
-        rules = rules_for(program)
-        times.append(time.perf_counter())
-        traced, ruled = (f"{later - sooner:.1f}" for sooner, later in itertools.pairwise(times))
-        whole = formulate(program, rules, mesh, v5e(mesh))
-        most = whole.peak_bytes([0] * len(whole.problem.costs))
-        for share in options.share:
-            start = time.perf_counter()
-            formulation = formulate(program, rules, mesh, v5e(mesh), memory=share * most)
-            problem = formulation.problem
-            formulated = time.perf_counter() - start
-            start = time.perf_counter()
-            try:
-                solution = solve_within(formulation, options.time_limit)
-                cost, gap, status = f"{solution.cost:.3e}", f"{solution.gap:.1e}", solution.status
-            except AutoshardError as error:
-                cost, gap, status = "-", "-", type(error).__name__
-            solved = time.perf_counter() - start
-            print_row(
-                layers, mesh_name, share, len(program.equations), len(problem.costs), sum(map(len, problem.costs)),
-                traced, ruled, f"{formulated:.1f}", f"{solved:.1f}", cost, gap, status,
-            )  # fmt: skip
+    if options.one:
+        print(measured(options.one[0], int(options.one[1])))
+        return
+    first, *_ = ROWS
+    runs = [(first, layers) for layers in options.layers] or [(name, 0) for name in ROWS if options.rows in name]
+    stages = " | ".join(STAGES.values())
+    print(f"step | layers | equations | nodes | options | CPU s | {stages} | step s | gap | status")
+    print("--- | " * (9 + len(STAGES)) + "---", flush=True)
+    for name, layers in runs:
+        command = [sys.executable, __file__, "--one", name, str(layers)]
+        print(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1], flush=True)
+
+
+def measured(name: str, layers: int) -> str:
+    """A line of the table."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from jax.sharding import AbstractMesh, AxisType
+    from workloads import PLANNED, Workload
+
+    from autoshard import api, autoshard
+
+    workload, mesh, machine = ROWS[name]
+    work = PLANNED[workload]
+    if layers:
+        work = Workload(work.family, {**work.sizes, "layers": layers})
+    step, state, batch = work.abstract()
+    devices = AbstractMesh(mesh, tuple("xyz"[: len(mesh)]), axis_types=(AxisType.Auto,) * len(mesh))
+    taken, formulations = {}, []
+    for function in STAGES:
+        setattr(api, function, timed(getattr(api, function), function, taken, formulations))
+    decorated = autoshard(step, mesh=devices, topology=machine, donate_argnums=0)
+    start = time.process_time()
+    plan = decorated.plan(state, batch)
+    total = time.process_time() - start
+    problem = formulations[0].problem
+    nodes, choices = len(problem.costs), sum(map(len, problem.costs))
+    stages = " | ".join(f"{taken[function]:.2f}" for function in STAGES)
+    head = f"{name} | {work.sizes.get('layers', '-')} | {len(formulations[0].program.equations)} | {nodes} | {choices}"
+    return f"{head} | {total:.2f} | {stages} | {plan.predicted.step_seconds:.6g} | {plan.gap:.2%} | {plan.status}"
+
+
+def timed(fn, name: str, taken: dict, formulations: list):
+    """`fn`, with the CPU seconds that it takes noted; what is formulated is kept."""
+
+    def run(*args, **kwargs):
+        start = time.process_time()
+        result = fn(*args, **kwargs)
+        taken[name] = taken.get(name, 0.0) + time.process_time() - start
+        if name == "_formulated":
+            formulations.append(result)
+        return result
+
+    return run
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The train steps that predictions are held against, each at two scales.
+"""The train steps that predictions are held against, each at two scales, and those whose planning is timed.
 
-`SMALL` runs on 8 virtual CPU devices; `LARGE` is compiled for 16 devices, TPU v5e:4x4 or 2x8 H100, and never allocated.
-Their dims divide by the mesh axes 2, 4 and 8, and batches by 16, so that every sharding of `shardings.py` applies. The
-folder `tests` has to be on the path.
+`PLANNED` are models at the sizes that they are trained at, and are only planned. `SMALL` runs on 8 virtual CPU devices;
+`LARGE` is compiled for 16 devices, TPU v5e:4x4 or 2x8 H100, and never allocated. Their dims divide by the mesh axes 2,
+4 and 8, and batches by 16, so that every sharding of `shardings.py` applies. The folder `tests` has to be on the path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
-from models import Model, gpt, lstm, moe, resnet, unet, vit
+from models import Model, gpt, llama, lstm, moe, resnet, unet, vit
 
 
 class Abstract(NamedTuple):
@@ -81,6 +81,7 @@ def classified_series(*, batch: int, seq: int, features: int, **_: Any) -> dict[
 
 FAMILIES = {
     "gpt": Family(gpt.make, sentences),
+    "llama": Family(llama.make, sentences),
     "lstm": Family(lstm.make, classified_series),
     "moe": Family(moe.make, groups_of_tokens),
     "resnet": Family(resnet.make, classified_images),
@@ -136,3 +137,12 @@ SIZES = [  # name, family, small, large
 ]
 SMALL = {name: Workload(family, small) for name, family, small, _ in SIZES}
 LARGE = {name: Workload(family, large) for name, family, _, large in SIZES}
+
+LLAMA_8B = {"d_model": 4096, "heads": 32, "shared_heads": 8, "d_hidden": 14336, "vocab": 128256, "layers": 32}
+GPT_3 = {"d_model": 12288, "heads": 96, "vocab": 50304, "layers": 96, "remat": True}
+PLANNED = {
+    "llama 8b": Workload("llama", LLAMA_8B | {"seq": 4096, "batch": 64, "dtype": jnp.bfloat16}),
+    "llama 8b scan": Workload("llama", LLAMA_8B | {"seq": 4096, "batch": 64, "dtype": jnp.bfloat16, "scan": True}),
+    "gpt-3": Workload("gpt", GPT_3 | {"seq": 2048, "batch": 512, "dtype": jnp.bfloat16}),
+    "resnet-50": LARGE["resnet"],
+}

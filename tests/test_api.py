@@ -281,6 +281,58 @@ def test_inputs_are_placed_and_only_what_lies_as_planned_is_donated(donating, pl
             np.testing.assert_array_equal(leaf, value)
 
 
+ELSEWHERE = {name: place for name, place in PLACES.items() if name not in ("numpy", "one device", "as planned")}
+
+
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_results_that_have_been_moved_are_placed_again(donating, place):
+    """They are of the very types that the step made, so only `jax.jit` sees that they lie elsewhere."""
+    state, plan = WEIGHTS, donating.plan(WEIGHTS, BATCH)
+    for _ in range(3):
+        state, _ = donating(state, BATCH)
+    moved = ELSEWHERE[place](state, plan)
+    if place in ("replicated", "another sharding"):
+        types = [leaf.aval for leaf in jax.tree.leaves(moved)]
+        assert all(found is made for found, made in zip(types, donating._last.types, strict=False))
+    values = arrays(moved)
+    again, _ = donating(moved, BATCH)
+    assert_same(again, jax.jit(step)(dict(zip(sorted(WEIGHTS), values, strict=True)), BATCH)[0])
+    for leaf, value in zip(jax.tree.leaves(moved), values, strict=True):
+        np.testing.assert_array_equal(leaf, value)
+
+
+def buffers(tree):
+    """Where the shards of the arrays begin, per device."""
+    return [[shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards] for leaf in jax.tree.leaves(tree)]
+
+
+def test_a_donated_state_stays_in_its_buffers(donating):
+    state, plan = WEIGHTS, donating.plan(WEIGHTS, BATCH)
+    batch = jax.device_put(BATCH, plan.in_shardings[1])
+    state, _ = donating(state, batch)
+    before, lies = buffers(state), buffers(batch)
+    for _ in range(3):
+        state, _ = donating(state, batch)
+        assert buffers(state) == before and buffers(batch) == lies
+    kept, _ = sharded(step)(state, batch)  # not donated
+    assert buffers(kept) != before == buffers(state)
+
+
+def test_what_lies_as_planned_is_not_touched(donating, monkeypatch):
+    plan = donating.plan(WEIGHTS, BATCH)
+    state, batch = jax.device_put((jax.tree.map(jnp.array, WEIGHTS), BATCH), plan.in_shardings)
+
+    def moved(*args, **kwargs):
+        raise AssertionError("something was moved")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "device_put", moved)
+        for _ in range(3):
+            state, _ = donating(state, batch)
+        with pytest.raises(AssertionError, match="was moved"):
+            donating(state, BATCH)
+
+
 def test_one_device_is_a_mesh_too():
     state = jax.tree.map(jnp.array, WEIGHTS)
     decorated = autoshard.autoshard(step, mesh=mesh_of({"x": 1}), donate_argnums=0)

@@ -22,7 +22,10 @@ ROOMS = {
     "plans": ["autoshard.plans"],
     "report": ["autoshard.report"],
     "lower": ["autoshard.lower"],
-    "api": ["autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.api", "autoshard.__init__"],
+    "api": [
+        *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
+        *("autoshard.api", "autoshard.__init__"),
+    ],
 }
 
 # Imports of a later room, made inside a method when it is called, and why.

@@ -81,8 +81,7 @@ def solve(
         known.prove(_least_sum(problem))
         known.offer([0] * len(problem.costs))
         search.check_time()
-        search.solve_repeated(known)
-        if relative_gap(known.cost, known.bound) > (CLOSE if _options(problem) > REPEATED else 0.0):
+        if not search.solve_repeated(known):
             search.solve(known, relax=True)
     except _TimeUp:
         pass
@@ -270,34 +269,36 @@ class _Search:
                 self.move(part)
                 self.program(part)
 
-    def solve_repeated(self, known: _Known) -> None:
+    def solve_repeated(self, known: _Known) -> bool:
         """Solves a large problem with one option for all nodes alike, first as if there were no memory limit.
 
-        What that costs is held against a bound for the problem itself, in which they may differ.
+        What that costs is held against a bound for the problem itself, in which they may differ; returns whether the
+        two are close enough.
         """
         if _options(known.problem) <= REPEATED:
-            return
+            return False
         with self.report.during("layers"):
             one = tied(known.problem)
         if len(one.problem.costs) > KINDS * len(known.problem.costs):
-            return
-        limits = dict.fromkeys([None, known.problem.limit])
-        for limit in limits:
+            return False
+        for limit in dict.fromkeys([None, known.problem.limit]):
             alike = _Known(replace(one.problem, limit=limit))
             alike.prove(_least_sum(alike.problem))
             try:
                 with self.hurry(LAYERS_SHARE):
                     self.solve(alike, relax=True)
             except _Nothing:
-                return
+                return False
             finally:
                 if alike.best:
                     known.offer(one.expand(alike.choice))
             if known.best:
                 break
-        if known.best:
-            with self.report.during("bounds"):
-                self.prove_apart(known, one, priced=limit is not None)
+        if known.best is None:
+            return False
+        with self.report.during("bounds"):
+            self.prove_apart(known, one, priced=limit is not None)
+        return relative_gap(known.cost, known.bound) <= CLOSE
 
     def prove_apart(self, known: _Known, one: Tied, *, priced: bool) -> None:
         """Looks for a bound of a problem that was solved as one, and for choices in which nodes alike differ.

@@ -3,7 +3,7 @@
 `jax.eval_shape(lambda: make(...).state)` gives the state's shapes without allocating it, for sizes that do not fit.
 """
 
-from . import cnn, diffusion, gnn, gpt, lstm, mamba, mlp, moe, resnet, rnn, tied, unet, vit
+from . import cnn, diffusion, gnn, gpt, llama, lstm, mamba, mlp, moe, resnet, rnn, tied, unet, vit
 from .model import Model
 
 MODELS = {"cnn": cnn.make, "gpt": gpt.make, "lstm": lstm.make, "mlp": mlp.make, "moe": moe.make, "tied": tied.make}
@@ -12,6 +12,7 @@ MODELS = {"cnn": cnn.make, "gpt": gpt.make, "lstm": lstm.make, "mlp": mlp.make, 
 MORE_MODELS = {
     "diffusion": diffusion.make,
     "gnn": gnn.make,
+    "llama": llama.make,
     "mamba": mamba.make,
     "resnet": resnet.make,
     "rnn": rnn.make,
@@ -27,6 +28,7 @@ __all__ = [
     "diffusion",
     "gnn",
     "gpt",
+    "llama",
     "lstm",
     "mamba",
     "mlp",

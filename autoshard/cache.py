@@ -1,0 +1,110 @@
+"""Plans kept on disk between runs: what a plan depends on in, the plan that was made for it before out.
+
+One file per plan, named after a digest of all that the plan depends on: the program, its rules, mesh, topology,
+options, and the versions of autoshard and JAX. A file is written beside its place and moved there, so that a reader
+finds all of it or none, and of processes that write at once the last one's stays. A file that is not what was written
+is ignored with a warning, and written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+
+from autoshard.errors import PlanError
+from autoshard.options import Options
+from autoshard.plans import Plan
+from autoshard.program import Program
+from autoshard.propagation import Rule
+
+_KIND = "autoshard plan"  # the first words of a file
+
+
+class CacheWarning(UserWarning):
+    """A plan could not be kept in the cache folder, or what is there is not what was written."""
+
+
+def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
+    """Equal if the same plan would be made, in any process."""
+    rule_texts = [(str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items())) for rule in rules]
+    said = (
+        _version("autoshard"),
+        jax.__version__,
+        program.fingerprint,
+        rule_texts,
+        dict(options.mesh.shape),
+        options.topology,
+        options.backend.name,
+        options.memory,
+        sorted((path, str(spec)) for path, spec in options.fixed.items()),
+        options.time_limit,
+    )
+    return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def find(folder: Path, key: str, program: Program, options: Options) -> Plan | None:
+    """The plan that was kept under `key`; None if there is none.
+
+    Warns:
+        CacheWarning: there is a file, but it is not what `keep` wrote.
+    """
+    path = folder / f"{key}.plan"
+    try:
+        head, _, text = path.read_text().partition("\n")
+        if head != _head(key, text):
+            raise PlanError("it is not what was written")
+        return Plan.loads(text, options.mesh, where=str(path)).bound_to(program)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, PlanError) as error:
+        warnings.warn(
+            f"the cached plan {path} cannot be used: {str(error).splitlines()[0]}.\nThe step is planned anew.",
+            CacheWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def keep(folder: Path, key: str, plan: Plan) -> None:
+    """Writes the plan under `key`, in the place of what is there.
+
+    Warns:
+        CacheWarning: the folder cannot be written to.
+    """
+    text = plan.dumps()
+    beside = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=key[:8], suffix=".part", delete=False) as file:
+            beside = file.name
+            file.write(f"{_head(key, text)}\n{text}")
+        os.replace(beside, folder / f"{key}.plan")
+    except OSError as error:
+        if beside is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+        warnings.warn(f"the plan is not kept in {folder}: {error}", CacheWarning, stacklevel=2)
+
+
+def _head(key: str, text: str) -> str:
+    """The first line of a file: what it is, what it was made for, and a digest of the rest."""
+    return f"{_KIND} {key} {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _kinds(rule: Rule) -> tuple[frozenset[str], ...]:
+    return rule.reduction, rule.need_replication, rule.permutation
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a folder that is not installed
+        return ""
