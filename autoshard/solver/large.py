@@ -26,15 +26,17 @@ from autoshard.solver.neighbourhoods import Neighbourhoods
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
 
-UNPRICED = 15  # pairs of sweeps before memory gets its first price
-LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.02  # of Polyak's steps: the first, factor to the next, the last
-ROUGH = 0.1  # the length down to which one pair of sweeps makes a step; then ...
-SWEEPS = 4  # ... as many do, and a block move, from this length on again:
-CAREFUL = 0.5
-SMOOTHING = 0.6  # of the slope of the bound that comes from earlier steps
-PATIENCE = 15  # steps that do not raise the bound by ...
-LITTLE = 1e-5  # ... this much of it, after which they get shorter
-GAP = 0.05  # of the bound: how far the first steps aim above it, at least
+UNPRICED = 30  # pairs of sweeps before memory gets its first price
+LENGTH = 0.5  # of Polyak's steps
+REACH = 0.05  # of the bound: how far the first steps aim above the best one
+FARTHER, NEARER, PATIENCE = 1.5, 0.7, 3  # factors of that: when a step gains much, and after so many that gain nothing
+MUCH = 0.12  # of what a step aims at
+SETTLED = 1e-4  # of the bound: the reach at which it will hardly rise further
+SMOOTHING = 0.7  # of the slope of the bound that comes from earlier steps
+NEW = 0.02  # of the largest price: how fast prices of points that have none yet rise, beside it
+TEMPERATURE = 0.3  # of the gap per node, at which options are mixed
+TINY = 1e-300
+SWEEP = 2  # pairs of sweeps look at entries of tables, in those that block moves look at
 GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
 ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
@@ -43,9 +45,8 @@ OVERHEAD = 5e4  # what the calls of one step take, in such entries
 REPAIRS = 50  # nodes that change to make a choice fit, at most
 UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
 # is added where it is most over; factor where it fits
-RESTART = 20  # moves, after which a search goes back to the best choice ...
+RESTART = 12  # moves, after which a search goes back to the best choice ...
 PERTURBED = 0.02  # ... with this share of its nodes changed
-NOTHING = np.zeros(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class LargeSearch:
 
     def __init__(self, problem: Problem, *, seed: int, threads: int):
         self.graph, self.memory = graph_of(problem), memory_of(problem)
-        self.ascent = Ascent(self.graph, self.memory, np.random.default_rng(seed))
+        self.ascent = Ascent(self.graph, self.memory)
         self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(max(1, threads - 1))]
         self.neighbourhoods = Neighbourhoods(problem, self.graph, np.random.default_rng([seed, threads]))
         self.threads = threads
@@ -157,74 +158,66 @@ def _warm_up_searches() -> None:
 class Ascent:
     """Messages and prices of a problem, on their way to the best bound."""
 
-    def __init__(self, graph: Graph, memory: Memory, rng: np.random.Generator):
+    def __init__(self, graph: Graph, memory: Memory):
         self.graph, self.memory = graph, memory
         self.to_left, self.to_right = np.zeros(graph.left_offsets[-1]), np.zeros(graph.right_offsets[-1])
+        self.extra = np.empty(len(graph.costs))  # by how much options cost more than the best of their node
         self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)  # good under the present prices
-        self.swept = self.choice.copy()  # what sweeps would take
-        self.moves = Moves(graph, rng)
-        self.best, self.length, self.idle, self.rough = -math.inf, LENGTH, 0, True
-        self.spread = float(np.ptp(graph.costs))
+        self.best, self.idle = -math.inf, 0
+        self.owed = 0.0  # work that rounds have asked for, less what was done
         self.direction = np.zeros(len(memory.room))
         self.set_prices(np.zeros(len(memory.room)))
         self.best_prices = self.prices
         for _ in range(UNPRICED):
-            self.sweep()
-
-    @property
-    def settled(self) -> bool:
-        """Whether going on is not worth it."""
-        return not self.rough and self.length < SHORTEST
+            self.best = max(self.best, self.sweep())
+        self.reach = REACH * max(abs(self.best), float(np.ptp(graph.costs[graph.costs < np.inf])))
+        self.settled = not len(memory.room)  # whether going on is not worth it
 
     def round(self, known: float) -> None:
         """Steps, given the cost of the best choice by now."""
-        work = 0.0
-        while work < ROUND and not self.settled:
-            work += self.step(known)
+        self.owed += ROUND
+        while self.owed > 0 and not self.settled:
+            self.owed -= self.step(known)
+        trws.take(self.graph, self.costs, self.to_left, self.choice)
 
     def step(self, known: float) -> float:
         """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
-        for _ in range(1 if self.rough else SWEEPS):
-            bound, _ = self.sweep()
-        self.idle = 0 if bound > self.best + LITTLE * abs(self.best) else self.idle + 1
+        bound = self.sweep()
+        gap = min(max(known - self.best, 0.0), self.reach)
         if bound > self.best:
-            self.best, self.best_prices = bound, self.prices
-        if self.idle >= PATIENCE:
-            self.length, self.idle = self.length * SHORTER, 0
-            if self.rough and self.length < ROUGH:
-                self.rough, self.length = False, CAREFUL
-                self.set_prices(self.best_prices)
-        self.choice = self.swept.copy()
-        work = 4 * len(self.graph.tables)
-        if not self.rough:  # the slope is that of what is cheapest under these prices
-            work = SWEEPS * work + 5 * self.moves.move(self.costs, self.choice)
-        over = trws.over(self.memory, self.choice)
+            self.reach *= FARTHER if bound > self.best + MUCH * gap else 1.0
+            self.best, self.best_prices, self.idle = bound, self.prices, 0
+        else:
+            self.idle += 1
+            if self.idle == PATIENCE:
+                self.reach, self.idle = NEARER * gap, 0
+        nodes = len(self.choice)
+        over = trws.expected_over(self.graph, self.memory, self.extra, max(TEMPERATURE * gap / nodes, TINY))
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
-        square = self.direction @ self.direction
-        if square == 0:  # all fits at no price
-            self.length *= SHORTER
-        elif math.isfinite(bound):
-            gap = min(max(known - self.best, 0.0), max(GAP * abs(self.best), self.spread))
-            step = self.length * (self.best + gap - bound) / square
-            self.set_prices(np.maximum(0.0, self.prices + step * self.direction))
-        return work + 4 * len(self.memory.usage) + OVERHEAD
+        direction = self.direction * (self.prices + NEW * self.prices.max(initial=0.0) if self.prices.any() else 1.0)
+        square = self.direction @ direction
+        self.settled = square == 0 or self.reach < SETTLED * abs(self.best)  # 0: all fits at no price
+        if not self.settled and math.isfinite(bound):
+            step = LENGTH * (self.best + gap - bound) / square
+            self.set_prices(np.maximum(0.0, self.prices + step * direction))
+        return SWEEP * len(self.graph.tables) + 4 * len(self.memory.usage) + OVERHEAD
 
-    def sweep(self, extra: np.ndarray = NOTHING) -> tuple[float, float]:
-        """Sweeps forward and backward: the bound that is proven, and what it would be without memory's refund."""
-        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, True, NOTHING)
-        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, False, extra)
-        return sum_ - allowance - self.refund, sum_
+    def sweep(self, complete: bool = False) -> float:
+        """Sweeps forward and backward: the bound that is proven."""
+        parts = self.graph, self.costs, self.to_left, self.to_right, self.extra
+        trws.sweep(*parts, True, False)
+        bound, allowance = trws.sweep(*parts, False, complete)
+        return bound - allowance - self.refund
 
     def least(self) -> np.ndarray:
         """What any choice with each option costs at least, under the best prices."""
         self.set_prices(self.best_prices)
         for _ in range(UNPRICED):
             self.sweep()
-        extra = np.empty(len(self.graph.costs))
-        bound, _ = self.sweep(extra)
+        bound = self.sweep(complete=True)
         self.best = max(self.best, bound)
-        return bound + extra * (1 - 1e-9)
+        return bound + self.extra * (1 - 1e-9)
 
     def set_prices(self, prices: np.ndarray) -> None:
         total = prices.sum()
@@ -233,7 +226,7 @@ class Ascent:
             prices = np.round(prices / grid) * grid
         self.prices = prices
         self.costs = trws.priced(self.graph, self.memory, prices)
-        back = prices * self.memory.room
+        back = (prices * self.memory.room)[prices > 0]
         self.refund = math.fsum(back) + 8 * trws.HALF_ULP * math.fsum(np.abs(back))
 
 
@@ -276,6 +269,7 @@ class Search:
         self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
         self.best: np.ndarray | None = None
         self.cost, self.until_restart = math.inf, RESTART
+        self.owed = 0.0  # work that rounds have asked for, less what was done
         self.offered: tuple[np.ndarray, np.ndarray] | None = None  # prices, and a choice that is good under them
         self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
 
@@ -289,9 +283,9 @@ class Search:
 
     def round(self, most: float) -> None:
         """Moves until that much work is done."""
-        work = 0.0
-        while work < most:
-            work += self.step()
+        self.owed += most
+        while self.owed > 0:
+            self.owed -= self.step()
 
     def step(self) -> float:
         """One block move, and what follows from it; returns how much work it was."""
@@ -307,12 +301,11 @@ class Search:
     def restart(self) -> None:
         """Goes back to the best choice, or on from the prices and the choice that the ascent of the bound is at."""
         self.until_restart = RESTART
-        if self.best is not None:
-            self.choice = self.perturbed(self.best)
         if self.offered:
             self.prices, choice = self.offered
-            if self.best is None or self.rng.random() < 0.5:
-                self.choice = choice.copy()
+            self.choice = choice.copy()
+        elif self.best is not None:
+            self.choice = self.perturbed(self.best)
 
     def improve(self, choice: np.ndarray, over: np.ndarray) -> None:
         """Makes a choice fit, and cheaper, and keeps it if it is the best; all arguments change."""
@@ -325,9 +318,9 @@ class Search:
             self.best, self.cost = choice, cost
 
     def adjust_prices(self, over: np.ndarray) -> None:
-        most = over.max(initial=0.0)
-        if most > 0:
-            added = MORE * self.prices.max() * np.maximum(over, 0.0) / most
+        more = np.maximum(over, 0.0)
+        if more.any():
+            added = MORE * self.prices.sum() * more / more.sum()
             self.prices = np.where(over > 0, UP * self.prices, self.prices) + added
         else:
             self.prices = DOWN * self.prices
