@@ -11,9 +11,11 @@ found. The same seed and number of threads find the same, however fast the machi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import numpy as np
 
 from autoshard.solver import descent, elimination, trws
 from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
-from autoshard.solver.neighbourhoods import Neighbourhoods
+from autoshard.solver.neighbourhoods import Neighbourhoods, near
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
 
@@ -31,7 +33,8 @@ LENGTH = 0.5  # of Polyak's steps
 REACH = 0.05  # of the bound: how far the first steps aim above the best one
 FARTHER, NEARER, PATIENCE = 1.5, 0.7, 3  # factors of that: when a step gains much, and after so many that gain nothing
 MUCH = 0.12  # of what a step aims at
-SETTLED = 1e-4  # of the bound: the reach at which it will hardly rise further
+SETTLED = 2e-4  # of the bound: the reach at which it will hardly rise further; the first time, steps get shorter and
+AGAIN = 0.003  # reach so far again
 SMOOTHING = 0.7  # of the slope of the bound that comes from earlier steps
 NEW = 0.02  # of the largest price: how fast prices of points that have none yet rise, beside it
 TEMPERATURE = 0.3  # of the gap per node, at which options are mixed
@@ -42,11 +45,14 @@ ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
 ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
 OVERHEAD = 5e4  # what the calls of one step take, in such entries
-REPAIRS = 50  # nodes that change to make a choice fit, at most
-UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
-# is added where it is most over; factor where it fits
-RESTART = 12  # moves, after which a search goes back to the best choice ...
-PERTURBED = 0.02  # ... with this share of its nodes changed
+REPAIRS = 100  # nodes that change to make a choice fit, at most
+UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of all prices that is
+# spread over what is over the limit; factor where all fits
+FOLLOWING, RISING = 10, 12  # moves in a row: under prices that follow the choice, and under prices that rise before it
+LOWEST = 0.1  # of the best prices: where they rise from
+LOCAL = 40  # moves in a row near the best choice, of
+SMALLEST, LARGEST = 0.02, 0.5  # of all nodes, under
+LOW, HIGH = 0.3, 1.1  # of the best prices
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +69,7 @@ class LargeSearch:
 
     def __init__(self, problem: Problem, *, seed: int, threads: int):
         self.graph, self.memory = graph_of(problem), memory_of(problem)
+        self.stop = threading.Event()
         self.ascent = Ascent(self.graph, self.memory)
         self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(max(1, threads - 1))]
         self.neighbourhoods = Neighbourhoods(problem, self.graph, np.random.default_rng([seed, threads]))
@@ -79,7 +86,7 @@ class LargeSearch:
             tick: called about twice a second, and after each round; what it raises ends the search.
         """
         least: np.ndarray | None = None  # per option, what a choice with it costs at least
-        with ThreadPoolExecutor(self.threads) as pool:
+        with ThreadPoolExecutor(self.threads) as pool, self.stopping():
             while True:
                 first = known()
                 cost = math.inf if first is None else self.cost(first)
@@ -87,19 +94,28 @@ class LargeSearch:
                     search.begin(first, cost, self.ascent)
                 other = None
                 if not self.ascent.settled:
-                    tasks = [pool.submit(self.ascent.round, cost)]
+                    tasks = [pool.submit(self.ascent.round, cost, self.stop, ROUND)]
                 elif least is None:
                     tasks = [other := pool.submit(self.ascent.least)]
                 elif first is not None:
-                    tasks = [other := pool.submit(self.neighbourhoods.improve, first, least < cost, left())]
+                    improve = self.neighbourhoods.improve
+                    tasks = [other := pool.submit(improve, first, least < cost, left(), self.stop)]
                 else:
                     tasks = []
                 long = least is not None and first is not None
-                tasks += [pool.submit(search.round, LONG if long else ROUND) for search in self.searches]
+                tasks += [pool.submit(search.round, self.stop, LONG if long else ROUND) for search in self.searches]
                 waited_for(tasks, tick)
                 yield self.found(other.result() if long else None)
                 if self.ascent.settled and least is None and other:
                     least = other.result()
+
+    @contextlib.contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Ends what still runs after the step that it is at, however this is left."""
+        try:
+            yield
+        finally:
+            self.stop.set()
 
     def found(self, choice: tuple[int, ...] | None) -> Found:
         """The best of this choice and those of the searches."""
@@ -148,7 +164,7 @@ def _smallest() -> Problem:
 
 def _warm_up_searches() -> None:
     search = LargeSearch(_smallest(), seed=0, threads=1)
-    search.ascent.round(2.0)
+    search.ascent.round(2.0, search.stop, 1.0)
     search.ascent.least()
     for choice in ([0, 0], [1, 0]):
         search.searches[0].begin(choice, math.inf, search.ascent)
@@ -171,19 +187,21 @@ class Ascent:
         for _ in range(UNPRICED):
             self.best = max(self.best, self.sweep())
         self.reach = REACH * max(abs(self.best), float(np.ptp(graph.costs[graph.costs < np.inf])))
-        self.settled = not len(memory.room)  # whether going on is not worth it
+        self.work = SWEEP * len(graph.tables) + 4 * len(memory.usage) + OVERHEAD  # of one step
+        self.bold = True  # steps may go too far, as long as that finds out where prices are needed
+        self.settled = False  # going on is not worth it
 
-    def round(self, known: float) -> None:
-        """Steps, given the cost of the best choice by now."""
-        self.owed += ROUND
-        while self.owed > 0 and not self.settled:
+    def round(self, known: float, stop: threading.Event, most: float) -> None:
+        """Steps until that much work is done, given the cost of the best choice by now."""
+        self.owed += most
+        while self.owed > 0 and not (self.settled or stop.is_set()):
             self.owed -= self.step(known)
         trws.take(self.graph, self.costs, self.to_left, self.choice)
 
     def step(self, known: float) -> float:
         """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
         bound = self.sweep()
-        gap = min(max(known - self.best, 0.0), self.reach)
+        gap, gained = min(max(known - self.best, 0.0), self.reach), bound - self.best
         if bound > self.best:
             self.reach *= FARTHER if bound > self.best + MUCH * gap else 1.0
             self.best, self.best_prices, self.idle = bound, self.prices, 0
@@ -195,13 +213,22 @@ class Ascent:
         over = trws.expected_over(self.graph, self.memory, self.extra, max(TEMPERATURE * gap / nodes, TINY))
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
-        direction = self.direction * (self.prices + NEW * self.prices.max(initial=0.0) if self.prices.any() else 1.0)
-        square = self.direction @ direction
-        self.settled = square == 0 or self.reach < SETTLED * abs(self.best)  # 0: all fits at no price
-        if not self.settled and math.isfinite(bound):
+        scale = self.prices + NEW * self.prices.max() if self.prices.any() else np.ones(len(slope))
+        square = scale @ self.direction**2
+        if not self.bold:
+            square = max(square, scale @ slope**2)
+        if square == 0:  # all fits at no price
+            self.settled = not gained > SETTLED * self.reach
+        elif self.reach < SETTLED * abs(self.best) and self.bold:
+            self.bold, self.reach = False, AGAIN * abs(self.best)
+            self.direction = np.zeros(len(slope))
+            self.set_prices(self.best_prices)
+        elif self.reach < SETTLED * abs(self.best):
+            self.settled = True
+        elif math.isfinite(bound):
             step = LENGTH * (self.best + gap - bound) / square
-            self.set_prices(np.maximum(0.0, self.prices + step * direction))
-        return SWEEP * len(self.graph.tables) + 4 * len(self.memory.usage) + OVERHEAD
+            self.set_prices(np.maximum(0.0, self.prices + step * scale * self.direction))
+        return self.work
 
     def sweep(self, complete: bool = False) -> float:
         """Sweeps forward and backward: the bound that is proven."""
@@ -250,12 +277,15 @@ class Moves:
         return chosen.work
 
     def new_plan(self) -> elimination.Plan:
-        nodes = len(self.frozen)
-        noise, reluctance = self.rng.random(nodes), 2 * self.rng.random(nodes) + 0.7 * self.frozen
-        plan = elimination.plan(self.graph, np.ones(nodes, dtype=bool), noise, reluctance, math.log(ENTRIES))
+        plan = self.plan(np.ones(len(self.frozen), dtype=bool), 0.7 * self.frozen)
         self.plans.append(plan)
         self.frozen[plan.frozen] += 1
         return plan
+
+    def plan(self, movable: np.ndarray, reluctance: np.ndarray | float = 0.0) -> elimination.Plan:
+        nodes = len(movable)
+        reluctance = 2 * self.rng.random(nodes) + reluctance
+        return elimination.plan(self.graph, movable, self.rng.random(nodes), reluctance, math.log(ENTRIES))
 
 
 class Search:
@@ -268,67 +298,86 @@ class Search:
         self.lives = np.argsort(memory.node, kind="stable")
         self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
         self.best: np.ndarray | None = None
-        self.cost, self.until_restart = math.inf, RESTART
+        self.cost, self.until_restart, self.moves_left_to_follow, self.rise = math.inf, 0, 0, 1.0
         self.owed = 0.0  # work that rounds have asked for, less what was done
-        self.offered: tuple[np.ndarray, np.ndarray] | None = None  # prices, and a choice that is good under them
+        self.guide = np.zeros(0), np.zeros(0)  # prices, and a choice that is good under them
+        self.settled = self.local = False  # the guide will not change; moves go on near the best choice
         self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
 
     def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
         """Takes over what others found before a round."""
         if known is not None and cost < self.cost:
             self.best, self.cost = np.array(known, dtype=np.int64), cost
-        self.offered = None if ascent.settled and self.moves.count else (ascent.best_prices, ascent.choice)
+        self.guide, self.settled = (ascent.best_prices, ascent.choice.copy()), ascent.settled
         if not self.moves.count:
             self.restart()
 
-    def round(self, most: float) -> None:
+    def round(self, stop: threading.Event, most: float) -> None:
         """Moves until that much work is done."""
         self.owed += most
-        while self.owed > 0:
+        while self.owed > 0 and not stop.is_set():
             self.owed -= self.step()
 
     def step(self) -> float:
         """One block move, and what follows from it; returns how much work it was."""
-        work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
-        over = trws.over(self.memory, self.choice)
-        self.improve(self.choice.copy(), over.copy())
-        self.adjust_prices(over / self.memory.unit)
-        self.until_restart -= 1
         if self.until_restart <= 0:
             self.restart()
-        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over)) + OVERHEAD
+        self.until_restart -= 1
+        if self.local:
+            return self.local_step()
+        work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
+        over = trws.over(self.memory, self.choice)
+        work = 5 * work + self.improve(self.choice.copy(), over.copy())
+        if self.until_restart > self.moves_left_to_follow:
+            self.prices = self.rise * self.prices
+        else:
+            self.follow(over)
+        return work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over)) + OVERHEAD
 
     def restart(self) -> None:
-        """Goes back to the best choice, or on from the prices and the choice that the ascent of the bound is at."""
-        self.until_restart = RESTART
-        if self.offered:
-            self.prices, choice = self.offered
-            self.choice = choice.copy()
-        elif self.best is not None:
-            self.choice = self.perturbed(self.best)
+        """Goes on from where the ascent is; when it has settled, from low prices, and near the best choice, in turn."""
+        self.prices, self.choice = self.guide[0], self.guide[1].copy()
+        self.until_restart, self.moves_left_to_follow = FOLLOWING, FOLLOWING
+        if self.settled and self.moves.count:
+            self.local = self.best is not None and not self.local
+            self.until_restart = LOCAL if self.local else RISING + FOLLOWING
+            self.prices = self.prices * (low := self.between(LOWEST, 1.0))
+            self.rise = low ** (-1 / RISING)
 
-    def improve(self, choice: np.ndarray, over: np.ndarray) -> None:
-        """Makes a choice fit, and cheaper, and keeps it if it is the best; all arguments change."""
+    def local_step(self) -> float:
+        """Moves the nodes near a random one, others as they are in the best choice."""
+        nodes = len(self.choice)
+        size = math.ceil(nodes * self.between(SMALLEST, LARGEST))
+        movable = np.zeros(nodes, dtype=bool)
+        movable[near(self.graph, int(self.rng.integers(nodes)), size, self.rng)] = True
+        plan = self.moves.plan(movable)
+        choice = self.best.copy()
+        costs = trws.priced(self.graph, self.memory, self.between(LOW, HIGH) * self.guide[0])
+        elimination.move(self.graph, costs, plan, choice)
+        work = self.improve(choice, trws.over(self.memory, choice))
+        work += 5 * plan.work + 300 * nodes
+        return work + 20 * (len(self.memory.usage) + len(self.prices)) + OVERHEAD
+
+    def between(self, low: float, high: float) -> float:
+        """A random number of any magnitude."""
+        return low * (high / low) ** self.rng.random()
+
+    def improve(self, choice: np.ndarray, over: np.ndarray) -> float:
+        """Makes a choice fit, and cheaper, and keeps it if it is the best; both arguments change. Returns the work."""
         parts = self.graph, self.memory, self.starts, self.lives, choice, over
-        if not descent.repair(*parts, REPAIRS):
-            return
-        descent.descend(*parts)
-        cost = trws.cost_of(self.graph, self.graph.costs, choice)
-        if cost < self.cost:
-            self.best, self.cost = choice, cost
+        fits, changes = descent.repair(*parts, REPAIRS)
+        if fits:
+            descent.descend(*parts)
+            cost = trws.cost_of(self.graph, self.graph.costs, choice)
+            if cost < self.cost:
+                self.best, self.cost = choice, cost
+        return 100.0 * changes * len(choice)
 
-    def adjust_prices(self, over: np.ndarray) -> None:
+    def follow(self, over: np.ndarray) -> None:
+        """Lets prices rise where so many bytes are over the limit, or fall if none are."""
         more = np.maximum(over, 0.0)
         if more.any():
             added = MORE * self.prices.sum() * more / more.sum()
             self.prices = np.where(over > 0, UP * self.prices, self.prices) + added
         else:
             self.prices = DOWN * self.prices
-
-    def perturbed(self, choice: np.ndarray) -> np.ndarray:
-        """The choice with random options for some nodes."""
-        nodes = self.rng.integers(len(choice), size=math.ceil(PERTURBED * len(choice)))
-        sizes = np.diff(self.graph.offsets)[nodes]
-        changed = choice.copy()
-        changed[nodes] = (self.rng.random(len(nodes)) * sizes).astype(np.int64)
-        return changed

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,8 +27,11 @@ from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import simplify
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 
+if TYPE_CHECKING:
+    from autoshard.solver.large import Found
+
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
-GRACE = 10.0  # s past the time limit to find a first choice
+GRACE = 1.0  # s past the time limit to find a first choice
 FEW_OPTIONS = 4000  # that the integer program takes at once
 MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays
@@ -267,19 +271,23 @@ class _Search:
         most = _most_sum(known.problem)
         programmed = False
         with self.report.during("search"):
-            for found in search.rounds(lambda: known.choice, self.left, self.check_time):
-                if found.choice is not None:
-                    known.offer(found.choice)
-                known.prove(found.bound)
-                if known.bound > most + ENOUGH * abs(most):
-                    raise _Nothing
-                if known.solved:
-                    return
-                if found.settled and not programmed:
-                    programmed = True
-                    self.fix(known, search.ascent.least())
-                if known.solved:
-                    return
+            try:
+                for found in search.rounds(lambda: known.choice, self.left, self.check_time):
+                    self.learn(known, found)
+                    if known.bound > most + ENOUGH * abs(most):
+                        raise _Nothing
+                    if found.settled and not programmed and not known.solved:
+                        programmed = True
+                        self.fix(known, search.ascent.least())
+                    if known.solved:
+                        return
+            finally:  # time that is up and Ctrl-C come in the midst of a round
+                self.learn(known, search.found(None))
+
+    def learn(self, known: _Known, found: Found) -> None:
+        if found.choice is not None:
+            known.offer(found.choice)
+        known.prove(found.bound)
 
     def fix(self, known: _Known, least: np.ndarray) -> None:
         """Solves a problem with the options that a better choice can have, if these are few."""
