@@ -17,6 +17,8 @@ from autoshard.solver.neighbourhoods import Neighbourhoods
 from autoshard.solver.problem import Edge, Live
 from autoshard.solver.verify import fits, verify
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 
 def assert_bounds(seeds: range) -> int:
     """Holds every bound, under any prices, against trying everything; how many problems there were."""
