@@ -1,9 +1,12 @@
 """A large `Problem` in, a proven bound and ever better choices out, from compiled code on several cores.
 
-First prices on memory rise, one per byte and pressure point, along the slope of the bound that TRW-S proves under them
-(Polyak's steps along a smoothed subgradient). Block moves go on under these prices, and then let them follow the
-choice: up where it holds too much, down where it fits. Whatever a block move finds is made to fit, and then improved
-node by node.
+First prices on memory rise, one per byte and pressure point, along the slope of the bound that TRW-S proves under them:
+Polyak's steps along a smoothed subgradient, that of all options mixed by how cheap they are, which varies less from
+step to step than that of one choice. The price of a point moves in proportion to what it is already (as in
+exponentiated gradients: Kivinen and Warmuth, 1997), since few points need one. Block moves go on under these prices,
+and then let them follow the choice: up where it holds too much, down where it fits. When the bound has settled, moves
+under prices that rise from low ones, and moves of few nodes take turns. Whatever a block move finds is made to fit, and
+then improved node by node.
 
 Searches run side by side, in rounds of about the same amount of work; between two rounds they tell each other what they
 found. The same seed and number of threads find the same, however fast the machine is, up to the round that time allows.
@@ -32,13 +35,13 @@ UNPRICED = 30  # pairs of sweeps before memory gets its first price
 LENGTH = 0.5  # of Polyak's steps
 REACH = 0.05  # of the bound: how far the first steps aim above the best one
 FARTHER, NEARER, PATIENCE = 1.5, 0.7, 3  # factors of that: when a step gains much, and after so many that gain nothing
-MUCH = 0.12  # of what a step aims at
-SETTLED = 2e-4  # of the bound: the reach at which it will hardly rise further; the first time, steps get shorter and
-AGAIN = 0.003  # reach so far again
+MUCH = 0.12  # of the reach
+SETTLED, FINEST = 2e-4, 1e-6  # of the bound and of the first reach: a reach at which the bound will hardly rise further
+AGAIN = 0.003  # of the bound: how far shorter steps aim, once it has settled under bold ones
 SMOOTHING = 0.7  # of the slope of the bound that comes from earlier steps
 NEW = 0.02  # of the largest price: how fast prices of points that have none yet rise, beside it
 TEMPERATURE = 0.3  # of the gap per node, at which options are mixed
-TINY = 1e-300
+TINY = 1e-300  # instead of 0, to divide by
 SWEEP = 2  # pairs of sweeps look at entries of tables, in those that block moves look at
 GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
 ENTRIES = 1e4  # of a table in a block move, at most
@@ -46,8 +49,8 @@ PLANS = 24  # of block moves, per search
 ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
 OVERHEAD = 5e4  # what the calls of one step take, in such entries
 REPAIRS = 100  # nodes that change to make a choice fit, at most
-UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of all prices that is
-# spread over what is over the limit; factor where all fits
+UP, DOWN = 1.03, 0.97  # of prices that follow a choice: where memory is over the limit, and where all fits
+MORE = 0.02  # of all prices together: what is spread over what is over the limit
 FOLLOWING, RISING = 10, 12  # moves in a row: under prices that follow the choice, and under prices that rise before it
 LOWEST = 0.1  # of the best prices: where they rise from
 LOCAL = 40  # moves in a row near the best choice, of
@@ -187,6 +190,7 @@ class Ascent:
         for _ in range(UNPRICED):
             self.best = max(self.best, self.sweep())
         self.reach = REACH * max(abs(self.best), float(np.ptp(graph.costs[graph.costs < np.inf])))
+        self.finest = FINEST * self.reach
         self.work = SWEEP * len(graph.tables) + 4 * len(memory.usage) + OVERHEAD  # of one step
         self.bold = True  # steps may go too far, as long as that finds out where prices are needed
         self.settled = False  # going on is not worth it
@@ -219,11 +223,11 @@ class Ascent:
             square = max(square, scale @ slope**2)
         if square == 0:  # all fits at no price
             self.settled = not gained > SETTLED * self.reach
-        elif self.reach < SETTLED * abs(self.best) and self.bold:
-            self.bold, self.reach = False, AGAIN * abs(self.best)
+        elif self.reach < max(SETTLED * abs(self.best), self.finest) and self.bold:
+            self.bold, self.reach = False, max(AGAIN * abs(self.best), 10 * self.finest)
             self.direction = np.zeros(len(slope))
             self.set_prices(self.best_prices)
-        elif self.reach < SETTLED * abs(self.best):
+        elif self.reach < max(SETTLED * abs(self.best), self.finest):
             self.settled = True
         elif math.isfinite(bound):
             step = LENGTH * (self.best + gap - bound) / square
@@ -298,7 +302,7 @@ class Search:
         self.lives = np.argsort(memory.node, kind="stable")
         self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
         self.best: np.ndarray | None = None
-        self.cost, self.until_restart, self.moves_left_to_follow, self.rise = math.inf, 0, 0, 1.0
+        self.cost, self.until_restart, self.rise = math.inf, 0, 1.0  # the factor of prices that rise
         self.owed = 0.0  # work that rounds have asked for, less what was done
         self.guide = np.zeros(0), np.zeros(0)  # prices, and a choice that is good under them
         self.settled = self.local = False  # the guide will not change; moves go on near the best choice
@@ -328,7 +332,7 @@ class Search:
         work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
         over = trws.over(self.memory, self.choice)
         work = 5 * work + self.improve(self.choice.copy(), over.copy())
-        if self.until_restart > self.moves_left_to_follow:
+        if self.until_restart > FOLLOWING:
             self.prices = self.rise * self.prices
         else:
             self.follow(over)
@@ -337,7 +341,7 @@ class Search:
     def restart(self) -> None:
         """Goes on from where the ascent is; when it has settled, from low prices, and near the best choice, in turn."""
         self.prices, self.choice = self.guide[0], self.guide[1].copy()
-        self.until_restart, self.moves_left_to_follow = FOLLOWING, FOLLOWING
+        self.until_restart = FOLLOWING
         if self.settled and self.moves.count:
             self.local = self.best is not None and not self.local
             self.until_restart = LOCAL if self.local else RISING + FOLLOWING

@@ -34,7 +34,8 @@ ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to
 GRACE = 1.0  # s past the time limit to find a first choice
 FEW_OPTIONS = 4000  # that the integer program takes at once
 MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
-MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays
+MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
+LESS = 20_000  # ... and from which on once it is loaded
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
 EVERY = 0.4  # s between two reports of progress, if nothing changes
@@ -211,6 +212,7 @@ class _Search:
         progress: Callable[[Progress], None] | None,
     ):
         self.seed, self.threads = seed, threads
+        self.loaded = False  # compiled code
         self.report = _Report(progress)
         self.deadline = self.report.start + time_limit
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
@@ -231,7 +233,7 @@ class _Search:
         Raises:
             _Nothing: no choice is allowed and fits.
         """
-        reduce = self.compiled().reduce if _is_large(known.problem) else None
+        reduce = self.compiled().reduce if self.is_large(known.problem) else None
         try:
             with self.report.during("simplify"):
                 small = simplify(known.problem, tick=self.check_time, reduce=reduce)
@@ -250,10 +252,10 @@ class _Search:
             parts.append(_Known(problem, tell))
             parts[-1].bound = _least_sum(problem)
         tell()
-        large = sum(_is_large(part.problem) for part in parts)
+        large = sum(self.is_large(part.problem) for part in parts)
         for part in sorted(parts, key=lambda part: len(part.problem.costs)):
             options = sum(map(len, part.problem.costs))
-            if relax and _is_large(part.problem):
+            if relax and self.is_large(part.problem):
                 with self.hurry(1 / large):
                     self.search(part)
                 large -= 1
@@ -316,6 +318,11 @@ class _Search:
         finally:
             self.deadline = deadline
 
+    def is_large(self, problem: Problem) -> bool:
+        """Whether compiled code pays."""
+        much = min(LESS, MUCH) if self.loaded else MUCH
+        return sum(map(len, problem.costs)) + sum(len(live.usage) for live in problem.lives) > much
+
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
         with self.report.during("load compiled code"), ThreadPoolExecutor(1) as pool:
@@ -324,6 +331,7 @@ class _Search:
                 if time.monotonic() - self.report.entered > COMPILES:
                     self.report.stage = "compile, the first time only"
                 self.report.tick()
+            self.loaded = True
             return loading.result()
 
     def relax(self, known: _Known) -> None:
@@ -400,11 +408,6 @@ class _Search:
         self.check_time()
 
 
-def _is_large(problem: Problem) -> bool:
-    """Whether compiled code pays."""
-    return sum(map(len, problem.costs)) + sum(len(live.usage) for live in problem.lives) > MUCH
-
-
 def _load() -> ModuleType:
     from autoshard.solver import large  # needs numba, which takes its time
 
@@ -436,7 +439,7 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
         edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
         limit=0.0,  # every point matters
     )
-    reduce = search.compiled().reduce if _is_large(free) else None
+    reduce = search.compiled().reduce if search.is_large(free) else None
     small = simplify(free, tick=search.report.tick, reduce=reduce)
     if max((sum(map(len, part.costs)) for part in small.parts), default=0) > MANY_OPTIONS:
         return SolverError(f"no choice fits in {problem.limit:.0f} bytes; {_floor(problem)}")
