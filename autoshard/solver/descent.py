@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+SOON, SLOW = 10, 2.0  # a choice is given up after so many changes if the rest would take this many times what is left
 TINY = 1e-12  # relative; a change of cost that may be rounding is none
 
 
@@ -79,15 +80,23 @@ def _saved(memory, lives, now, then, point):
 def repair(graph, memory, starts, lives, choice, over, most):
     """Makes a choice fit by the change that is cheapest per byte saved at the fullest point, again and again.
 
-    Returns whether it fits now; at most `most` nodes change. `choice` and `over` (bytes per point) change along.
+    At most `most` nodes change, and fewer where that will not do; `choice` and `over` (bytes per point) change along.
+
+    Returns:
+        Whether it fits now, and how many nodes changed.
     """
     costs = np.empty(np.max(np.diff(graph.offsets)))
-    if not len(over):
-        return True
-    for _ in range(most):
+    first = 0.0  # bytes over the limit at the start, over all points
+    for changes in range(most + 1):
+        left = 0.0
+        for point in range(len(over)):
+            left += max(over[point], 0.0)
+        if left == 0.0:
+            return True, changes
+        first = max(first, left)
+        if changes == most or (changes >= SOON and left * changes > SLOW * (first - left) * (most - changes)):
+            return False, changes
         point = np.argmax(over)
-        if over[point] <= 0.0:
-            return True
         best_node, best_option, least = -1, -1, np.inf
         for node in range(len(choice)):
             own = lives[starts[node] : starts[node + 1]]
@@ -107,9 +116,9 @@ def repair(graph, memory, starts, lives, choice, over, most):
                     if rate < least and _fits(memory, own, now, then, over):
                         best_node, best_option, least = node, then, rate
         if best_node < 0:
-            return False
+            return False, changes
         _take(memory, lives[starts[best_node] : starts[best_node + 1]], best_node, best_option, choice, over)
-    return np.max(over) <= 0.0
+    return False, most
 
 
 @njit(cache=True, nogil=True)

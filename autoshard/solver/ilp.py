@@ -53,8 +53,18 @@ class Outcome:
     interrupted: bool  # by Ctrl-C
 
 
-def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float, seed: int) -> Outcome:
-    """The cheapest choice, or the best one found in time; `first` is a feasible one, if known."""
+def cheapest(
+    problem: Problem,
+    first: Sequence[int] | None,
+    *,
+    time_limit: float,
+    seed: int,
+    stop: threading.Event | None = None,
+) -> Outcome:
+    """The cheapest choice, or the best one found in time; `first` is a feasible one, if known.
+
+    `stop` ends it as Ctrl-C does, where another thread than the main one, which does not hear that, is in here.
+    """
     start_time = time.monotonic()
     known = np.inf if first is None else verify(problem, first)[0]
     program = _encode(problem, known)
@@ -73,7 +83,8 @@ def cheapest(problem: Problem, first: Sequence[int] | None, *, time_limit: float
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
     gap = TARGET_GAP * abs(program.constant if first is None else known) / unit
-    highs = _Highs(cp.Problem(objective, constraints), [s, x], time_limit=time_limit, seed=seed, gap=gap)
+    whole = cp.Problem(objective, constraints)
+    highs = _Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop)
     start = None if first is None else program.point(first)
     bound, relaxed = program.constant, not memory.complete
     while True:
@@ -321,7 +332,17 @@ class _Rows:
 class _Highs:
     """A compiled cvxpy problem in HiGHS, set up so that two runs agree bit for bit unless time ends them."""
 
-    def __init__(self, problem: cp.Problem, variables: list[cp.Variable], *, time_limit: float, seed: int, gap: float):
+    def __init__(
+        self,
+        problem: cp.Problem,
+        variables: list[cp.Variable],
+        *,
+        time_limit: float,
+        seed: int,
+        gap: float,
+        stop: threading.Event | None = None,
+    ):
+        self._stop = stop or threading.Event()
         self._deadline = time.monotonic() + time_limit
         data, _, _ = problem.get_problem_data("HIGHS")
         first_column = data["param_prob"].var_id_to_col
@@ -401,7 +422,7 @@ class _Highs:
         threading.Thread(target=run).start()
         try:
             while not ended.wait(0.1):
-                if time.monotonic() > self._deadline + LAST_WORDS:
+                if time.monotonic() > self._deadline + LAST_WORDS or self._stop.is_set():
                     self.stopped = True
                     return ended.wait(LAST_WORDS)
         except KeyboardInterrupt:

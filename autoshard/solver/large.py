@@ -1,9 +1,12 @@
 """A large `Problem` in, a proven bound and ever better choices out, from compiled code on several cores.
 
-First prices on memory rise, one per byte and pressure point, along the slope of the bound that TRW-S proves under them
-(Polyak's steps along a smoothed subgradient). Block moves go on under these prices, and then let them follow the
-choice: up where it holds too much, down where it fits. Whatever a block move finds is made to fit, and then improved
-node by node.
+First prices on memory rise, one per byte and pressure point, along the slope of the bound that TRW-S proves under them:
+Polyak's steps along a smoothed subgradient, that of all options mixed by how cheap they are, which varies less from
+step to step than that of one choice. The price of a point moves in proportion to what it is already (as in
+exponentiated gradients: Kivinen and Warmuth, 1997), since few points need one. Block moves go on under these prices,
+and then let them follow the choice: up where it holds too much, down where it fits. When the bound has settled, moves
+under prices that rise from low ones, and moves of few nodes take turns. Whatever a block move finds is made to fit, and
+then improved node by node.
 
 Searches run side by side, in rounds of about the same amount of work; between two rounds they tell each other what they
 found. The same seed and number of threads find the same, however fast the machine is, up to the round that time allows.
@@ -11,9 +14,11 @@ found. The same seed and number of threads find the same, however fast the machi
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -22,30 +27,35 @@ import numpy as np
 
 from autoshard.solver import descent, elimination, trws
 from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
-from autoshard.solver.neighbourhoods import Neighbourhoods
+from autoshard.solver.neighbourhoods import Neighbourhoods, near
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
 
-UNPRICED = 15  # pairs of sweeps before memory gets its first price
-LENGTH, SHORTER, SHORTEST = 0.5, 0.7, 0.02  # of Polyak's steps: the first, factor to the next, the last
-ROUGH = 0.1  # the length down to which one pair of sweeps makes a step; then ...
-SWEEPS = 4  # ... as many do, and a block move, from this length on again:
-CAREFUL = 0.5
-SMOOTHING = 0.6  # of the slope of the bound that comes from earlier steps
-PATIENCE = 15  # steps that do not raise the bound by ...
-LITTLE = 1e-5  # ... this much of it, after which they get shorter
-GAP = 0.05  # of the bound: how far the first steps aim above it, at least
+UNPRICED = 30  # pairs of sweeps before memory gets its first price
+LENGTH = 0.5  # of Polyak's steps
+REACH = 0.05  # of the bound: how far the first steps aim above the best one
+FARTHER, NEARER, PATIENCE = 1.5, 0.7, 3  # factors of that: when a step gains much, and after so many that gain nothing
+MUCH = 0.12  # of the reach
+SETTLED, FINEST = 2e-4, 1e-6  # of the bound and of the first reach: a reach at which the bound will hardly rise further
+AGAIN = 0.003  # of the bound: how far shorter steps aim, once it has settled under bold ones
+SMOOTHING = 0.7  # of the slope of the bound that comes from earlier steps
+NEW = 0.02  # of the largest price: how fast prices of points that have none yet rise, beside it
+TEMPERATURE = 0.3  # of the gap per node, at which options are mixed
+TINY = 1e-300  # instead of 0, to divide by
+SWEEP = 2  # pairs of sweeps look at entries of tables, in those that block moves look at
 GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
 ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
 ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
 OVERHEAD = 5e4  # what the calls of one step take, in such entries
-REPAIRS = 50  # nodes that change to make a choice fit, at most
-UP, MORE, DOWN = 1.03, 0.02, 0.97  # of prices: factor where memory is over the limit; share of the largest price that
-# is added where it is most over; factor where it fits
-RESTART = 20  # moves, after which a search goes back to the best choice ...
-PERTURBED = 0.02  # ... with this share of its nodes changed
-NOTHING = np.zeros(0)
+REPAIRS = 100  # nodes that change to make a choice fit, at most
+UP, DOWN = 1.03, 0.97  # of prices that follow a choice: where memory is over the limit, and where all fits
+MORE = 0.02  # of all prices together: what is spread over what is over the limit
+FOLLOWING, RISING = 10, 12  # moves in a row: under prices that follow the choice, and under prices that rise before it
+LOWEST = 0.1  # of the best prices: where they rise from
+LOCAL = 40  # moves in a row near the best choice, of
+SMALLEST, LARGEST = 0.02, 0.5  # of all nodes, under
+LOW, HIGH = 0.3, 1.1  # of the best prices
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +72,8 @@ class LargeSearch:
 
     def __init__(self, problem: Problem, *, seed: int, threads: int):
         self.graph, self.memory = graph_of(problem), memory_of(problem)
-        self.ascent = Ascent(self.graph, self.memory, np.random.default_rng(seed))
+        self.stop = threading.Event()
+        self.ascent = Ascent(self.graph, self.memory)
         self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(max(1, threads - 1))]
         self.neighbourhoods = Neighbourhoods(problem, self.graph, np.random.default_rng([seed, threads]))
         self.threads = threads
@@ -78,7 +89,7 @@ class LargeSearch:
             tick: called about twice a second, and after each round; what it raises ends the search.
         """
         least: np.ndarray | None = None  # per option, what a choice with it costs at least
-        with ThreadPoolExecutor(self.threads) as pool:
+        with ThreadPoolExecutor(self.threads) as pool, self.stopping():
             while True:
                 first = known()
                 cost = math.inf if first is None else self.cost(first)
@@ -86,19 +97,28 @@ class LargeSearch:
                     search.begin(first, cost, self.ascent)
                 other = None
                 if not self.ascent.settled:
-                    tasks = [pool.submit(self.ascent.round, cost)]
+                    tasks = [pool.submit(self.ascent.round, cost, self.stop, ROUND)]
                 elif least is None:
                     tasks = [other := pool.submit(self.ascent.least)]
                 elif first is not None:
-                    tasks = [other := pool.submit(self.neighbourhoods.improve, first, least < cost, left())]
+                    improve = self.neighbourhoods.improve
+                    tasks = [other := pool.submit(improve, first, least < cost, left(), self.stop)]
                 else:
                     tasks = []
                 long = least is not None and first is not None
-                tasks += [pool.submit(search.round, LONG if long else ROUND) for search in self.searches]
+                tasks += [pool.submit(search.round, self.stop, LONG if long else ROUND) for search in self.searches]
                 waited_for(tasks, tick)
                 yield self.found(other.result() if long else None)
                 if self.ascent.settled and least is None and other:
                     least = other.result()
+
+    @contextlib.contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Ends what still runs after the step that it is at, however this is left."""
+        try:
+            yield
+        finally:
+            self.stop.set()
 
     def found(self, choice: tuple[int, ...] | None) -> Found:
         """The best of this choice and those of the searches."""
@@ -147,7 +167,7 @@ def _smallest() -> Problem:
 
 def _warm_up_searches() -> None:
     search = LargeSearch(_smallest(), seed=0, threads=1)
-    search.ascent.round(2.0)
+    search.ascent.round(2.0, search.stop, 1.0)
     search.ascent.least()
     for choice in ([0, 0], [1, 0]):
         search.searches[0].begin(choice, math.inf, search.ascent)
@@ -157,74 +177,78 @@ def _warm_up_searches() -> None:
 class Ascent:
     """Messages and prices of a problem, on their way to the best bound."""
 
-    def __init__(self, graph: Graph, memory: Memory, rng: np.random.Generator):
+    def __init__(self, graph: Graph, memory: Memory):
         self.graph, self.memory = graph, memory
         self.to_left, self.to_right = np.zeros(graph.left_offsets[-1]), np.zeros(graph.right_offsets[-1])
+        self.extra = np.empty(len(graph.costs))  # by how much options cost more than the best of their node
         self.choice = np.zeros(len(graph.offsets) - 1, dtype=np.int64)  # good under the present prices
-        self.swept = self.choice.copy()  # what sweeps would take
-        self.moves = Moves(graph, rng)
-        self.best, self.length, self.idle, self.rough = -math.inf, LENGTH, 0, True
-        self.spread = float(np.ptp(graph.costs))
+        self.best, self.idle = -math.inf, 0
+        self.owed = 0.0  # work that rounds have asked for, less what was done
         self.direction = np.zeros(len(memory.room))
         self.set_prices(np.zeros(len(memory.room)))
         self.best_prices = self.prices
         for _ in range(UNPRICED):
-            self.sweep()
+            self.best = max(self.best, self.sweep())
+        self.reach = REACH * max(abs(self.best), float(np.ptp(graph.costs[graph.costs < np.inf])))
+        self.finest = FINEST * self.reach
+        self.work = SWEEP * len(graph.tables) + 4 * len(memory.usage) + OVERHEAD  # of one step
+        self.bold = True  # steps may go too far, as long as that finds out where prices are needed
+        self.settled = False  # going on is not worth it
 
-    @property
-    def settled(self) -> bool:
-        """Whether going on is not worth it."""
-        return not self.rough and self.length < SHORTEST
-
-    def round(self, known: float) -> None:
-        """Steps, given the cost of the best choice by now."""
-        work = 0.0
-        while work < ROUND and not self.settled:
-            work += self.step(known)
+    def round(self, known: float, stop: threading.Event, most: float) -> None:
+        """Steps until that much work is done, given the cost of the best choice by now."""
+        self.owed += most
+        while self.owed > 0 and not (self.settled or stop.is_set()):
+            self.owed -= self.step(known)
+        trws.take(self.graph, self.costs, self.to_left, self.choice)
 
     def step(self, known: float) -> float:
         """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
-        for _ in range(1 if self.rough else SWEEPS):
-            bound, _ = self.sweep()
-        self.idle = 0 if bound > self.best + LITTLE * abs(self.best) else self.idle + 1
+        bound = self.sweep()
+        gap, gained = min(max(known - self.best, 0.0), self.reach), bound - self.best
         if bound > self.best:
-            self.best, self.best_prices = bound, self.prices
-        if self.idle >= PATIENCE:
-            self.length, self.idle = self.length * SHORTER, 0
-            if self.rough and self.length < ROUGH:
-                self.rough, self.length = False, CAREFUL
-                self.set_prices(self.best_prices)
-        self.choice = self.swept.copy()
-        work = 4 * len(self.graph.tables)
-        if not self.rough:  # the slope is that of what is cheapest under these prices
-            work = SWEEPS * work + 5 * self.moves.move(self.costs, self.choice)
-        over = trws.over(self.memory, self.choice)
+            self.reach *= FARTHER if bound > self.best + MUCH * gap else 1.0
+            self.best, self.best_prices, self.idle = bound, self.prices, 0
+        else:
+            self.idle += 1
+            if self.idle == PATIENCE:
+                self.reach, self.idle = NEARER * gap, 0
+        nodes = len(self.choice)
+        over = trws.expected_over(self.graph, self.memory, self.extra, max(TEMPERATURE * gap / nodes, TINY))
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
-        square = self.direction @ self.direction
+        scale = self.prices + NEW * self.prices.max() if self.prices.any() else np.ones(len(slope))
+        square = scale @ self.direction**2
+        if not self.bold:
+            square = max(square, scale @ slope**2)
         if square == 0:  # all fits at no price
-            self.length *= SHORTER
+            self.settled = not gained > SETTLED * self.reach
+        elif self.reach < max(SETTLED * abs(self.best), self.finest) and self.bold:
+            self.bold, self.reach = False, max(AGAIN * abs(self.best), 10 * self.finest)
+            self.direction = np.zeros(len(slope))
+            self.set_prices(self.best_prices)
+        elif self.reach < max(SETTLED * abs(self.best), self.finest):
+            self.settled = True
         elif math.isfinite(bound):
-            gap = min(max(known - self.best, 0.0), max(GAP * abs(self.best), self.spread))
-            step = self.length * (self.best + gap - bound) / square
-            self.set_prices(np.maximum(0.0, self.prices + step * self.direction))
-        return work + 4 * len(self.memory.usage) + OVERHEAD
+            step = LENGTH * (self.best + gap - bound) / square
+            self.set_prices(np.maximum(0.0, self.prices + step * scale * self.direction))
+        return self.work
 
-    def sweep(self, extra: np.ndarray = NOTHING) -> tuple[float, float]:
-        """Sweeps forward and backward: the bound that is proven, and what it would be without memory's refund."""
-        trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, True, NOTHING)
-        sum_, allowance = trws.sweep(self.graph, self.costs, self.to_left, self.to_right, self.swept, False, extra)
-        return sum_ - allowance - self.refund, sum_
+    def sweep(self, complete: bool = False) -> float:
+        """Sweeps forward and backward: the bound that is proven."""
+        parts = self.graph, self.costs, self.to_left, self.to_right, self.extra
+        trws.sweep(*parts, True, False)
+        bound, allowance = trws.sweep(*parts, False, complete)
+        return bound - allowance - self.refund
 
     def least(self) -> np.ndarray:
         """What any choice with each option costs at least, under the best prices."""
         self.set_prices(self.best_prices)
         for _ in range(UNPRICED):
             self.sweep()
-        extra = np.empty(len(self.graph.costs))
-        bound, _ = self.sweep(extra)
+        bound = self.sweep(complete=True)
         self.best = max(self.best, bound)
-        return bound + extra * (1 - 1e-9)
+        return bound + self.extra * (1 - 1e-9)
 
     def set_prices(self, prices: np.ndarray) -> None:
         total = prices.sum()
@@ -233,7 +257,7 @@ class Ascent:
             prices = np.round(prices / grid) * grid
         self.prices = prices
         self.costs = trws.priced(self.graph, self.memory, prices)
-        back = prices * self.memory.room
+        back = (prices * self.memory.room)[prices > 0]
         self.refund = math.fsum(back) + 8 * trws.HALF_ULP * math.fsum(np.abs(back))
 
 
@@ -257,12 +281,15 @@ class Moves:
         return chosen.work
 
     def new_plan(self) -> elimination.Plan:
-        nodes = len(self.frozen)
-        noise, reluctance = self.rng.random(nodes), 2 * self.rng.random(nodes) + 0.7 * self.frozen
-        plan = elimination.plan(self.graph, np.ones(nodes, dtype=bool), noise, reluctance, math.log(ENTRIES))
+        plan = self.plan(np.ones(len(self.frozen), dtype=bool), 0.7 * self.frozen)
         self.plans.append(plan)
         self.frozen[plan.frozen] += 1
         return plan
+
+    def plan(self, movable: np.ndarray, reluctance: np.ndarray | float = 0.0) -> elimination.Plan:
+        nodes = len(movable)
+        reluctance = 2 * self.rng.random(nodes) + reluctance
+        return elimination.plan(self.graph, movable, self.rng.random(nodes), reluctance, math.log(ENTRIES))
 
 
 class Search:
@@ -275,67 +302,86 @@ class Search:
         self.lives = np.argsort(memory.node, kind="stable")
         self.starts = np.searchsorted(memory.node[self.lives], np.arange(len(graph.offsets)))
         self.best: np.ndarray | None = None
-        self.cost, self.until_restart = math.inf, RESTART
-        self.offered: tuple[np.ndarray, np.ndarray] | None = None  # prices, and a choice that is good under them
+        self.cost, self.until_restart, self.rise = math.inf, 0, 1.0  # the factor of prices that rise
+        self.owed = 0.0  # work that rounds have asked for, less what was done
+        self.guide = np.zeros(0), np.zeros(0)  # prices, and a choice that is good under them
+        self.settled = self.local = False  # the guide will not change; moves go on near the best choice
         self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
 
     def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
         """Takes over what others found before a round."""
         if known is not None and cost < self.cost:
             self.best, self.cost = np.array(known, dtype=np.int64), cost
-        self.offered = None if ascent.settled and self.moves.count else (ascent.best_prices, ascent.choice)
+        self.guide, self.settled = (ascent.best_prices, ascent.choice.copy()), ascent.settled
         if not self.moves.count:
             self.restart()
 
-    def round(self, most: float) -> None:
+    def round(self, stop: threading.Event, most: float) -> None:
         """Moves until that much work is done."""
-        work = 0.0
-        while work < most:
-            work += self.step()
+        self.owed += most
+        while self.owed > 0 and not stop.is_set():
+            self.owed -= self.step()
 
     def step(self) -> float:
         """One block move, and what follows from it; returns how much work it was."""
-        work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
-        over = trws.over(self.memory, self.choice)
-        self.improve(self.choice.copy(), over.copy())
-        self.adjust_prices(over / self.memory.unit)
-        self.until_restart -= 1
         if self.until_restart <= 0:
             self.restart()
-        return 5 * work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over)) + OVERHEAD
+        self.until_restart -= 1
+        if self.local:
+            return self.local_step()
+        work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
+        over = trws.over(self.memory, self.choice)
+        work = 5 * work + self.improve(self.choice.copy(), over.copy())
+        if self.until_restart > FOLLOWING:
+            self.prices = self.rise * self.prices
+        else:
+            self.follow(over)
+        return work + 100 * len(self.choice) + 20 * (len(self.memory.usage) + len(over)) + OVERHEAD
 
     def restart(self) -> None:
-        """Goes back to the best choice, or on from the prices and the choice that the ascent of the bound is at."""
-        self.until_restart = RESTART
-        if self.best is not None:
-            self.choice = self.perturbed(self.best)
-        if self.offered:
-            self.prices, choice = self.offered
-            if self.best is None or self.rng.random() < 0.5:
-                self.choice = choice.copy()
+        """Goes on from where the ascent is; when it has settled, from low prices, and near the best choice, in turn."""
+        self.prices, self.choice = self.guide[0], self.guide[1].copy()
+        self.until_restart = FOLLOWING
+        if self.settled and self.moves.count:
+            self.local = self.best is not None and not self.local
+            self.until_restart = LOCAL if self.local else RISING + FOLLOWING
+            self.prices = self.prices * (low := self.between(LOWEST, 1.0))
+            self.rise = low ** (-1 / RISING)
 
-    def improve(self, choice: np.ndarray, over: np.ndarray) -> None:
-        """Makes a choice fit, and cheaper, and keeps it if it is the best; all arguments change."""
+    def local_step(self) -> float:
+        """Moves the nodes near a random one, others as they are in the best choice."""
+        nodes = len(self.choice)
+        size = math.ceil(nodes * self.between(SMALLEST, LARGEST))
+        movable = np.zeros(nodes, dtype=bool)
+        movable[near(self.graph, int(self.rng.integers(nodes)), size, self.rng)] = True
+        plan = self.moves.plan(movable)
+        choice = self.best.copy()
+        costs = trws.priced(self.graph, self.memory, self.between(LOW, HIGH) * self.guide[0])
+        elimination.move(self.graph, costs, plan, choice)
+        work = self.improve(choice, trws.over(self.memory, choice))
+        work += 5 * plan.work + 300 * nodes
+        return work + 20 * (len(self.memory.usage) + len(self.prices)) + OVERHEAD
+
+    def between(self, low: float, high: float) -> float:
+        """A random number of any magnitude."""
+        return low * (high / low) ** self.rng.random()
+
+    def improve(self, choice: np.ndarray, over: np.ndarray) -> float:
+        """Makes a choice fit, and cheaper, and keeps it if it is the best; both arguments change. Returns the work."""
         parts = self.graph, self.memory, self.starts, self.lives, choice, over
-        if not descent.repair(*parts, REPAIRS):
-            return
-        descent.descend(*parts)
-        cost = trws.cost_of(self.graph, self.graph.costs, choice)
-        if cost < self.cost:
-            self.best, self.cost = choice, cost
+        fits, changes = descent.repair(*parts, REPAIRS)
+        if fits:
+            descent.descend(*parts)
+            cost = trws.cost_of(self.graph, self.graph.costs, choice)
+            if cost < self.cost:
+                self.best, self.cost = choice, cost
+        return 100.0 * changes * len(choice)
 
-    def adjust_prices(self, over: np.ndarray) -> None:
-        most = over.max(initial=0.0)
-        if most > 0:
-            added = MORE * self.prices.max() * np.maximum(over, 0.0) / most
+    def follow(self, over: np.ndarray) -> None:
+        """Lets prices rise where so many bytes are over the limit, or fall if none are."""
+        more = np.maximum(over, 0.0)
+        if more.any():
+            added = MORE * self.prices.sum() * more / more.sum()
             self.prices = np.where(over > 0, UP * self.prices, self.prices) + added
         else:
             self.prices = DOWN * self.prices
-
-    def perturbed(self, choice: np.ndarray) -> np.ndarray:
-        """The choice with random options for some nodes."""
-        nodes = self.rng.integers(len(choice), size=math.ceil(PERTURBED * len(choice)))
-        sizes = np.diff(self.graph.offsets)[nodes]
-        changed = choice.copy()
-        changed[nodes] = (self.rng.random(len(nodes)) * sizes).astype(np.int64)
-        return changed

@@ -7,6 +7,7 @@ follows how long that takes.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -31,16 +32,19 @@ class Neighbourhoods:
         self.problem, self.graph, self.rng = problem, graph, rng
         self.size = float(min(FIRST, len(problem.costs)))
 
-    def improve(self, choice: Sequence[int], allowed: np.ndarray, seconds: float) -> tuple[int, ...] | None:
+    def improve(
+        self, choice: Sequence[int], allowed: np.ndarray, seconds: float, stop: threading.Event
+    ) -> tuple[int, ...] | None:
         """The best choice in a neighbourhood of one that fits; None if it was not found.
 
         Args:
             allowed: per option of all nodes, whether a better choice can have it.
             seconds: to spend, at most, about.
+            stop: ends it early.
         """
         limit = min(SECONDS, seconds)
         started = time.monotonic()
-        free = self.near(int(self.rng.integers(len(choice))))
+        free = near(self.graph, int(self.rng.integers(len(choice))), int(self.size), self.rng)
         offsets = self.graph.offsets
         options = {node: [option] for node, option in enumerate(choice)}
         for node in free:
@@ -51,24 +55,27 @@ class Neighbourhoods:
             return None
         outcomes = []
         for part in small.parts:
+            if stop.is_set():
+                return None
             left = limit - (time.monotonic() - started)
-            outcomes.append(cheapest(part, None, time_limit=max(0.0, left), seed=0))
+            outcomes.append(cheapest(part, None, time_limit=max(0.0, left), seed=0, stop=stop))
         late = time.monotonic() - started > limit
         self.size = max(LEAST, min(len(choice), self.size * (SMALLER if late else LARGER)))
         if any(outcome.choice is None for outcome in outcomes):
             return None
         return small.invert([outcome.choice for outcome in outcomes])
 
-    def near(self, root: int) -> list[int]:
-        """A node and those nearest to it, in random order among equals."""
-        graph, found, seen = self.graph, [root], {root}
-        for node in found:
-            earlier = graph.earlier[graph.earlier_starts[node] : graph.earlier_starts[node + 1]]
-            later = graph.later[graph.later_starts[node] : graph.later_starts[node + 1]]
-            for other in self.rng.permutation(np.concatenate([graph.left[earlier], graph.right[later]])).tolist():
-                if other not in seen:
-                    seen.add(other)
-                    found.append(other)
-            if len(found) >= self.size:
-                break
-        return found[: int(self.size)]
+
+def near(graph: Graph, root: int, size: int, rng: np.random.Generator) -> list[int]:
+    """A node and those nearest to it, in random order among equals."""
+    found, seen = [root], {root}
+    for node in found:
+        earlier = graph.earlier[graph.earlier_starts[node] : graph.earlier_starts[node + 1]]
+        later = graph.later[graph.later_starts[node] : graph.later_starts[node + 1]]
+        for other in rng.permutation(np.concatenate([graph.left[earlier], graph.right[later]])).tolist():
+            if other not in seen:
+                seen.add(other)
+                found.append(other)
+        if len(found) >= size:
+            break
+    return found[:size]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,11 +29,15 @@ from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import simplify
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 
+if TYPE_CHECKING:
+    from autoshard.solver.large import Found
+
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
-GRACE = 10.0  # s past the time limit to find a first choice
+GRACE = 1.0  # s past the time limit to find a first choice
 FEW_OPTIONS = 4000  # that the integer program takes at once
 MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
-MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays
+MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
+LESS = 20_000  # ... and from which on once it is loaded
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
 EVERY = 0.4  # s between two reports of progress, if nothing changes
@@ -216,6 +221,7 @@ class _Search:
         progress: Callable[[Progress], None] | None,
     ):
         self.seed, self.threads = seed, threads
+        self.loaded = False  # compiled code
         self.report = _Report(progress)
         self.deadline = self.report.start + time_limit
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
@@ -236,7 +242,7 @@ class _Search:
         Raises:
             _Nothing: no choice is allowed and fits.
         """
-        reduce = self.compiled().reduce if _is_large(known.problem) else None
+        reduce = self.compiled().reduce if self.is_large(known.problem) else None
         try:
             with self.report.during("simplify"):
                 small = simplify(known.problem, tick=self.check_time, reduce=reduce)
@@ -255,10 +261,10 @@ class _Search:
             parts.append(_Known(problem, tell))
             parts[-1].bound = _least_sum(problem)
         tell()
-        large = sum(_is_large(part.problem) for part in parts)
+        large = sum(self.is_large(part.problem) for part in parts)
         for part in sorted(parts, key=lambda part: len(part.problem.costs)):
             options = _options(part.problem)
-            if relax and _is_large(part.problem):
+            if relax and self.is_large(part.problem):
                 with self.hurry(1 / large):
                     self.search(part)
                 large -= 1
@@ -331,19 +337,23 @@ class _Search:
         most = _most_sum(known.problem)
         programmed = False
         with self.report.during("search"):
-            for found in search.rounds(lambda: known.choice, self.left, self.check_time):
-                if found.choice is not None:
-                    known.offer(found.choice)
-                known.prove(found.bound)
-                if known.bound > most + ENOUGH * abs(most):
-                    raise _Nothing
-                if known.solved:
-                    return
-                if found.settled and not programmed:
-                    programmed = True
-                    self.fix(known, search.ascent.least())
-                if known.solved:
-                    return
+            try:
+                for found in search.rounds(lambda: known.choice, self.left, self.check_time):
+                    self.learn(known, found)
+                    if known.bound > most + ENOUGH * abs(most):
+                        raise _Nothing
+                    if found.settled and not programmed and not known.solved:
+                        programmed = True
+                        self.fix(known, search.ascent.least())
+                    if known.solved:
+                        return
+            finally:  # time that is up and Ctrl-C come in the midst of a round
+                self.learn(known, search.found(None))
+
+    def learn(self, known: _Known, found: Found) -> None:
+        if found.choice is not None:
+            known.offer(found.choice)
+        known.prove(found.bound)
 
     def fix(self, known: _Known, least: np.ndarray) -> None:
         """Solves a problem with the options that a better choice can have, if these are few."""
@@ -372,6 +382,11 @@ class _Search:
         finally:
             self.deadline = deadline
 
+    def is_large(self, problem: Problem) -> bool:
+        """Whether compiled code pays."""
+        much = min(LESS, MUCH) if self.loaded else MUCH
+        return sum(map(len, problem.costs)) + sum(len(live.usage) for live in problem.lives) > much
+
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
         with self.report.during("load compiled code"), ThreadPoolExecutor(1) as pool:
@@ -380,6 +395,7 @@ class _Search:
                 if time.monotonic() - self.report.entered > COMPILES:
                     self.report.stage = "compile, the first time only"
                 self.report.tick()
+            self.loaded = True
             return loading.result()
 
     def relax(self, known: _Known) -> None:
@@ -460,11 +476,6 @@ def _options(problem: Problem) -> int:
     return sum(map(len, problem.costs))
 
 
-def _is_large(problem: Problem) -> bool:
-    """Whether compiled code pays."""
-    return _options(problem) + sum(len(live.usage) for live in problem.lives) > MUCH
-
-
 def _load() -> ModuleType:
     from autoshard.solver import large  # needs numba, which takes its time
 
@@ -496,7 +507,7 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
         edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
         limit=0.0,  # every point matters
     )
-    reduce = search.compiled().reduce if _is_large(free) else None
+    reduce = search.compiled().reduce if search.is_large(free) else None
     small = simplify(free, tick=search.report.tick, reduce=reduce)
     if max((sum(map(len, part.costs)) for part in small.parts), default=0) > MANY_OPTIONS:
         return SolverError(f"no choice fits in {problem.limit:.0f} bytes; {_floor(problem)}")

@@ -15,12 +15,13 @@ FLAGS = {"nnan", "nsz"}  # lets minima be taken several at a time; infinities ke
 
 
 @njit(cache=True, nogil=True, fastmath=FLAGS)
-def sweep(graph, costs, to_left, to_right, choice, forward, extra):
+def sweep(graph, costs, to_left, to_right, extra, forward, complete):
     """Updates all messages in one direction: what they prove, and by how much rounding may have made it too much.
 
     Args:
-        choice: going forward, set to what is cheapest of each node given the nodes before it.
-        extra: unless empty, set to by how much any choice with an option costs more than the bound, rounded.
+        extra: set to by how much each option costs more than the best of its node, given all messages to it.
+        complete: add what the edges to come leave unpaid: by how much any choice with an option costs more than the
+            bound, rounded.
     """
     offsets, table_offsets, tables = graph.offsets, graph.table_offsets, graph.tables
     nodes = len(offsets) - 1
@@ -29,14 +30,11 @@ def sweep(graph, costs, to_left, to_right, choice, forward, extra):
     bound = allowance = 0.0
     for step in range(nodes):
         node = step if forward else nodes - 1 - step
-        if forward:
-            choice[node] = _taken(graph, costs, to_left, choice, node)
         largest = _collect(graph, costs, to_left, to_right, node, total)
         first, options = offsets[node], offsets[node + 1] - offsets[node]
         least = _take_least(total, 0, options)
-        if len(extra):
-            for a in range(options):
-                extra[first + a] = total[a]
+        for a in range(options):
+            extra[first + a] = total[a]
         bound += least
         earlier = graph.earlier_starts[node + 1] - graph.earlier_starts[node]
         later = graph.later_starts[node + 1] - graph.later_starts[node]
@@ -51,14 +49,14 @@ def sweep(graph, costs, to_left, to_right, choice, forward, extra):
                 largest = _pay(share, total, to_left, left, options, paid)
                 _minimise_rows(tables, table, options, other, paid, to_right, right)
                 least = _take_least(to_right, right, other)
-                if len(extra):
+                if complete:
                     _spare_rows(tables, table, options, other, to_left, left, to_right, right, least, extra, first)
             else:
                 other = graph.left_offsets[edge + 1] - left
                 largest = _pay(share, total, to_right, right, options, paid)
                 _minimise_columns(tables, table, other, options, paid, to_left, left)
                 least = _take_least(to_left, left, other)
-                if len(extra):
+                if complete:
                     _spare_columns(tables, table, other, options, to_left, left, to_right, right, least, extra, first)
             bound += least
             allowance += 4 * (largest + abs(least)) + abs(bound)
@@ -157,20 +155,21 @@ def _add(messages, first, options, total):
 
 
 @njit(cache=True, nogil=True)
-def _taken(graph, costs, to_left, choice, node):
-    """The option that is cheapest, given what the nodes before took and the messages from those after."""
-    first, options = graph.offsets[node], graph.offsets[node + 1] - graph.offsets[node]
-    best, least = 0, np.inf
-    for a in range(options):
-        cost = costs[first + a]
+def take(graph, costs, to_left, choice):
+    """Sets each node to the option that is cheapest, given what those before took and the messages from those after."""
+    total = np.empty(np.max(np.diff(graph.offsets)))
+    for node in range(len(choice)):
+        first, options = graph.offsets[node], graph.offsets[node + 1] - graph.offsets[node]
+        for a in range(options):
+            total[a] = costs[first + a]
         for at in range(graph.earlier_starts[node], graph.earlier_starts[node + 1]):
             edge = graph.earlier[at]
-            cost += graph.tables[graph.table_offsets[edge] + choice[graph.left[edge]] * options + a]
+            row = graph.table_offsets[edge] + choice[graph.left[edge]] * options
+            for a in range(options):
+                total[a] += graph.tables[row + a]
         for at in range(graph.later_starts[node], graph.later_starts[node + 1]):
-            cost += to_left[graph.left_offsets[graph.later[at]] + a]
-        if cost < least:
-            best, least = a, cost
-    return best
+            _add(to_left, graph.left_offsets[graph.later[at]], options, total)
+        choice[node] = np.argmin(total[:options])
 
 
 @njit(cache=True, nogil=True)
@@ -192,17 +191,40 @@ def priced(graph, memory, prices):
 @njit(cache=True, nogil=True)
 def over(memory, choice):
     """Bytes per pressure point by which a choice is over the limit; negative where it is below."""
+    held = np.empty(len(memory.node))
+    for life in range(len(held)):
+        held[life] = memory.usage[memory.usage_offsets[life] + choice[memory.node[life]]]
+    return _over(memory, held)
+
+
+@njit(cache=True, nogil=True)
+def expected_over(graph, memory, extra, temperature):
+    """The same where each option is taken with a probability that falls with what it costs more than the best."""
+    share = np.exp(-extra / temperature)
+    for node in range(len(graph.offsets) - 1):
+        first, last = graph.offsets[node], graph.offsets[node + 1]
+        share[first:last] /= np.sum(share[first:last])
+    held = np.zeros(len(memory.node))
+    for life in range(len(held)):
+        first, usage = graph.offsets[memory.node[life]], memory.usage_offsets[life]
+        for a in range(memory.usage_offsets[life + 1] - usage):
+            held[life] += share[first + a] * memory.usage[usage + a]
+    return _over(memory, held)
+
+
+@njit(cache=True, nogil=True)
+def _over(memory, held):
+    """Bytes per pressure point over the limit, where each life holds this much."""
     points = len(memory.room)
     change = np.zeros(points + 1)
-    for life in range(len(memory.node)):
-        usage = memory.usage[memory.usage_offsets[life] + choice[memory.node[life]]]
-        change[memory.start[life]] += usage
-        change[memory.end[life]] -= usage
-    held = 0.0
+    for life in range(len(held)):
+        change[memory.start[life]] += held[life]
+        change[memory.end[life]] -= held[life]
+    total = 0.0
     result = np.empty(points)
     for point in range(points):
-        held += change[point]
-        result[point] = held - memory.room[point]
+        total += change[point]
+        result[point] = total - memory.room[point]
     return result
 
 

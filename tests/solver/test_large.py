@@ -11,10 +11,13 @@ from test_bounds import parts
 
 from autoshard.solver import Problem, descent, elimination, large, trws
 from autoshard.solver.arrays import graph_of, memory_of
+from autoshard.solver.ilp import cheapest
 from autoshard.solver.large import LargeSearch, Search
 from autoshard.solver.neighbourhoods import Neighbourhoods
 from autoshard.solver.problem import Edge, Live
 from autoshard.solver.verify import fits, verify
+
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def assert_bounds(seeds: range) -> int:
@@ -25,10 +28,9 @@ def assert_bounds(seeds: range) -> int:
         ascent = LargeSearch(part, seed=0, threads=1).ascent
         rng = np.random.default_rng(0)
         for _ in range(8):
-            extra = np.empty(len(least))
-            bound, _ = ascent.sweep(extra)
+            bound = ascent.sweep(complete=True)
             assert bound <= optimum
-            assert (bound + extra <= least + 1e-9 * abs(optimum)).all()
+            assert (bound + ascent.extra <= least + 1e-9 * abs(optimum)).all()
             size = len(ascent.prices)
             ascent.set_prices(rng.random(size) * (rng.random(size) < 0.3) * optimum / 100)
         ascent.set_prices(np.zeros(size))
@@ -59,7 +61,7 @@ def test_trees_are_tight():
     edges = tuple(Edge(int(rng.integers(k)), k, rng.random((5, 5))) for k in range(1, 200))
     problem = Problem(tuple(rng.random(5) for _ in range(200)), edges, (), None)
     search = LargeSearch(problem, seed=0, threads=1)
-    search.ascent.step(math.inf)
+    search.ascent.round(math.inf, search.stop, 1.0)
     assert verify(problem, search.ascent.choice)[0] == pytest.approx(search.ascent.best, rel=1e-9)
     assert search.ascent.best <= verify(problem, search.ascent.choice)[0]
 
@@ -130,7 +132,7 @@ def test_repaired_choices_fit_and_descent_never_loses():
         over = trws.over(memory, choice)
         tried += over.max(initial=0.0) > 0
         parts = graph, memory, search.starts, search.lives, choice, over
-        if not descent.repair(*parts, 20):
+        if not descent.repair(*parts, 20)[0]:
             continue
         repaired += 1
         assert fits(verify(problem, choice.tolist())[1], problem.limit)
@@ -169,7 +171,7 @@ def test_neighbourhoods_improve_choices():
     neighbourhoods.size = 6
     choice = tuple(int(np.argmin(live.usage)) for live in problem.lives)
     before = verify(problem, choice)[0]
-    better = neighbourhoods.improve(choice, np.ones(len(graph.costs), dtype=bool), 100.0)
+    better = neighbourhoods.improve(choice, np.ones(len(graph.costs), dtype=bool), 100.0, threading.Event())
     cost, peak = verify(problem, better)
     assert cost < before and fits(peak, problem.limit)
     assert sum(a != b for a, b in zip(choice, better, strict=True)) <= 6
@@ -190,3 +192,14 @@ def test_problems_of_one_node_and_of_no_edge():
     for problem in (Problem((np.array([1.0, 0.0]),), (), (), None), random_problem(0, nodes=1)):
         found = next(LargeSearch(problem, seed=0, threads=2).rounds(lambda: None, lambda: 1.0, lambda: None))
         assert found.bound <= min(problem.costs[0])
+
+
+def test_what_is_stopped_ends_at_once():
+    """An integer program that would run for minutes, and rounds that would never end."""
+    problem = hard_problem()
+    search = LargeSearch(problem, seed=0, threads=2)
+    search.stop.set()
+    search.ascent.round(math.inf, search.stop, math.inf)
+    search.searches[0].round(search.stop, math.inf)
+    threading.Timer(1.0, (stop := threading.Event()).set).start()
+    assert cheapest(problem, None, time_limit=math.inf, seed=0, stop=stop).bound < math.inf

@@ -13,6 +13,8 @@ from autoshard.solver.reduce import reduce
 from autoshard.solver.simplify import simplify
 from autoshard.solver.verify import fits, verify
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 
 def by_parts(problem: Problem) -> Solution:
     """The optimum of what is left, led back."""

@@ -58,12 +58,12 @@ def test_with_bounds_first(monkeypatch, rounds):
         assert_same(answer(solve, problem), answer(exhaustive, problem))
 
 
-def compiled_always(monkeypatch) -> None:
+@pytest.fixture
+def compiled_always(monkeypatch, compiled) -> None:
     monkeypatch.setattr(module, "MUCH", 0)
 
 
-def test_with_compiled_code(monkeypatch):
-    compiled_always(monkeypatch)
+def test_with_compiled_code(compiled_always):
     for seed in range(20_000, 20_300):
         problem = random_problem(seed)
         assert_same(answer(solve, problem), answer(exhaustive, problem))
@@ -72,8 +72,7 @@ def test_with_compiled_code(monkeypatch):
         assert_same(answer(solve, problem), answer(exhaustive, problem))
 
 
-def test_compiled_code_stops_in_time_and_tells_what_it_does(monkeypatch):
-    compiled_always(monkeypatch)
+def test_compiled_code_stops_in_time_and_tells_what_it_does(compiled_always):
     told = []
     start = time.monotonic()
     solution = solve(hard_problem(), time_limit=4, threads=2, progress=told.append)
@@ -83,9 +82,7 @@ def test_compiled_code_stops_in_time_and_tells_what_it_does(monkeypatch):
     assert set(solution.seconds) >= {"load compiled code", "simplify", "search"}
 
 
-def test_ctrl_c_in_compiled_code_returns_the_best_so_far(monkeypatch):
-    compiled_always(monkeypatch)
-
+def test_ctrl_c_in_compiled_code_returns_the_best_so_far(compiled_always):
     def press(progress):
         if progress.stage == "search" and progress.cost < np.inf:
             raise KeyboardInterrupt
@@ -147,9 +144,8 @@ def test_memory_error_says_what_would_do():
     assert solve(replace(problem, limit=error.value.needed)).status == "optimal"
 
 
-def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch):
+def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch, compiled_always):
     """Too large to find the least that a choice holds: what the leanest options hold is still known."""
-    compiled_always(monkeypatch)
     monkeypatch.setattr(module, "MANY_OPTIONS", 0)
     lives = tuple(Live(node, node, node + 2, np.array([8, 6, 9])) for node in range(4))
     crossed = tuple(Edge(k, k + 1, np.where(np.eye(3, dtype=bool), np.inf, 0.0)) for k in range(3))
