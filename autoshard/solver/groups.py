@@ -429,7 +429,7 @@ def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]
 
 
 def _rounds_once(equation: Equation, group: Group) -> bool:
-    """Whether a convolution reads each number that a group makes several times: XLA rounds them once, and stores that."""
+    """Whether a convolution reads each number that it makes several times: XLA rounds them once, and stores that."""
     if equation.primitive != "conv_general_dilated" or group.made[0].value.dtype != np.float32:
         return False
     numbers = equation.params["dimension_numbers"]

@@ -385,7 +385,7 @@ class _Search:
     def is_large(self, problem: Problem) -> bool:
         """Whether compiled code pays."""
         much = min(LESS, MUCH) if self.loaded else MUCH
-        return sum(map(len, problem.costs)) + sum(len(live.usage) for live in problem.lives) > much
+        return _options(problem) + sum(len(live.usage) for live in problem.lives) > much
 
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
