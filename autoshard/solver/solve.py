@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoshard.solver.large import Found
 
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
-GRACE = 1.0  # s past the time limit to find a first choice
+GRACE = 3.0  # s past the time limit to find a first choice
 FEW_OPTIONS = 4000  # that the integer program takes at once
 MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...

@@ -102,7 +102,7 @@ def test_progress_after_a_second(monkeypatch, file, capsys, terminal):
     stderr = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(command, "SILENCE", 0.01)
-    monkeypatch.setattr(time, "process_time", lambda: 0.0)  # the tests before this one have had their own time
+    monkeypatch.setattr(time, "process_time", lambda: 0.5)  # other tests' time in this process is not the command's
 
     def slow_solve(problem, *, time_limit, seed, threads, progress):
         """A `solve` that goes on when what it tells has been written."""
