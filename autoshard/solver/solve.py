@@ -57,6 +57,7 @@ def solve(
     time_limit: float = 60.0,
     seed: int = 0,
     threads: int | None = None,
+    layered: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
@@ -73,6 +74,7 @@ def solve(
         time_limit: seconds to spend, about.
         seed: of the random numbers inside. The same problem and seed give the same optimal solution in any process.
         threads: that search side by side where a problem is large; None: one per core.
+        layered: whether to solve what repeats itself as one first, as layers of a model that memory binds little.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
 
     Raises:
@@ -86,7 +88,7 @@ def solve(
         known.prove(_least_sum(problem))
         known.offer([0] * len(problem.costs))
         search.check_time()
-        if not search.solve_repeated(known):
+        if not (layered and search.solve_repeated(known)):
             search.solve(known, relax=True)
     except _TimeUp:
         pass

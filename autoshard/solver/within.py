@@ -38,7 +38,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     deadline = time.monotonic() + time_limit
     for _ in range(ROUNDS):
         try:
-            solution = solve(problem, time_limit=max(0.0, deadline - time.monotonic()))
+            solution = solve(problem, time_limit=max(0.0, deadline - time.monotonic()), layered=True)
         except SolverError:  # nothing fits, or nothing was found in time
             break
         bound = bound or solution.bound  # of the first round: a lower limit costs more
@@ -70,7 +70,7 @@ def _lean_solutions(problem: Problem, time_limit: float) -> Iterator[Solution]:
         SolverError: the least that a choice holds was not found in time.
     """
     try:
-        yield solve(replace(problem, limit=0.0), time_limit=time_limit)
+        yield solve(replace(problem, limit=0.0), time_limit=time_limit, layered=True)
         return
     except InfeasibleError as error:
         least = error
@@ -78,5 +78,6 @@ def _lean_solutions(problem: Problem, time_limit: float) -> Iterator[Solution]:
         raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
     for slack in SLACKS:
         with contextlib.suppress(SolverError):  # none was found in time
-            yield solve(replace(problem, limit=slack * least.needed), time_limit=min(time_limit, LEAN_SECONDS))
+            leaner = replace(problem, limit=slack * least.needed)
+            yield solve(leaner, time_limit=min(time_limit, LEAN_SECONDS), layered=True)
     yield Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")

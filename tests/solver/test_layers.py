@@ -98,9 +98,9 @@ def test_within_a_percent_of_every_choice(repeated, seed):
             expected = exhaustive(problem).cost
         except InfeasibleError:
             with pytest.raises(InfeasibleError):
-                solve(problem)
+                solve(problem, layered=True)
             continue
-        found = solve(problem)
+        found = solve(problem, layered=True)
         assert found.bound <= expected * (1 + 1e-9) <= found.cost * (1 + 2e-9)
         assert found.cost <= expected * (1 + module.CLOSE)
 
@@ -110,7 +110,7 @@ def test_what_is_alike_may_differ_where_that_pays(repeated):
     fast = np.array([1.0, 10.0])
     lives = tuple(Live(node, 0, 1, np.array([8.0, 0.0])) for node in range(4))
     problem = Problem((fast,) * 4, (), lives, 24.0)
-    assert sorted(solve(problem).choice) == [0, 0, 0, 1]
+    assert sorted(solve(problem, layered=True).choice) == [0, 0, 0, 1]
 
 
 def test_a_large_problem_is_solved_as_one(repeated, monkeypatch):
@@ -124,5 +124,5 @@ def test_a_large_problem_is_solved_as_one(repeated, monkeypatch):
 
     monkeypatch.setattr(module._Search, "solve", noted)
     problem = chain(200, 3)
-    found = solve(problem)
+    found = solve(problem, layered=True)
     assert max(sizes) < 20 and found.gap <= module.CLOSE
