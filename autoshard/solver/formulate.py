@@ -26,7 +26,15 @@ from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
-from autoshard.solver.groups import Group, Use, groups_of, image_dims, made_of_state, read_through
+from autoshard.solver.groups import (
+    Group,
+    Use,
+    groups_of,
+    image_dims,
+    is_kernel_gradient,
+    made_of_state,
+    read_through,
+)
 from autoshard.solver.memory import (
     HEAP,
     Holding,
@@ -34,7 +42,6 @@ from autoshard.solver.memory import (
     aliased,
     copied_when_donated,
     holding,
-    is_kernel_gradient,
     looped,
     relays,
     repeats,

@@ -48,6 +48,11 @@ def is_matrix_product(equation: Equation) -> bool:
     return any(equation.inputs[0].shape[dim] > 1 for dim in summed)
 
 
+def is_kernel_gradient(equation: Equation) -> bool:
+    """Whether it is a convolution that takes the batch for the features: XLA transposes both operands before it."""
+    return equation.primitive == "conv_general_dilated" and equation.params["dimension_numbers"].lhs_spec[0] != 0
+
+
 def contracts(equation: Equation) -> bool:
     """Whether it is a matrix product or a convolution."""
     return equation.primitive == "conv_general_dilated" or is_matrix_product(equation)
@@ -209,9 +214,10 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.folded = not is_result and not backend.takes_in and _is_folded(group, users[group.index])
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
     for group, is_result in zip(groups, of_results, strict=True):
-        group.repeated = group.folded or (not is_result and _is_repeated(group, users[group.index], backend))
-        group.repeated = group.repeated and (group.folded or not _reads_far(group, users[group.index], through))
-        group.sunk = group.repeated and any(u.equations[0].primitive == "scan_const" for u in users[group.index])
+        read = users[group.index]
+        again = not is_result and _is_repeated(group, read, backend)
+        group.repeated = group.folded or (again and not _reads_far(group, read, through))
+        group.sunk = group.repeated and any(user.equations[0].primitive == "scan_const" for user in read)
     for group in reversed(groups):
         group.last = max((user.last for user in users[group.index]), default=0) if group.repeated else group.point
     return groups
@@ -433,7 +439,7 @@ def _rounds_once(equation: Equation, group: Group) -> bool:
     if equation.primitive != "conv_general_dilated" or group.made[0].value.dtype != np.float32:
         return False
     numbers = equation.params["dimension_numbers"]
-    if numbers.lhs_spec[0] != 0:  # of a kernel: the batch taken for the features
+    if is_kernel_gradient(equation):
         return any(equation.outputs[0].shape[dim] > 1 for dim in numbers.out_spec[2:])
     return any(equation.inputs[1].shape[dim] > 1 for dim in numbers.rhs_spec[2:])
 

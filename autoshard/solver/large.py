@@ -221,13 +221,14 @@ class Ascent:
         square = scale @ self.direction**2
         if not self.bold:
             square = max(square, scale @ slope**2)
+        fine = self.reach < max(SETTLED * abs(self.best), self.finest)
         if square == 0:  # all fits at no price
             self.settled = not gained > SETTLED * self.reach
-        elif self.reach < max(SETTLED * abs(self.best), self.finest) and self.bold:
+        elif fine and self.bold:
             self.bold, self.reach = False, max(AGAIN * abs(self.best), 10 * self.finest)
             self.direction = np.zeros(len(slope))
             self.set_prices(self.best_prices)
-        elif self.reach < max(SETTLED * abs(self.best), self.finest):
+        elif fine:
             self.settled = True
         elif math.isfinite(bound):
             step = LENGTH * (self.best + gap - bound) / square

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.program import Equation, Program, Value
-from autoshard.solver.groups import Group, Use, is_matrix_product
+from autoshard.solver.groups import Group, Use, is_kernel_gradient, is_matrix_product
 
 # Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/predictions.py` prints.
 HEAP = 1.05
@@ -84,11 +84,6 @@ def scratch_copies(group: Group) -> int:
     if group.equations[0].primitive == "select_and_scatter_add":
         return len(group.made[0].value.shape) + 1
     return 0
-
-
-def is_kernel_gradient(equation: Equation) -> bool:
-    """Whether it is a convolution that takes the batch for the features: XLA transposes both operands before it."""
-    return equation.primitive == "conv_general_dilated" and equation.params["dimension_numbers"].lhs_spec[0] != 0
 
 
 def transposes(use: Use) -> bool:

@@ -511,7 +511,7 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
     )
     reduce = search.compiled().reduce if search.is_large(free) else None
     small = simplify(free, tick=search.report.tick, reduce=reduce)
-    if max((sum(map(len, part.costs)) for part in small.parts), default=0) > MANY_OPTIONS:
+    if max(map(_options, small.parts), default=0) > MANY_OPTIONS:
         return SolverError(f"no choice fits in {problem.limit:.0f} bytes; {_floor(problem)}")
     time_limit = max(1.0, search.left())
     outcomes = [leanest(part, time_limit=time_limit, seed=search.seed) for part in small.parts]
