@@ -8,18 +8,17 @@ Needs the extras tpu and cuda, but no hardware. Everything takes hours on two co
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from prediction import OWN, by_kind, communication_seconds, compiled, mib, plans_of
+from prediction import OWN, by_kind, communication_seconds, compiled, compute_seconds, mib, plans_of
+from rows import read_rows, write_rows
 from workloads import LARGE, Workload
 
-from autoshard import Plan, topology
-from autoshard.mesh.presets import CHIPS, parse_machine
+from autoshard import topology
 from autoshard.mesh.targets import target_mesh
-from autoshard.report.hlo import estimated_cycles, read_collectives
+from autoshard.report.hlo import read_collectives
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "plans.md"
 MACHINES = {
@@ -64,17 +63,13 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="a folder for what was compiled")
     parser.add_argument("--rows", type=Path, help="a JSON file of rows, to do everything in several runs")
     chosen = parser.parse_args()
-    kept = {}  # (machine, model, sharding) -> row
-    if chosen.rows and chosen.rows.exists():
-        earlier = [Row(**row) for row in json.loads(chosen.rows.read_text())]
-        kept = {(row.machine, row.model, row.sharding): row for row in earlier}
+    kept = read_rows(chosen.rows, Row, lambda row: (row.machine, row.model, row.sharding))
     for machine in chosen.machines:
         for model in chosen.models:
             for row in rows_of(machine, model, chosen.cache):
                 kept[machine, model, row.sharding] = row
                 print(line(row), flush=True)
-            if chosen.rows:
-                chosen.rows.write_text(json.dumps([asdict(row) for row in kept.values()], indent=1))
+            write_rows(chosen.rows, kept.values())
     order = [*MACHINES], [*LARGE]
     rows = sorted(kept.values(), key=lambda row: (order[0].index(row.machine), order[1].index(row.model)))
     print(summary(rows))
@@ -86,9 +81,11 @@ def rows_of(machine: str, model: str, cache: Path | None) -> list[Row]:
     axes = MACHINES[machine]
     mesh, links = target_mesh(machine, axes), topology(machine, axes)
     workload = for_devices(LARGE[model], mesh.size)
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
     rows = []
     for name, made in plans_of(workload, {"mesh": mesh, "topology": links, "donate_argnums": 0}, None):
         program = compiled(made, mesh, cache)
+        estimated = program.hlo is not None and on_tpu  # XLA gives none for GPU
         there = read_collectives(program.hlo, axes) if program.hlo else made.predicted.collectives
         rows.append(
             Row(
@@ -98,7 +95,7 @@ def rows_of(machine: str, model: str, cache: Path | None) -> list[Row]:
                 fits=program.hlo is not None,
                 peak=program.peak,
                 bytes=by_kind(there),
-                compute=compute_seconds(program.hlo, made, machine),
+                compute=compute_seconds(program.hlo, machine) if estimated else made.predicted.compute_seconds,
                 communication=communication_seconds(there, machine, axes),
             )
         )
@@ -110,14 +107,6 @@ def for_devices(workload: Workload, devices: int) -> Workload:
     batch = "groups" if "groups" in workload.sizes else "batch"
     size = workload.sizes[batch] * max(devices // BATCH_FOR, 1)
     return dataclasses.replace(workload, sizes={**workload.sizes, batch: size})
-
-
-def compute_seconds(hlo: str | None, made: Plan, machine: str) -> float:
-    """XLA's own estimate for TPU programs; the roofline where there is none."""
-    clock = CHIPS[parse_machine(machine).chip].clock
-    if hlo is None or clock is None:
-        return made.predicted.compute_seconds
-    return estimated_cycles(hlo) / clock
 
 
 # Reports.

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ jax.config.update("jax_platforms", "cpu")  # compilers for what is not there nee
 jax.config.update("jax_num_cpu_devices", 8)
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 from oracles import mesh_of  # noqa: E402  (needs the path above)
+from rows import read_rows, write_rows  # noqa: E402
 from shardings import shardings_of  # noqa: E402
 from workloads import LARGE, SMALL, Workload  # noqa: E402
 
@@ -106,17 +107,13 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, help="a folder for what was compiled")
     parser.add_argument("--rows", type=Path, help="a JSON file of rows, to do everything in several runs")
     chosen = parser.parse_args()
-    kept = {}  # (target, model, sharding) -> row
-    if chosen.rows and chosen.rows.exists():
-        earlier = [Row(**row) for row in json.loads(chosen.rows.read_text())]
-        kept = {(row.target, row.model, row.sharding): row for row in earlier}
+    kept = read_rows(chosen.rows, Row, lambda row: (row.target, row.model, row.sharding))
     for target in chosen.targets:
         for model in chosen.models:
             for row in rows_of(target, model, chosen.shardings, chosen.cache):
                 kept[target, model, row.sharding] = row
                 print(line(row), flush=True)
-                if chosen.rows:
-                    chosen.rows.write_text(json.dumps([asdict(row) for row in kept.values()], indent=1))
+                write_rows(chosen.rows, kept.values())
     rows = sorted(kept.values(), key=lambda row: (list(TARGETS).index(row.target), list(SMALL).index(row.model)))
     print(summary(rows))
     whole = chosen.targets == list(TARGETS) and chosen.models == list(SMALL) and not chosen.shardings
@@ -206,8 +203,12 @@ def estimated_seconds(hlo: str | None, collectives: Sequence[Collective], machin
     """XLA's own estimate of the work, and the collectives it runs at the links of the topology, one after the other."""
     if hlo is None:
         return None
-    clock = CHIPS[parse_machine(machine).chip].clock
-    return estimated_cycles(hlo) / clock + communication_seconds(collectives, machine, axes)
+    return compute_seconds(hlo, machine) + communication_seconds(collectives, machine, axes)
+
+
+def compute_seconds(hlo: str, machine: str) -> float:
+    """XLA's own estimate of the work of a TPU program."""
+    return estimated_cycles(hlo) / CHIPS[parse_machine(machine).chip].clock
 
 
 def communication_seconds(collectives: Iterable[Collective], machine: str, axes: dict[str, int]) -> float:

@@ -20,9 +20,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from rows import read_rows, write_rows
 
 from autoshard.solver import Problem
 from autoshard.solver.problem import relative_gap
@@ -106,9 +108,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=[1.0, 0.1], help="of the time limit, in turn")
     parser.add_argument("--rows", type=Path, help="a JSON file of rows, to do everything in several runs")
     options = parser.parse_args()
-    kept = {}  # (instance, time limit) -> row
-    if options.rows and options.rows.exists():
-        kept = {(row["instance"], row["time_limit"]): Row(**row) for row in json.loads(options.rows.read_text())}
+    kept = read_rows(options.rows, Row, lambda row: (row.instance, row.time_limit))
     for file in options.files:
         instance = instance_of(file)
         limit = PUBLISHED[instance].seconds if instance in PUBLISHED else options.time_limit
@@ -117,8 +117,7 @@ def main() -> None:
             row = run(file, problem, share * limit)
             kept[row.instance, row.time_limit] = row
             print(line(row), flush=True)
-            if options.rows:
-                options.rows.write_text(json.dumps([asdict(row) for row in kept.values()], indent=1))
+            write_rows(options.rows, kept.values())
     PAGE.write_text(page(kept.values()))
 
 
