@@ -49,6 +49,7 @@ class Prediction:
     peak_bytes: int  # of the device's own memory
     collectives: tuple[Collective, ...]
     host_bytes: int = 0  # of arguments, and of results that replace none, that lie in the host's memory
+    arrival_seconds: float = 0.0  # of compute: to write arguments that arrive anew, before the compiled program starts
 
 
 @dataclass(frozen=True)
@@ -419,7 +420,8 @@ class _Choice:
         return self.placed(value, name)
 
     def prediction(self) -> Prediction:
-        compute, communication, hidden = self.writing(), 0.0, 0.0
+        arrival = self.arrival()
+        compute, communication, hidden = arrival + self.writing(), 0.0, 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
@@ -427,9 +429,6 @@ class _Choice:
             tally[0] += size * runs
             tally[1] += runs
 
-        for index, value in enumerate(self.program.arguments):
-            if index not in self.program.carried:  # it arrives anew every step
-                compute += self.prices.writing(value, self.homes[value.id])
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
         reduced_sums = set()
         for group, priced, strategy in choices:
@@ -460,7 +459,21 @@ class _Choice:
         )
         peak = self.formulation.peak_bytes(self.choice)
         exposed = communication - min(hidden, compute)
-        return Prediction(compute + exposed, compute, communication, exposed, peak, collectives, self.host_bytes())
+        return Prediction(
+            step_seconds=compute + exposed,
+            compute_seconds=compute,
+            communication_seconds=communication,
+            exposed_seconds=exposed,
+            peak_bytes=peak,
+            collectives=collectives,
+            host_bytes=self.host_bytes(),
+            arrival_seconds=arrival,
+        )
+
+    def arrival(self) -> float:
+        """Seconds to write the arguments that no result of the step before has taken the place of."""
+        arriving = (x for i, x in enumerate(self.program.arguments) if i not in self.program.carried)
+        return sum(self.prices.writing(value, self.homes[value.id]) for value in arriving)
 
     def writing(self) -> float:
         """Seconds to write what readers would make again if it were not resharded for them."""

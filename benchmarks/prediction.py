@@ -73,7 +73,7 @@ class Row:
     compiled_bytes: Mapping[str, int]
     predicted_peak: int
     compiled_peak: int | None  # None: it does not fit
-    predicted_seconds: float
+    predicted_seconds: float  # of the compiled program: what arrives anew is there when it starts
     seconds: float | None  # measured on CPU, XLA's estimate for TPU
     fits: bool  # whether the plan is said to fit
 
@@ -140,7 +140,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
             compiled_bytes=by_kind(there),
             predicted_peak=made.predicted.peak_bytes,
             compiled_peak=found.peak,
-            predicted_seconds=made.predicted.step_seconds,
+            predicted_seconds=made.predicted.step_seconds - made.predicted.arrival_seconds,
             seconds=estimated_seconds(found.hlo, there, machine, axes) if target == "tpu" else measured.get(name),
             fits=made.predicted.peak_bytes <= made.memory,
         )

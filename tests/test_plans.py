@@ -288,6 +288,26 @@ def test_what_runs_behind_compute_is_not_waited_for(monkeypatch):
         assert predicted.step_seconds == predicted.compute_seconds + predicted.exposed_seconds
 
 
+def test_what_arrives_anew_is_written_before_the_program_starts():
+    def arrival(step, sharding, **how):
+        links = {axis: Link(latency=1e-6, bandwidth=1e9) for axis in SHAPE}
+        machine = Topology(links, memory_bytes=1e9, memory_bandwidth=1e9, flops={"float32": 1e9})
+        made = autoshard.evaluate(
+            step, W, np.ones((256, 8), np.float32), mesh=MESH, topology=machine, in_shardings=(P(), sharding), **how
+        )  # fmt: skip
+        assert made.predicted.step_seconds == pytest.approx(made.cost)
+        assert made.predicted.compute_seconds >= made.predicted.arrival_seconds
+        return made.predicted.arrival_seconds
+
+    def step(w, x):
+        return w - x.T @ jnp.sin(x @ w)
+
+    batch, weights = 256 * 8 * 4 / 1e9, 8 * 8 * 4 / 1e9
+    assert arrival(step, P(), donate_argnums=0) == pytest.approx(batch)
+    assert arrival(step, P(("x", "y")), donate_argnums=0) == pytest.approx(batch / 8)
+    assert arrival(lambda w, x: jnp.sum(x @ w), P("x")) == pytest.approx(batch / 4 + weights)  # nothing is carried
+
+
 def test_no_more_is_hidden_than_there_is_compute(monkeypatch):
     fast = {"memory_bandwidth": 1e15, "flops": {"float32": 1e15}}
     predicted = fully_sharded({"all_gather": 1.0, "reduce_scatter": 1.0}, monkeypatch, **fast)
