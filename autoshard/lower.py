@@ -10,7 +10,8 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ from autoshard.jaxprs import (
 )
 from autoshard.layout import Layout, spec_of
 from autoshard.plans import Annotations, Plan, Scatter
-from autoshard.program import Equation, Program
+from autoshard.program import Equation, Program, Value
 
 _LANES = 128  # of a TPU's vector registers: columns of a tile
 
@@ -98,7 +99,7 @@ class _Emitter:
     def __init__(self, program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh):
         self.program, self.annotations, self.mesh = program, annotations, mesh
         self.equations: Mapping[tuple, Equation] = {equation.path: equation for equation in program.equations}
-        self.pinned = _pinned(program, annotations)
+        self.pins = _pins(program, annotations)
 
     def run(self, *arguments: Any) -> list:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # whatever mesh the caller has set
@@ -135,8 +136,7 @@ class _Emitter:
     def held(self, value: int, array: Any) -> _Held:
         """The array of a value, pinned to the layout it is made in, and its shared copy."""
         home = self.annotations.homes.get(value)
-        if home is not None and value in self.pinned:
-            array = self.constrained(array, home)
+        array = self.constrained(array, self.pins.get(value))
         copy_layout = self.annotations.copies.get(value)
         copy = None if copy_layout is None else self.constrained(array, copy_layout)
         return _Held(array, home, copy, copy_layout)
@@ -407,10 +407,35 @@ def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
     return "/".join(filter(None, [names, equation and equation.label]))
 
 
-def _pinned(program: Program, annotations: Annotations) -> frozenset[int]:
-    """The values that get a constraint of their own: all that the plan decided on, except arguments."""
+def _pins(program: Program, annotations: Annotations) -> dict[int, Layout]:
+    """The constraints of inner values: value -> layout. All that the plan decided on, except arguments.
+
+    Of a product that is only transposed, as gradients of weights are, the transposed one gets the constraint: XLA makes
+    the product in that order then, and would otherwise turn all that meets the gradient, weight and moments, round.
+    """
     arguments = {value.id for value in program.arguments}
-    return frozenset(annotations.homes.keys() - arguments)
+    pins = {value: layout for value, layout in annotations.homes.items() if value not in arguments}
+    for product, equation in _turned(program, annotations):
+        home = pins.pop(product)
+        pins[equation.outputs[0].id] = tuple(home[dim] for dim in equation.params["permutation"])
+    return pins
+
+
+def _turned(program: Program, annotations: Annotations) -> Iterator[tuple[int, Equation]]:
+    """Products that nothing but a transpose reads, and that as they are."""
+    products = {
+        equation.outputs[0].id
+        for equation in program.equations
+        if equation.primitive == "dot_general" and equation.index not in annotations.scatters
+    }
+    readers = Counter(value.id for value in program.results if isinstance(value, Value))
+    readers.update(x.id for equation in program.equations for x in equation.inputs if isinstance(x, Value))
+    for equation in program.equations:
+        if equation.primitive == "transpose" and isinstance(product := equation.inputs[0], Value):
+            home = annotations.homes.get(product.id)
+            as_is = annotations.wants.get((equation.index, 0), home) == home
+            if product.id in products and home is not None and readers[product.id] == 1 and as_is:
+                yield product.id, equation
 
 
 def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -88,6 +88,11 @@ class Value:
         """Bytes per element, PRNG keys included."""
         return self.bytes // math.prod(self.shape) if self.bytes else self.dtype.itemsize
 
+    @property
+    def from_outside(self) -> bool:
+        """Whether no equation makes it."""
+        return bool(self.name)
+
     def __str__(self) -> str:
         return f"{self.name or 'value'} {self.dtype}{'<host>' * self.on_host}{list(self.shape)}"
 

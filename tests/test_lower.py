@@ -206,3 +206,25 @@ def test_solved_plans_of_loops_compute_the_same(name):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def constraints(fn, home):
+    """(primitive that makes it, spec) of every constraint, in a program whose product is made in layout `home`."""
+    program = trace(fn, (W, X), {})
+    product = next(e.outputs[0] for e in program.equations if e.primitive == "dot_general")
+    closed = jax.make_jaxpr(annotated(program, Annotations({product.id: home}, {}, {}), MESH))(W, X)
+    maker = {var: eqn.primitive.name for eqn in closed.jaxpr.eqns for var in eqn.outvars}
+    return [
+        (maker[eqn.invars[0]], eqn.params["sharding"].spec)
+        for eqn in closed.jaxpr.eqns
+        if eqn.primitive.name == "sharding_constraint"
+    ]
+
+
+def test_what_is_only_transposed_is_constrained_in_that_order():
+    """So that XLA makes a gradient as the weight lies; with the constraint in between, it turns the weight round."""
+    home, turned = (("x",), ("y",)), jax.sharding.PartitionSpec("y", "x")
+    assert constraints(lambda w, x: w + (x.T @ x).T, home) == [("transpose", turned)]
+    as_made = [("dot_general", jax.sharding.PartitionSpec("x", "y"))]
+    assert constraints(lambda w, x: (w + (y := x.T @ x).T, y), home) == as_made  # somebody else reads it
+    assert constraints(lambda w, x: w + (x.T @ x), home) == as_made

@@ -30,7 +30,6 @@ class Backend:
     rounds_first: bool = False  # what is only converted to a smaller type after it is moved, before that
     widens_last: bool = False  # what is converted to a larger type before it is moved, after that
     transposes_operands: bool = False  # products want some operands in another order, and copy them
-    relays_state: bool = False  # a weight whose gradient comes out transposed is copied into that order to be updated
     sinks_broadcasts: bool = False  # what repeats something smaller does so inside the loop that uses it
     takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
 
@@ -52,7 +51,6 @@ TPU = Backend(
     sums_first=True,
     rounds_operands=True,
     rounds_first=True,
-    relays_state=True,
     sinks_broadcasts=True,
     takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
 )

@@ -42,8 +42,8 @@ from autoshard.solver.memory import (
     aliased,
     copied_when_donated,
     holding,
+    image_dims_of,
     looped,
-    relays,
     repeats,
     scratch_copies,
     transposes,
@@ -295,7 +295,6 @@ class _Formulator:
 
             self.costs.append(self.prices.once(seconds, kepts, of=(*what, stored)))
         copied = copied_when_donated(self.program, self.groups)
-        relaid = self._relaid()
         in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
@@ -304,27 +303,15 @@ class _Formulator:
             at_home = self.prices.sizes(value, self._homes_of(kepts))
             self.lives.append(Live(index, 0, len(self.program.equations), at_home))
             uses = [(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
-            if value.id in relaid:
-                self._hold(index, *relaid[value.id], at_home)
             if index in in_loops:  # a copy of it is the loop's own buffer
                 self._hold_copies(index, kepts, [use.equation.loop for _, use in uses], index in copied, None)
             elif self.backend.transposes_operands and any(transposes(use) for _, use in uses):
                 self._hold_copies(index, kepts, [(0, 0), *itertools.starmap(use_span, uses)], True, None)
+            elif self.backend.tile and (minor := next(filter(None, (image_dims_of(use) for _, use in uses)), None)):
+                self._hold_images(index, kepts, minor, list(itertools.starmap(use_span, uses)))
             elif uses:
                 spans = list(itertools.starmap(use_span, uses))
                 self._hold_copies(index, kepts, spans, index in copied, copied.get(index))
-
-    def _relaid(self) -> dict[int, Span]:
-        """The matrices of the state that are copied to be updated: value -> when."""
-        if not self.backend.relays_state:
-            return {}
-        return {
-            use.value.id: (max(self.start.get(other.value.id, 0) for other in group.uses), group.point + 1)
-            for group in self.groups
-            if relays(group)
-            for use in group.uses
-            if use.value.shape == group.made[0].value.shape
-        }
 
     def _hold_copies(
         self, index: int, kepts: tuple[Kept, ...], spans: Sequence[Span], copied: bool, gradient: Group | None
@@ -346,6 +333,14 @@ class _Formulator:
                 for strategy in self._strategies(gradient)
             ]
             self._hold(len(self.program.arguments) + gradient.index, start, end, np.array(alone))
+
+    def _hold_images(
+        self, index: int, kepts: tuple[Kept, ...], minor: tuple[int, int], spans: Sequence[Span]
+    ) -> None:
+        """What an argument holds beside its home while convolutions read it, as images lie."""
+        value = self.program.arguments[index]
+        laid_out = np.array([self.prices.image_bytes(value, kept.copy, minor) for kept in kepts])
+        self._hold(index, min(start for start, _ in spans), max(end for _, end in spans), laid_out)
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""

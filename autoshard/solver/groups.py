@@ -232,15 +232,16 @@ def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
     return found
 
 
-def image_dims(program: Program) -> dict[tuple[int, ...], tuple[int, int]]:
-    """Shapes of what convolutions read and make -> the batch and feature dims. Others of the shape are images too."""
+def image_dims(program: Program) -> dict[int, tuple[int, int]]:
+    """Values of the shapes that convolutions read and make -> the batch and feature dims. Arguments lie otherwise."""
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for equation in program.equations:
         if equation.primitive == "conv_general_dilated":
             images, _, made = equation.params["dimension_numbers"]
             found.setdefault(equation.inputs[0].shape, images[:2])
             found.setdefault(equation.outputs[0].shape, made[:2])
-    return found
+    made_inside = (output for equation in program.equations for output in equation.outputs)
+    return {value.id: found[value.shape] for value in made_inside if value.shape in found}
 
 
 def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
@@ -403,6 +404,8 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
             return False
         if backend.rounds_operands and any(_rounds_once(user.equations[0], group) for user in users):
             return False
+        if backend.tile and any(_is_laid_out(user.equations[0], group) for user in users):
+            return False
         sunk = {"scan_const"} if backend.sinks_broadcasts and group.broadcasts else set()
         takers = backend.takes_in | sunk
         return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
@@ -442,6 +445,13 @@ def _rounds_once(equation: Equation, group: Group) -> bool:
     if is_kernel_gradient(equation):
         return any(equation.outputs[0].shape[dim] > 1 for dim in numbers.out_spec[2:])
     return any(equation.inputs[1].shape[dim] > 1 for dim in numbers.rhs_spec[2:])
+
+
+def _is_laid_out(equation: Equation, group: Group) -> bool:
+    """Whether a convolution reads what it makes of an argument, which does not lie as images do: that is stored."""
+    if equation.primitive != "conv_general_dilated":
+        return False
+    return any(use.value.from_outside and use.value.shape == group.made[0].value.shape for use in group.uses)
 
 
 def _is_dear(equation: Equation) -> bool:

@@ -9,7 +9,7 @@ Program point `t` is the moment equation `t` runs. What holds memory:
 * a result that takes no argument's place, all the time, as XLA reserves result buffers for the whole program;
 * an argument of more than two dims a second time, transposed, from the start to its last use, if a matrix product
   or convolution reads it with its dims where XLA does not want them;
-* on TPU a matrix of the state a second time, transposed, from the start to its update, if its gradient is;
+* on TPU an argument a second time, as images lie, from its first to its last use by a convolution;
 * what a product repeats of a smaller value, in full, until the reduction that the product is folded into;
 * nothing more for a donated argument that a loop carries on, nor for what the loop hands on by elementwise operations:
   it is written over the value before, if every use of that comes first;
@@ -98,14 +98,11 @@ def transposes(use: Use) -> bool:
     return list(wanted) != sorted(wanted)
 
 
-def relays(group: Group) -> bool:
-    """Whether it updates matrices in the order of a gradient that comes out transposed, as that of a weight does."""
-    if group.ends is None or not group.late:
-        return False
-    return any(
-        equation.primitive == "transpose" and sum(size > 1 for size in equation.outputs[0].shape) == 2
-        for equation in group.equations
-    )
+def image_dims_of(use: Use) -> tuple[int, int] | None:
+    """The batch and feature dims of images that a convolution reads as they arrive: it has them lie otherwise."""
+    if use.equation.primitive != "conv_general_dilated" or use.operand or not use.value.from_outside:
+        return None
+    return use.equation.params["dimension_numbers"].lhs_spec[:2]
 
 
 def repeats(group: Group) -> list[Use]:

@@ -21,7 +21,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value
 from autoshard.solver.groups import Group, Use
 from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
-from autoshard.solver.widths import Widths
+from autoshard.solver.widths import ROUNDED, Widths
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
 # runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
@@ -79,14 +79,14 @@ class Prices:
         backend: Backend = CPU,
         weights: Collection[int] = (),
         instead: Mapping[int, Sequence[Value]] | None = None,
-        images: Mapping[tuple[int, ...], tuple[int, int]] | None = None,
+        images: Mapping[int, tuple[int, int]] | None = None,
     ):
         topology.check(mesh)
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.instead = instead or {}  # values that their readers make again -> what they read for it
-        self.images = images or {}  # shapes of values that convolutions deal with -> batch and feature dims
+        self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self._groups: dict[tuple, Priced] = {}
         self._lists: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
         self._found: dict[tuple, tuple] = {}
@@ -152,7 +152,7 @@ class Prices:
         size = self.widths.moving(value, readers)
         waits = value.id not in self.weights
         written = self.widths.stored(value) if value.id in self.instead else None
-        what = value.shape, size, value.on_host, waits, written, value.trips
+        what = value.shape, size, value.on_host, waits, written and (written, self.images.get(value.id)), value.trips
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
@@ -185,7 +185,8 @@ class Prices:
         def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return _frozen(np.array([self.local_bytes(value, layout) for layout in layouts]))
 
-        return self.once(local_bytes, layouts, of=(value.shape, value.on_host, self.widths.stored(value)))
+        what = value.shape, self.images.get(value.id), value.on_host, self.widths.stored(value)
+        return self.once(local_bytes, layouts, of=what)
 
     def shard_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of the elements of `value` that one device has."""
@@ -201,14 +202,20 @@ class Prices:
         def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return _frozen(np.array([self.copy_bytes(value, layout) for layout in layouts]))
 
-        return self.once(copy_bytes, layouts, of=(value.shape, self.widths.moving(value)))
+        what = value.shape, self.images.get(value.id), self.widths.moving(value)
+        return self.once(copy_bytes, layouts, of=what)
 
-    def _local_size(self, value: Value, layout: Layout) -> int:
+    def image_bytes(self, value: Value, layout: Layout, minor: tuple[int, int]) -> int:
+        """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
+        size = self._local_size(value, layout, minor)
+        return size * min(value.itemsize, ROUNDED if self.backend.rounds_operands else value.itemsize)
+
+    def _local_size(self, value: Value, layout: Layout, minor: tuple[int, int] | None = None) -> int:
         """Elements of `value` that one device has, with padding."""
-        key = value.shape, layout
+        minor = minor or self.images.get(value.id)
+        key = value.shape, layout, minor
         if key not in self._local:
-            shape = local_shape(value.shape, layout, self.mesh)
-            self._local[key] = padded_size(shape, self.backend.tile, self.images.get(value.shape))
+            self._local[key] = padded_size(local_shape(value.shape, layout, self.mesh), self.backend.tile, minor)
         return self._local[key]
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
@@ -305,7 +312,8 @@ class Prices:
         """Equal for groups whose strategies and seconds are equal."""
 
         def sizes(value: Value) -> tuple:
-            return value.shape, value.on_host, self.widths.of(value), self.widths.stored(value)
+            lies = self.images.get(value.id)
+            return value.shape, lies, value.on_host, self.widths.of(value), self.widths.stored(value)
 
         place = itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same

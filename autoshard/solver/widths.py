@@ -22,7 +22,7 @@ from autoshard.mesh.backends import Backend
 from autoshard.program import Equation, Program, Value
 from autoshard.solver.groups import Group
 
-_ROUNDED = 2  # bytes of a bfloat16
+ROUNDED = 2  # bytes of a bfloat16
 # What is rounded ahead of these, if what they make of it is rounded.
 _PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
@@ -40,10 +40,10 @@ class Widths:
 
     def of(self, value: Value) -> int:
         """As it is made, and summed over devices."""
-        return _ROUNDED if value.id in self.kept else value.itemsize
+        return ROUNDED if value.id in self.kept else value.itemsize
 
     def stored(self, value: Value) -> int:
-        return _ROUNDED if value.id in self.fused else self.of(value)
+        return ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Iterable[Group] | None = None) -> int:
         """Of a copy for these readers; by default for all that do not compute on the shards as they lie."""
@@ -77,7 +77,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
     def read(group: Group, value: Value) -> int:
         """Bytes per element of what a group makes of a value first."""
         if backend.rounds_operands and str(value.dtype) == "float32" and rounds(group):
-            return _ROUNDED
+            return ROUNDED
         readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
         if backend.rounds_first and readings and all(map(_converts, readings)):
             return max(equation.outputs[0].dtype.itemsize for equation in readings)
@@ -103,7 +103,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
             rounded = backend.rounds_operands and str(made.value.dtype) == "float32" and made.value.id not in results
             if rounded and all(map(rounds, users)):
                 kept.add(made.value.id)
-                moved[made.value.id] = wanted[made.value.id] = _ROUNDED
+                moved[made.value.id] = wanted[made.value.id] = ROUNDED
                 continue
             note(made.value)
             maker = next(equation for equation in group.equations if made.value in equation.outputs)

@@ -109,15 +109,18 @@ def test_what_is_fused_costs_its_readers(case):
 
 
 def test_images_are_padded_along_batch_and_features():
-    """8 images of 16 x 16 pixels with 64 features: to 128 features on TPU, though the 16 x 16 pixels would fit."""
+    """8 images of 128 x 128 pixels: to 128 features on TPU, though the pixels would fit, as those of arguments do."""
     program = traced(
-        lambda x, k: jax.nn.relu(jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=NHWC)),
+        lambda x, k: jax.nn.relu(jax.lax.conv_general_dilated(x + 1, k, (1, 1), "SAME", dimension_numbers=NHWC)),
         f32(8, 128, 128, 3), f32(3, 3, 3, 64),
     )  # fmt: skip
     asked = Prices(LINE, TOPOLOGY, backend=TPU, images=image_dims(program))
     whole = ((),) * 4
     assert asked.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
-    assert asked.local_bytes(program.arguments[0], whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
+    assert asked.sizes(program.results[0], [whole]) == 4 * 128 * 128 * 8 * 128
+    assert asked.local_bytes(program.arguments[0], whole) == 4 * 8 * 128 * 128 * 3
+    (read,) = (x for x in program.values if x.shape == (8, 128, 128, 3) and x is not program.arguments[0])
+    assert asked.local_bytes(read, whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
     assert asked.local_bytes(program.arguments[1], whole) == 4 * 3 * 3 * 4 * 128
 
 
