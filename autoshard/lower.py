@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -379,23 +379,30 @@ def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
     """
     others = [dim for dim in range(partial.ndim) if dim != scatter.dim]
     others.sort(key=lambda dim: partial.shape[dim] >= _LANES)
-    order = (scatter.dim, *others)
-    whole = partial.transpose(order)
-    count, *shape = whole.shape
+    order, shape = (scatter.dim, *others), [partial.shape[dim] for dim in others]
+    count = partial.shape[scatter.dim]
     sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in scatter.stages]
     if shape:
         widths = itertools.accumulate(reversed(shape), operator.mul)
         columns = [next((width for width in widths if width >= _LANES), math.prod(shape))]
     else:
         columns = [_LANES] if count % (_LANES * math.prod(sizes)) == 0 else []
+    whole, at = partial, scatter.dim
     for i, (axes, groups) in enumerate(scatter.stages):
         later = math.prod(sizes[i + 1 :])
-        sliced = whole.reshape(later, sizes[i], -1).swapaxes(0, 1).reshape(-1, *columns)
-        sliced = jax.lax.psum_scatter(sliced, axes, axis_index_groups=groups, tiled=True)
+        rows = _split_first(whole, at, later, sizes[i], others if i == 0 else range(1, whole.ndim))
+        sliced = jax.lax.psum_scatter(rows.reshape(-1, *columns), axes, axis_index_groups=groups, tiled=True)
         count //= sizes[i]
-        whole = sliced.reshape(count, *shape)
+        whole, at = sliced.reshape(count, *shape), 0
     mine = whole.transpose(np.argsort(order))
     return jax.lax.psum(mine, scatter.others) if scatter.others else mine
+
+
+def _split_first(whole: jax.Array, dim: int, later: int, size: int, others: Iterable[int]) -> jax.Array:
+    """A dim as `later * size` pieces, those of all `size` devices first, then the other dims: one copy, if any."""
+    count = whole.shape[dim] // (later * size)
+    pieces = whole.reshape(*whole.shape[:dim], later, size, count, *whole.shape[dim + 1 :])
+    return pieces.transpose(dim + 1, dim, dim + 2, *(other + 2 * (other > dim) for other in others))
 
 
 def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
