@@ -38,6 +38,7 @@ from autoshard import AutoshardError, Collective, Plan, evaluate, plan, topology
 from autoshard.mesh.collectives import seconds  # noqa: E402
 from autoshard.mesh.presets import CHIPS, parse_machine  # noqa: E402
 from autoshard.mesh.targets import compiler_options, target_mesh  # noqa: E402
+from autoshard.plans import Prediction  # noqa: E402
 from autoshard.report.hlo import estimated_cycles, peak_bytes, read_collectives  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "prediction.md"
@@ -74,6 +75,7 @@ class Row:
     predicted_peak: int
     compiled_peak: int | None  # None: it does not fit
     predicted_seconds: float  # of the compiled program: what arrives anew is there when it starts
+    predicted_serially: float  # the same, nothing behind compute
     seconds: float | None  # measured on CPU, XLA's estimate for TPU
     fits: bool  # whether the plan is said to fit
 
@@ -140,10 +142,15 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
             compiled_bytes=by_kind(there),
             predicted_peak=made.predicted.peak_bytes,
             compiled_peak=found.peak,
-            predicted_seconds=made.predicted.step_seconds - made.predicted.arrival_seconds,
+            predicted_seconds=seconds_without_arrival(made.predicted, made.predicted.exposed_seconds),
+            predicted_serially=seconds_without_arrival(made.predicted, made.predicted.communication_seconds),
             seconds=estimated_seconds(found.hlo, there, machine, axes) if target == "tpu" else measured.get(name),
             fits=made.predicted.peak_bytes <= made.memory,
         )
+
+
+def seconds_without_arrival(predicted: Prediction, communication: float) -> float:
+    return predicted.compute_seconds - predicted.arrival_seconds + communication
 
 
 def plans_of(workload: Workload, options: dict, shardings: Sequence[str] | None) -> Iterator[tuple[str, Plan]]:
@@ -232,11 +239,15 @@ def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
 def line(row: Row) -> str:
     off = ", ".join(f"{kind} {foreseen:.3g} for {there:.3g}" for kind, (foreseen, there) in row.off().items())
     peak = "does not fit" if row.peak_error is None else f"{row.peak_error:+.1%}"
-    ran = "" if row.seconds is None else f"{row.seconds * 1e3:.4g}"
     return (
         f"{row.target} | {row.model} | {row.sharding} | {off or 'agree'} | {mib(row.predicted_peak)} | "
-        f"{mib(row.compiled_peak)} | {peak} | {row.predicted_seconds * 1e3:.4g} | {ran}"
+        f"{mib(row.compiled_peak)} | {peak} | {ms(row.predicted_seconds)} | {ms(row.predicted_serially)} | "
+        f"{ms(row.seconds)}"
     )
+
+
+def ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.4g}"
 
 
 def mib(size: int | None) -> str:
@@ -258,23 +269,29 @@ def summary(rows: Sequence[Row]) -> str:
             f"peak within {PEAK_WITHIN:.0%} in {near} of {len(errors)}; {lost} said to fit do not."
         )
         for model in dict.fromkeys(row.model for row in chosen):
-            pairs = [(row.predicted_seconds, row.seconds) for row in chosen if row.model == model and row.seconds]
-            if len(pairs) > 2:
-                lines.append(f"  - {model}: Spearman {spearman(pairs):.2f} over {len(pairs)} shardings")
-        pairs = [(row.predicted_seconds, row.seconds) for row in chosen if row.seconds]
-        if pairs:
-            lines.append(f"  - all models together: Spearman {spearman(pairs):.2f}")
+            timed = [row for row in chosen if row.model == model and row.seconds]
+            if len(timed) > 2:
+                lines.append(f"  - {model}: Spearman {spearman(timed)} over {len(timed)} shardings")
+        timed = [row for row in chosen if row.seconds]
+        if timed:
+            lines.append(f"  - all models together: Spearman {spearman(timed)}")
     return "\n".join(lines)
 
 
-def spearman(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's rank correlation."""
-    return float(spearmanr(*zip(*pairs, strict=True)).statistic)
+def spearman(rows: Sequence[Row]) -> str:
+    """Spearman's rank correlation of predicted seconds, one after the other and with overlap, and those there are."""
+    there = [row.seconds for row in rows]
+    serially, overlapped = (
+        spearmanr([getattr(row, foreseen) for row in rows], there).statistic
+        for foreseen in ("predicted_serially", "predicted_seconds")
+    )
+    return f"{serially:.2f}" if serially == overlapped else f"{serially:.2f} ({overlapped:.2f} with overlap)"
 
 
 def page(rows: Sequence[Row]) -> str:
     head = (PAGE.parent / "prediction.head.md").read_text()
-    titles = ("model", "sharding", "collectives", "predicted MiB", "compiled MiB", "peak off", "predicted ms", "ms")
+    titles = ("model", "sharding", "collectives", "predicted MiB", "compiled MiB", "peak off")
+    titles += ("predicted ms", "serially", "ms")
     sections = [head.strip(), "## Summary\n\n" + summary(rows)]
     for target, (machine, axes, _) in TARGETS.items():
         lines = [f"## {machine}, {axes}", "", " | ".join(titles), " | ".join("---" for _ in titles)]

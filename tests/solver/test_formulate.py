@@ -147,6 +147,20 @@ def test_reductions_wait_for_each_other():
     assert formulation.peak_bytes(choice) == int(4 * (16 + 3 * 12 + 6) + HEAP * 4 * 3 * (48 + 48))
 
 
+@pytest.mark.parametrize("combines, waits", [(4 * 24, False), (4 * 24 + 1, True)])
+def test_a_large_gradient_is_reduced_alone(combines, waits):
+    def update(w, v, x):
+        return w - x.T @ jnp.sin(x @ w), v - x.T @ jnp.sin(x @ v)
+
+    fixed = {2: (("x",), ())}
+    backend = replace(CPU, combines=combines)
+    formulation = formulated(update, W, W, X, mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
+    gradient = next(i for i, group in enumerate(formulation.groups) if group.ends is not None and group.contracts)
+    node, option = chosen(formulation, gradient, ((), ()), "all_reduce")
+    ends = max(live.end for live in formulation.lives if live.node == node and live.usage[option])
+    assert (ends == formulation.groups[gradient].ends) == waits
+
+
 def test_a_gather_of_an_inner_dim_is_transposed():
     formulation = formulated(jnp.sin, f32(4, 6, 8), mesh=LINE, topology=TOPOLOGY)
     value = formulation.program.results[0]
