@@ -7,8 +7,11 @@ known so far stands on stderr while that takes more than a second; Ctrl-C ends t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import math
+import os
 import sys
 import threading
 import time
@@ -26,15 +29,16 @@ PAUSE = 10.0  # ... or this, if the stage is the same
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status: 0, 1 if a file could not be solved, 130 after Ctrl-C."""
-    start = time.monotonic() - time.process_time()  # of the process, as importing keeps one core busy
+    start = _started()
     parser = argparse.ArgumentParser(
         "python -m autoshard.solver",
         description="Solves files of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", type=Path, help=".json or .json.gz")
     parser.add_argument("--time-limit", type=_seconds, default=60.0, help="seconds for each file, all included")
+    parser.add_argument("--iterations", type=_count, help="how much to search, instead: the same in any run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=_threads, help="all cores if left out")
+    parser.add_argument("--threads", type=_count, help="all cores if left out")
     parser.add_argument("--output", type=Path, help="file for the chosen option of each node, as [0, 2, 1]")
     options = parser.parse_args(arguments)
     if options.output and len(options.files) > 1:
@@ -62,8 +66,15 @@ def _solve_file(file: Path, start: float, options: argparse.Namespace) -> str:
     with _Line(file.name, start) as line:
         problem = Problem.read(file)
         read = time.monotonic()
-        left = max(0.0, options.time_limit - (read - start))
-        solution = solve(problem, time_limit=left, seed=options.seed, threads=options.threads, progress=line.show)
+        gc.freeze()  # what was read stays; to look at it again and again takes longer than to read it
+        solution = solve(
+            problem,
+            time_limit=max(0.0, options.time_limit - (read - start)),
+            iterations=options.iterations,
+            seed=options.seed,
+            threads=options.threads,
+            progress=line.show,
+        )
     if options.output:
         try:
             options.output.write_text(json.dumps(solution.choice) + "\n")
@@ -162,12 +173,23 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _threads(text: str) -> int:
-    threads = int(text)
-    if threads < 1:
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return threads
+    return count
+
+
+def _started() -> float:
+    """When this process began, as `time.monotonic` would have said."""
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):  # no Linux
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine started
+        return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return time.monotonic() - time.process_time()  # importing keeps one core busy
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # what still runs in other threads, HiGHS or the compiler, would be waited for

@@ -29,6 +29,7 @@ class Graph(NamedTuple):
     later: np.ndarray  # int64[edges]: edges by their left end
     left_offsets: np.ndarray  # int64[edges + 1]: where the options of the left end start among all left ends
     right_offsets: np.ndarray  # int64[edges + 1]
+    widest: int  # options of a node, at most
 
 
 class Memory(NamedTuple):
@@ -63,6 +64,7 @@ def graph_of(problem: Problem) -> Graph:
         later=np.arange(len(left)),
         left_offsets=starts_of(sizes[left]),
         right_offsets=starts_of(sizes[right]),
+        widest=int(sizes.max(initial=0)),
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from autoshard.solver.compiled import inner, kernel, sort
 
 SOON, SLOW = 10, 2.0  # a choice is given up after so many changes if the rest would take this many times what is left
 TINY = 1e-12  # relative; a change of cost that may be rounding is none
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _changes(graph, choice, node, costs):
     """Puts what each option of a node would cost, given all others, into `costs`."""
     first, options = graph.offsets[node], graph.offsets[node + 1] - graph.offsets[node]
@@ -28,11 +29,12 @@ def _changes(graph, choice, node, costs):
             costs[a] += graph.tables[entry + a * columns]
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _fits(memory, lives, now, then, over):
     """Whether the node with these lives may change its option: no point that it makes fuller is over the limit."""
-    for start, end in _stretches(memory, lives):
-        more = 0.0
+    times = _times(memory, lives)
+    for k in range(len(times) - 1):
+        start, end, more = times[k], times[k + 1], 0.0
         for life in lives:
             if memory.start[life] <= start and end <= memory.end[life]:
                 usage = memory.usage_offsets[life]
@@ -44,17 +46,17 @@ def _fits(memory, lives, now, then, over):
     return True
 
 
-@njit(cache=True, nogil=True)
-def _stretches(memory, lives):
-    """The stretches of points, over each of which the same of these lives are held."""
+@inner()
+def _times(memory, lives):
+    """When these lives start and end, in order; from one to the next the same of them are held."""
     times = np.empty(2 * len(lives), np.int64)
     for k in range(len(lives)):
         times[2 * k], times[2 * k + 1] = memory.start[lives[k]], memory.end[lives[k]]
-    times = np.sort(times)
-    return [(times[k], times[k + 1]) for k in range(len(times) - 1) if times[k] < times[k + 1]]
+    sort(times)
+    return times
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _take(memory, lives, node, option, choice, over):
     for life in lives:
         usage = memory.usage_offsets[life]
@@ -65,7 +67,7 @@ def _take(memory, lives, node, option, choice, over):
     choice[node] = option
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _saved(memory, lives, now, then, point):
     """Bytes that the node holds less at a point after a change."""
     saved = 0.0
@@ -76,7 +78,7 @@ def _saved(memory, lives, now, then, point):
     return saved
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def repair(graph, memory, starts, lives, choice, over, most):
     """Makes a choice fit by the change that is cheapest per byte saved at the fullest point, again and again.
 
@@ -85,7 +87,7 @@ def repair(graph, memory, starts, lives, choice, over, most):
     Returns:
         Whether it fits now, and how many nodes changed.
     """
-    costs = np.empty(np.max(np.diff(graph.offsets)))
+    costs = np.empty(graph.widest)
     first = 0.0  # bytes over the limit at the start, over all points
     for changes in range(most + 1):
         left = 0.0
@@ -96,7 +98,10 @@ def repair(graph, memory, starts, lives, choice, over, most):
         first = max(first, left)
         if changes == most or (changes >= SOON and left * changes > SLOW * (first - left) * (most - changes)):
             return False, changes
-        point = np.argmax(over)
+        point = 0
+        for other in range(1, len(over)):
+            if over[other] > over[point]:
+                point = other
         best_node, best_option, least = -1, -1, np.inf
         for node in range(len(choice)):
             own = lives[starts[node] : starts[node + 1]]
@@ -121,10 +126,10 @@ def repair(graph, memory, starts, lives, choice, over, most):
     return False, most
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def descend(graph, memory, starts, lives, choice, over):
     """Gives one node after the other its cheapest option that fits, until none changes."""
-    costs = np.empty(np.max(np.diff(graph.offsets)))
+    costs = np.empty(graph.widest)
     waiting = np.ones(len(choice), np.bool_)
     changed = True
     while changed:
@@ -138,7 +143,10 @@ def descend(graph, memory, starts, lives, choice, over):
             now = choice[node]
             most = costs[now] - TINY * abs(costs[now]) if costs[now] < np.inf else np.inf  # to be called cheaper
             while True:
-                then = np.argmin(costs[: graph.offsets[node + 1] - graph.offsets[node]])
+                then = 0
+                for a in range(1, graph.offsets[node + 1] - graph.offsets[node]):
+                    if costs[a] < costs[then]:
+                        then = a
                 if costs[then] >= most:
                     break
                 if _fits(memory, own, now, then, over):
@@ -149,7 +157,7 @@ def descend(graph, memory, starts, lives, choice, over):
                 costs[then] = np.inf
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _wake(graph, node, waiting):
     for at in range(graph.earlier_starts[node], graph.earlier_starts[node + 1]):
         waiting[graph.left[graph.earlier[at]]] = True

@@ -8,10 +8,12 @@ its edges fall apart (conditioning). Which one is random in part, so that anothe
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from autoshard.solver.compiled import inner, kernel
 
 ELIMINATED, FROZEN = 1, 2
 EDGE, TABLE = 0, 1  # what is added up before a node is minimised out: edges, and tables of nodes that went before it
@@ -31,7 +33,7 @@ class Plan(NamedTuple):
     work: float  # entries of all tables before the minimum is taken
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _play(tree, leaf, value):
     """Sets the value of a leaf in a tournament tree, in which every inner node holds the least of its two children."""
     at = leaf + len(tree) // 2
@@ -41,7 +43,7 @@ def _play(tree, leaf, value):
         tree[at] = min(tree[2 * at], tree[2 * at + 1])
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _winner(tree):
     """The leaf with the least value."""
     at = 1
@@ -50,7 +52,7 @@ def _winner(tree):
     return at - len(tree) // 2
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _unlink(first, follower, other, node, gone):
     """Takes `gone` out of the list of the neighbours of a node; the link that is free now."""
     link, before = first[node], -1
@@ -63,7 +65,7 @@ def _unlink(first, follower, other, node, gone):
     return link
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _order(graph, movable, noise, reluctance, largest):
     """Min-weight elimination order with freezing: order, scope starts, scopes, state of each node.
 
@@ -74,13 +76,17 @@ def _order(graph, movable, noise, reluctance, largest):
         largest: logarithm of the entries that a table may have, before the minimum is taken.
     """
     nodes, edges = len(noise), len(graph.left)
-    logs = np.log(np.diff(graph.offsets).astype(np.float64))
+    logs = np.empty(nodes)
+    for node in range(nodes):
+        logs[node] = math.log(graph.offsets[node + 1] - graph.offsets[node])
     first = np.full(nodes, -1)
     follower, other = np.full(2 * edges + 16, -1), np.full(2 * edges + 16, -1)
     degree, weight = np.zeros(nodes, np.int64), logs.copy()
     used, free = 0, -1
     state = np.zeros(nodes, np.int64)
-    state[~movable] = FROZEN
+    for node in range(nodes):
+        if not movable[node]:
+            state[node] = FROZEN
     for edge in range(edges):
         i, j = graph.left[edge], graph.right[edge]
         if movable[i] and movable[j]:
@@ -160,7 +166,7 @@ def _order(graph, movable, noise, reluctance, largest):
     return order[:steps], scope_starts[: steps + 1], scopes[: scope_starts[steps]], state
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _to_freeze(first, follower, other, degree, logs, reluctance, node):
     """The node among these neighbours that ties most together and is least reluctant."""
     best = node
@@ -175,7 +181,7 @@ def _to_freeze(first, follower, other, degree, logs, reluctance, node):
     return best
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def plan(graph, movable, noise, reluctance, largest):
     """The plan of a block move of all movable nodes but those that have to be frozen."""
     order, scope_starts, scopes, state = _order(graph, movable, noise, reluctance, largest)
@@ -207,7 +213,9 @@ def plan(graph, movable, noise, reluctance, largest):
         step = min(position[graph.left[edge]], position[graph.right[edge]])
         if step < steps:
             counts[step + 1] += 1
-    factor_starts = np.cumsum(counts)
+    factor_starts = counts
+    for step in range(steps):
+        factor_starts[step + 1] += factor_starts[step]
     at = factor_starts[:-1].copy()
     kind, factor = np.empty(factor_starts[steps], np.int64), np.empty(factor_starts[steps], np.int64)
     for edge in range(len(graph.left)):
@@ -219,11 +227,15 @@ def plan(graph, movable, noise, reluctance, largest):
         if reader[step] >= 0:
             kind[at[reader[step]]], factor[at[reader[step]]] = TABLE, step
             at[reader[step]] += 1
-    frozen = np.flatnonzero(state == FROZEN)
-    return Plan(order, starts, kept[:count], factor_starts, kind, factor, table_starts, frozen, work)
+    frozen, count_frozen = np.empty(len(state), np.int64), 0
+    for node in range(len(state)):
+        if state[node] == FROZEN:
+            frozen[count_frozen] = node
+            count_frozen += 1
+    return Plan(order, starts, kept[:count], factor_starts, kind, factor, table_starts, frozen[:count_frozen], work)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def move(graph, costs, plan, choice):
     """Gives every node of the plan its best option, given those of the others; `choice` is changed."""
     steps = len(plan.order)
@@ -235,7 +247,9 @@ def move(graph, costs, plan, choice):
         options = graph.offsets[node + 1] - graph.offsets[node]
         longest = max(longest, (plan.table_starts[step + 1] - plan.table_starts[step]) * options)
     sums = np.empty(longest)
-    widest = np.max(np.diff(plan.scope_starts)) if steps else 0
+    widest = 0
+    for step in range(steps):
+        widest = max(widest, plan.scope_starts[step + 1] - plan.scope_starts[step])
     strides, counter, sizes = np.empty(widest, np.int64), np.empty(widest, np.int64), np.empty(widest, np.int64)
     for step in range(steps):
         node = plan.order[step]
@@ -269,7 +283,7 @@ def move(graph, costs, plan, choice):
         choice[plan.order[step]] = taken[plan.table_starts[step] + row]
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _edge_strides(graph, edge, node, scope, choice, strides):
     """Where in an edge's table the node's first option is, how far its options are apart, and those of the scope."""
     columns = graph.right_offsets[edge + 1] - graph.right_offsets[edge]
@@ -287,7 +301,7 @@ def _edge_strides(graph, edge, node, scope, choice, strides):
     return base, stride
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _table_strides(graph, plan, step, node, scope, strides):
     """The same of the table of an earlier step."""
     strides[: len(scope)] = 0
@@ -304,7 +318,7 @@ def _table_strides(graph, plan, step, node, scope, strides):
     return plan.table_starts[step], stride
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _add(source, base, stride, strides, sizes, counter, width, rows, options, sums):
     """Adds a table to the sums of a step, along all rows of its scope."""
     counter[:width] = 0

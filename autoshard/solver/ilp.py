@@ -23,7 +23,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import cvxpy as cp
@@ -41,6 +41,7 @@ FEW_ENTRIES = 1_000_000  # in the rows of all pressure points; if they have more
 ROWS_ADDED = 50  # at a time
 LAST_WORDS = 1.0  # s that HiGHS gets to finish after its time or Ctrl-C, before what it last reported is taken
 _DOUBLETON_EQUATIONS = 512  # the rule of HiGHS's presolve that in release 1.15.1 does not end on some tiny problems
+STEPS = 1000  # of the simplex method, between two looks
 COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
 
 
@@ -60,10 +61,14 @@ def cheapest(
     time_limit: float,
     seed: int,
     stop: threading.Event | None = None,
+    look: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """The cheapest choice, or the best one found in time; `first` is a feasible one, if known.
 
-    `stop` ends it as Ctrl-C does, where another thread than the main one, which does not hear that, is in here.
+    Args:
+        time_limit: seconds.
+        stop: ends it as Ctrl-C does, where another thread than the main one, which does not hear that, is in here.
+        look: called at moments that do not depend on the clock, a few times a second; ends it by returning True.
     """
     start_time = time.monotonic()
     known = np.inf if first is None else verify(problem, first)[0]
@@ -84,7 +89,7 @@ def cheapest(
         constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
     gap = TARGET_GAP * abs(program.constant if first is None else known) / unit
     whole = cp.Problem(objective, constraints)
-    highs = _Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop)
+    highs = _Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look)
     start = None if first is None else program.point(first)
     bound, relaxed = program.constant, not memory.complete
     while True:
@@ -109,7 +114,7 @@ def cheapest(
             return Outcome(choice, bound, interrupted=False)
 
 
-def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
+def leanest(problem: Problem, *, time_limit: float, seed: int, look: Callable[[], bool] = lambda: False) -> Outcome:
     """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
     program, memory = _encode(problem, np.inf), _Memory(problem)
     unit = (memory.most.max(initial=0.0) or 1.0) / MAGNITUDE
@@ -119,7 +124,8 @@ def leanest(problem: Problem, *, time_limit: float, seed: int) -> Outcome:
     constraints = [*program.constraints(s, x), peak >= memory.least.max(initial=0.0) / unit]
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s + (memory.least * scale)[points] <= peak)
-    highs = _Highs(cp.Problem(cp.Minimize(peak), constraints), [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6)
+    whole = cp.Problem(cp.Minimize(peak), constraints)
+    highs = _Highs(whole, [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6, look=look)
     best, lowest, bound, relaxed = None, np.inf, 0.0, not memory.complete
     while True:
         highs.run(None, relaxed=relaxed)
@@ -341,8 +347,10 @@ class _Highs:
         seed: int,
         gap: float,
         stop: threading.Event | None = None,
+        look: Callable[[], bool],
     ):
         self._stop = stop or threading.Event()
+        self._look, self._steps = look, 0
         self._deadline = time.monotonic() + time_limit
         data, _, _ = problem.get_problem_data("HIGHS")
         first_column = data["param_prob"].var_id_to_col
@@ -432,11 +440,17 @@ class _Highs:
 
     def _on_progress(self, event: highspy.highs.HighsCallbackEvent) -> None:
         self.bound = max(self.bound, event.data_out.mip_dual_bound)
-        self._on_step(event)
+        self._on_look(event)
 
     def _on_solution(self, event: highspy.highs.HighsCallbackEvent) -> None:
         self.values = np.array(event.data_out.mip_solution)[self._columns]
 
     def _on_step(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        self._steps += 1
+        if self._steps % STEPS == 0:
+            self._on_look(event)
+
+    def _on_look(self, event: highspy.highs.HighsCallbackEvent) -> None:
+        self.stopped |= self._look()
         if self.stopped:
             event.interrupt()

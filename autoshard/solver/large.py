@@ -9,7 +9,8 @@ under prices that rise from low ones, and moves of few nodes take turns. Whateve
 then improved node by node.
 
 Searches run side by side, in rounds of about the same amount of work; between two rounds they tell each other what they
-found. The same seed and number of threads find the same, however fast the machine is, up to the round that time allows.
+found. The same seed and number of searches find the same, however fast the machine is, up to the round that time allows
+and up to the integer programs, which stop by the clock unless rounds are counted.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 from autoshard.solver import descent, elimination, trws
 from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
+from autoshard.solver.aside import EVERY
 from autoshard.solver.neighbourhoods import Neighbourhoods, near
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.reduce import reduce
@@ -44,6 +46,7 @@ TEMPERATURE = 0.3  # of the gap per node, at which options are mixed
 TINY = 1e-300  # instead of 0, to divide by
 SWEEP = 2  # pairs of sweeps look at entries of tables, in those that block moves look at
 GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
+COUNTED = 3  # searches side by side, where their number may not depend on that of threads
 ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
 ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
@@ -65,17 +68,24 @@ class Found:
     choice: tuple[int, ...] | None  # the best choice so far
     bound: float  # proven so far
     settled: bool  # the bound will hardly rise further
+    iterations: float  # rounds that this one counts as
 
 
 class LargeSearch:
     """Ascent of the bound and searches for choices, side by side."""
 
-    def __init__(self, problem: Problem, *, seed: int, threads: int):
+    def __init__(self, problem: Problem, *, seed: int, threads: int, counted: bool = False):
+        """
+        Args:
+            counted: whether what is found may depend on nothing but the seed and the number of rounds.
+        """
+        searches = COUNTED if counted else max(1, threads - 1)
         self.graph, self.memory = graph_of(problem), memory_of(problem)
         self.stop = threading.Event()
         self.ascent = Ascent(self.graph, self.memory)
-        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(max(1, threads - 1))]
-        self.neighbourhoods = Neighbourhoods(problem, self.graph, np.random.default_rng([seed, threads]))
+        self.searches = [Search(self.graph, self.memory, (seed, k)) for k in range(searches)]
+        rng = np.random.default_rng([seed, searches])
+        self.neighbourhoods = Neighbourhoods(problem, self.graph, rng, counted=counted)
         self.threads = threads
 
     def rounds(
@@ -86,7 +96,7 @@ class LargeSearch:
         Args:
             known: the best choice by now, from whichever source.
             left: seconds until time is up.
-            tick: called about twice a second, and after each round; what it raises ends the search.
+            tick: called again and again; what it raises ends the search.
         """
         least: np.ndarray | None = None  # per option, what a choice with it costs at least
         with ThreadPoolExecutor(self.threads) as pool, self.stopping():
@@ -106,9 +116,10 @@ class LargeSearch:
                 else:
                     tasks = []
                 long = least is not None and first is not None
-                tasks += [pool.submit(search.round, self.stop, LONG if long else ROUND) for search in self.searches]
+                work = LONG if long else ROUND
+                tasks += [pool.submit(search.round, self.stop, work) for search in self.searches]
                 waited_for(tasks, tick)
-                yield self.found(other.result() if long else None)
+                yield self.found(other.result() if long else None, work / ROUND)
                 if self.ascent.settled and least is None and other:
                     least = other.result()
 
@@ -120,12 +131,12 @@ class LargeSearch:
         finally:
             self.stop.set()
 
-    def found(self, choice: tuple[int, ...] | None) -> Found:
+    def found(self, choice: tuple[int, ...] | None, iterations: float = 0.0) -> Found:
         """The best of this choice and those of the searches."""
         best = min(self.searches, key=lambda search: search.cost)
         if choice is None or best.cost <= self.cost(choice):
             choice = None if best.best is None else tuple(best.best.tolist())
-        return Found(choice, self.ascent.best, self.ascent.settled)
+        return Found(choice, self.ascent.best, self.ascent.settled, iterations)
 
     def cost(self, choice: Sequence[int]) -> float:
         return trws.cost_of(self.graph, self.graph.costs, np.asarray(choice, dtype=np.int64))
@@ -133,11 +144,10 @@ class LargeSearch:
 
 def waited_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
     """Returns when all tasks are done; raises what one of them raised."""
-    while wait(tasks, timeout=0.4).not_done:
+    while wait(tasks, timeout=EVERY).not_done:
         tick()
     for task in tasks:
         task.result()
-    tick()
 
 
 def warm_up() -> None:

@@ -7,6 +7,7 @@ follows how long that takes.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -15,21 +16,21 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver.arrays import Graph
-from autoshard.solver.ilp import cheapest
 from autoshard.solver.problem import Problem
 from autoshard.solver.reduce import reduce
 from autoshard.solver.simplify import simplify
 
 FIRST, LEAST = 500, 20  # nodes that are set anew: in the first neighbourhood, and in the smallest
 LARGER, SMALLER = 1.3, 0.6  # factors of that number, when all was solved in time and when it was not
-SECONDS = 6.0  # of the integer program, for one neighbourhood
+SECONDS = 6.0  # of the integer program, for one neighbourhood, ...
+LOOKS = 15  # ... or so many looks of HiGHS at whether to stop
 
 
 class Neighbourhoods:
     """Neighbourhoods of a problem's choices, one after the other."""
 
-    def __init__(self, problem: Problem, graph: Graph, rng: np.random.Generator):
-        self.problem, self.graph, self.rng = problem, graph, rng
+    def __init__(self, problem: Problem, graph: Graph, rng: np.random.Generator, *, counted: bool):
+        self.problem, self.graph, self.rng, self.counted = problem, graph, rng, counted
         self.size = float(min(FIRST, len(problem.costs)))
 
     def improve(
@@ -39,27 +40,39 @@ class Neighbourhoods:
 
         Args:
             allowed: per option of all nodes, whether a better choice can have it.
-            seconds: to spend, at most, about.
+            seconds: to spend, at most, about; unless looks are counted.
             stop: ends it early.
         """
-        limit = min(SECONDS, seconds)
-        started = time.monotonic()
+        from autoshard.solver.ilp import cheapest  # takes a second to import
+
+        limit = math.inf if self.counted else min(SECONDS, seconds)
+        started, looks = time.monotonic(), 0
+
+        def look() -> bool:
+            nonlocal looks
+            looks += 1
+            return self.counted and looks >= LOOKS
+
+        def check() -> None:
+            if stop.is_set():
+                raise SolverError("stopped")
+
         free = near(self.graph, int(self.rng.integers(len(choice))), int(self.size), self.rng)
         offsets = self.graph.offsets
         options = {node: [option] for node, option in enumerate(choice)}
         for node in free:
             options[node] = np.union1d(np.flatnonzero(allowed[offsets[node] : offsets[node + 1]]), choice[node])
         try:
-            small = simplify(self.problem.restrict(options), reduce=reduce)
+            small = simplify(self.problem.restrict(options), tick=check, reduce=reduce)
         except SolverError:
             return None
         outcomes = []
         for part in small.parts:
             if stop.is_set():
                 return None
-            left = limit - (time.monotonic() - started)
-            outcomes.append(cheapest(part, None, time_limit=max(0.0, left), seed=0, stop=stop))
-        late = time.monotonic() - started > limit
+            left = max(0.0, limit - (time.monotonic() - started))
+            outcomes.append(cheapest(part, None, time_limit=left, seed=0, stop=stop, look=look))
+        late = looks >= LOOKS if self.counted else time.monotonic() - started > limit
         self.size = max(LEAST, min(len(choice), self.size * (SMALLER if late else LARGER)))
         if any(outcome.choice is None for outcome in outcomes):
             return None

@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
+
+from autoshard.solver.compiled import inner, kernel, sort
 
 DONE, FULL, MORE = -1, -2, -3  # how `reduce` ends, but for the node that has no option left
 NOISE = 1e-12  # of a table's largest entry: what is left of an edge when its costs fall apart
@@ -52,14 +53,16 @@ class State(NamedTuple):
     top: np.ndarray  # int64[7]: how far pool, log and so on are filled
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def reduce(state, steps):
     """Reduces until nothing applies (DONE), or for so many steps (MORE), or until the pool or log is FULL.
 
     Otherwise returns the number of a node that has no option left.
     """
     top = state.top
-    widest = np.max(state.count)
+    widest = 0
+    for count in state.count:
+        widest = max(widest, count)
     scratch = np.empty(widest * widest + 2 * widest)
     option = np.empty(widest, np.int64)
     links = np.full(len(state.count), -1)
@@ -82,7 +85,7 @@ def reduce(state, steps):
     return MORE
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _push(queue, queued, top, head, waiting, node):
     if not queued[node]:
         queued[node] = True
@@ -90,7 +93,7 @@ def _push(queue, queued, top, head, waiting, node):
         top[waiting] += 1
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _pop(queue, queued, top, head, waiting):
     node = queue[top[head]]
     top[head] = (top[head] + 1) % len(queue)
@@ -99,14 +102,14 @@ def _pop(queue, queued, top, head, waiting):
     return node
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def touch(state, node):
     """Puts a node down to be looked at again."""
     _push(state.queue, state.queued, state.top, HEAD, WAITING, node)
     _push(state.compared, state.to_compare, state.top, HEAD_COMPARED, WAITING_COMPARED, node)
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _strides(state, half):
     """Of a half edge: where its table starts, how far its own options are apart in it, and those of the other end."""
     edge = half // 2
@@ -116,7 +119,7 @@ def _strides(state, half):
     return state.table[edge], 1, columns
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def link(state, half, node):
     """Puts a half edge at the head of a node's list."""
     state.end[half] = node
@@ -127,7 +130,7 @@ def link(state, half, node):
     state.degree[node] += 1
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _unlink(state, half):
     node, before, after = state.end[half], state.leader[half], state.follower[half]
     if before >= 0:
@@ -139,7 +142,7 @@ def _unlink(state, half):
     state.degree[node] -= 1
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _part(state, edge):
     """Takes an edge away."""
     for half in (2 * edge, 2 * edge + 1):
@@ -148,7 +151,7 @@ def _part(state, edge):
     state.end[2 * edge] = state.end[2 * edge + 1] = -1
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _keep(state, node, kept):
     """Forbids the options of a node that are not kept, and packs the others."""
     first, count, pool = state.first[node], state.count[node], state.pool
@@ -184,7 +187,7 @@ def _keep(state, node, kept):
         settle_lives(state, node)
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def settle_lives(state, node):
     """Moves what all options of a node hold to what is fixed; lives of which nothing is left go away."""
     before, life = -1, state.life[node]
@@ -211,7 +214,7 @@ def settle_lives(state, node):
         life = after
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _visit(state, node, option, links, scratch):
     """Tries every reduction of one node but dominance: DONE, FULL, or the node if it has no option left."""
     if state.top[LOG] + 3 + 2 * len(option) > len(state.log):
@@ -240,11 +243,13 @@ def _visit(state, node, option, links, scratch):
     return DONE
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _consistent(state, node):
     """Forbids options without a finite partner; False if none is left."""
     first, count = state.first[node], state.count[node]
-    kept = np.isfinite(state.cost[first : first + count])
+    kept = np.empty(count, np.bool_)
+    for a in range(count):
+        kept[a] = state.cost[first + a] < np.inf
     half = state.half[node]
     while half >= 0:
         table, own, its = _strides(state, half)
@@ -258,12 +263,14 @@ def _consistent(state, node):
                         break
                 kept[a] = possible
         half = state.follower[half]
-    if not kept.all():
-        _keep(state, node, kept)
+    for a in range(count):
+        if not kept[a]:
+            _keep(state, node, kept)
+            break
     return state.count[node] > 0
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _fix(state, node):
     """Takes a node with one option away: its row goes to the neighbours' costs."""
     first, half = state.first[node], state.half[node]
@@ -284,7 +291,7 @@ def _fix(state, node):
     state.count[node] = 0
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _separate(state, half, scratch):
     """Takes an edge away whose costs fall apart into one for either end."""
     table, own, its = _strides(state, half)
@@ -307,7 +314,7 @@ def _separate(state, half, scratch):
     _part(state, half // 2)
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _functional(state, half):
     """Whether each option of the other end allows one of this node, and each of this node one of the other end."""
     table, own, its = _strides(state, half)
@@ -331,7 +338,7 @@ def _functional(state, half):
     return True, leads
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _merge(state, half, option, links, scratch):
     """Merges the node of a half edge into the other end, whose options decide it: DONE, or FULL before it began."""
     node, into = state.end[half], state.end[half ^ 1]
@@ -359,7 +366,7 @@ def _merge(state, half, option, links, scratch):
     return DONE
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _needed(state, node, into):
     """Entries of the pool that a merge takes at most."""
     count, needed = state.count[into], 0
@@ -372,7 +379,7 @@ def _needed(state, node, into):
     return needed
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _move_edges(state, node, into, option, links, scratch):
     """Moves all edges of a node to another one: of `into`, option b stands for option[b] of the node."""
     pool, count = state.pool, state.count[into]
@@ -422,7 +429,7 @@ def _move_edges(state, node, into, option, links, scratch):
             half = state.follower[half]
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _find(state, node, other):
     """The half at `other` of its edge to a node; -1 if there is none."""
     half = state.half[node]
@@ -433,7 +440,7 @@ def _find(state, node, other):
     return -1
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _move_lives(state, node, into, option, scratch):
     """Moves all lives of a node to another one."""
     pool, count = state.pool, state.count[into]
@@ -452,20 +459,36 @@ def _move_lives(state, node, into, option, scratch):
     state.life[node], state.lives[node] = -1, 0
 
 
-@njit(cache=True, nogil=True)
+@inner()
+def _first(times, time):
+    """Where a time stands in sorted ones for the first time."""
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if times[middle] < time:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inner()
 def moments(state, node):
-    """[stretch of points over which they do not change, option]: the bytes that each option of a node holds."""
+    """[stretch of points over which they do not change, option]: the bytes that each option of a node holds.
+
+    Some stretches are empty.
+    """
     count, lives = state.count[node], state.lives[node]
     times = np.empty(2 * lives, np.int64)
     life, k = state.life[node], 0
     while life >= 0:
         times[k], times[k + 1] = state.start[life], state.stop[life]
         life, k = state.later_life[life], k + 2
-    times = np.unique(times)
+    sort(times)
     change = np.zeros((len(times), count))
     life = state.life[node]
     while life >= 0:
-        begin, end = np.searchsorted(times, state.start[life]), np.searchsorted(times, state.stop[life])
+        begin, end = _first(times, state.start[life]), _first(times, state.stop[life])
         for a in range(count):
             usage = state.pool[state.usage[life] + a]
             change[begin, a] += usage
@@ -477,7 +500,7 @@ def moments(state, node):
     return change
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _compare(state, node):
     """Forbids each option that another one beats whatever the neighbours choose."""
     count, first = state.count[node], state.first[node]
@@ -493,11 +516,13 @@ def _compare(state, node):
             if b != a and kept[b] and _beats(state, node, first, b, a, held):
                 kept[a] = False
                 break
-    if not kept.all():
-        _keep(state, node, kept)
+    for a in range(count):
+        if not kept[a]:
+            _keep(state, node, kept)
+            break
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _beats(state, node, first, option, other, held):
     """Whether an option costs and holds no more than another one, whatever the neighbours choose."""
     for moment in range(len(held)):
@@ -519,7 +544,7 @@ def _beats(state, node, first, option, other, held):
     return worse <= 0.0
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def fill(state, pairs, owners):
     """Links edges and lives to their nodes, and puts every node down to be looked at."""
     for edge in range(len(pairs)):

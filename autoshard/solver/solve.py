@@ -8,32 +8,34 @@ seconds to load and the first time more to compile.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autoshard.errors import SolverError
+from autoshard.solver.aside import aside
 from autoshard.solver.bounds import Relaxation, finite
-from autoshard.solver.ilp import cheapest, leanest
 from autoshard.solver.layers import Tied, tied
 from autoshard.solver.moves import good_choices
 from autoshard.solver.problem import InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
-from autoshard.solver.simplify import simplify
+from autoshard.solver.simplify import Simplified, simplify
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 
 if TYPE_CHECKING:
     from autoshard.solver.large import Found
 
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
-GRACE = 3.0  # s past the time limit to find a first choice
+GRACE = 3.0  # s, or iterations, past the limit to find a first choice
+FINISH = 3.0  # times what it takes to verify a choice: what is left for the end, ...
+FINISH_SHARE = 0.2  # ... but no more than this of the time limit
 FEW_OPTIONS = 4000  # that the integer program takes at once
 MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
@@ -48,6 +50,7 @@ KINDS = 0.5  # ... if no more than this share of the nodes are different
 CLOSE = 0.01  # the gap that is small enough for such a problem
 CLOSER = 0.3  # of that: with a smaller gap, or when a sweep brings less of it than STALLED, bounds are left alone
 STALLED = 0.05
+LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
 LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
 
 
@@ -55,6 +58,7 @@ def solve(
     problem: Problem,
     *,
     time_limit: float = 60.0,
+    iterations: int | None = None,
     seed: int = 0,
     threads: int | None = None,
     layered: bool = False,
@@ -71,7 +75,10 @@ def solve(
     Solution(choice=(1, 0), cost=1.0, bound=1.0, status='optimal')
 
     Args:
-        time_limit: seconds to spend, about.
+        time_limit: seconds to spend, what follows the search included.
+        iterations: how much to search instead, however long that takes: rounds of a large problem, each of which takes
+            about half a second of every core, and looks of HiGHS at whether to stop. The same problem, seed and
+            iterations give the same solution, however busy the machine is and with however many threads.
         seed: of the random numbers inside. The same problem and seed give the same optimal solution in any process.
         threads: that search side by side where a problem is large; None: one per core.
         layered: whether to solve what repeats itself as one first, as layers of a model that memory binds little.
@@ -82,11 +89,11 @@ def solve(
         SolverError: every choice is forbidden, or none was found in time.
         KeyboardInterrupt: Ctrl-C, before any choice was found.
     """
-    search = _Search(problem, seed, time_limit, threads or _cores(), progress)
+    search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
     known = search.known
     try:
         known.prove(_least_sum(problem))
-        known.offer([0] * len(problem.costs))
+        search.begin()
         search.check_time()
         if not (layered and search.solve_repeated(known)):
             search.solve(known, relax=True)
@@ -98,11 +105,7 @@ def solve(
     except _Nothing:
         raise _infeasible(problem, search) from None
     if known.choice is None:
-        limit = "" if problem.limit is None else f" that fits in {problem.limit:.0f} bytes"
-        raise SolverError(
-            f"no choice{limit} was found in {time_limit:g} s, nor was it proven that there is none; "
-            "raise time_limit or the memory limit"
-        )
+        raise _unknown(problem, f"{time_limit:g} s" if iterations is None else f"{iterations} iterations")
     seconds = search.report.finish()
     solution = Solution(known.choice, known.cost, 0.0, "feasible", seconds)
     solution = with_bound(solution, min(known.bound, known.cost))
@@ -219,24 +222,46 @@ class _Search:
         problem: Problem,
         seed: int,
         time_limit: float,
+        iterations: int | None,
         threads: int,
         progress: Callable[[Progress], None] | None,
     ):
         self.seed, self.threads = seed, threads
         self.loaded = False  # compiled code
+        self.grace = GRACE
         self.report = _Report(progress)
-        self.deadline = self.report.start + time_limit
+        self.done: float | None = None if iterations is None else 0.0  # iterations; None: the clock decides
+        self.deadline = self.report.start + time_limit if iterations is None else float(iterations)
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
 
+    def begin(self) -> None:
+        """Tries the first option of every node, and sets time aside for what comes when time is up."""
+        start = time.monotonic()
+        self.known.offer([0] * len(self.known.problem.costs))
+        if self.done is None:
+            self.deadline -= min(FINISH * (time.monotonic() - start), FINISH_SHARE * self.left())
+
+    def now(self) -> float:
+        """Seconds, or iterations that are done."""
+        return time.monotonic() if self.done is None else self.done
+
     def left(self) -> float:
-        """Seconds until time is up."""
-        return max(0.0, self.deadline - time.monotonic())
+        """Seconds or iterations until time is up."""
+        return max(0.0, self.deadline - self.now())
 
     def check_time(self) -> None:
         self.report.tick()
-        late = time.monotonic() - self.deadline
-        if late > (0.0 if self.known.best else GRACE):
+        if self.now() - self.deadline > (0.0 if self.known.best else self.grace):
             raise _TimeUp
+
+    def count(self, iterations: float) -> None:
+        if self.done is not None:
+            self.done += iterations
+
+    def look(self) -> bool:
+        """Counts a look of HiGHS as an iteration: whether that was the last one."""
+        self.count(1)
+        return self.left() == 0
 
     def solve(self, known: _Known, *, relax: bool) -> None:
         """Simplifies a problem and solves it by its parts.
@@ -244,12 +269,7 @@ class _Search:
         Raises:
             _Nothing: no choice is allowed and fits.
         """
-        reduce = self.compiled().reduce if self.is_large(known.problem) else None
-        try:
-            with self.report.during("simplify"):
-                small = simplify(known.problem, tick=self.check_time, reduce=reduce)
-        except SolverError:
-            raise _Nothing from None
+        small = self.simplified(known.problem)
         if not fits(small.rest, known.problem.limit):
             raise _Nothing
         parts: list[_Known] = []
@@ -276,6 +296,31 @@ class _Search:
             else:
                 self.move(part)
                 self.program(part)
+
+    def simplified(self, problem: Problem) -> Simplified:
+        """A problem in its smallest equal parts.
+
+        Raises:
+            _Nothing: every choice is forbidden.
+        """
+        reduce = self.compiled().reduce if self.is_large(problem) else None
+        try:
+            with self.report.during("simplify"):
+                return simplify(problem, tick=self.check_time, reduce=reduce)
+        except SolverError:
+            raise _Nothing from None
+
+    def least_at(self, point: int) -> float:
+        """A bound on the bytes that any choice holds at one point."""
+        problem = self.known.problem
+        held = [np.zeros(len(costs)) for costs in problem.costs]
+        for live in problem.lives:
+            if live.start <= point < live.end:
+                held[live.node] += live.usage
+        there = _Known(_at_no_cost(problem, held))
+        with contextlib.suppress(_TimeUp):
+            self.solve(there, relax=True)
+        return there.bound
 
     def solve_repeated(self, known: _Known) -> bool:
         """Solves a large problem with one option for all nodes alike, first as if there were no memory limit.
@@ -335,13 +380,15 @@ class _Search:
     def search(self, known: _Known) -> None:
         """Solves a problem as far as time allows with compiled code."""
         large = self.compiled()
-        search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads)
+        search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads, counted=self.done is not None)
         most = _most_sum(known.problem)
         programmed = False
         with self.report.during("search"):
             try:
                 for found in search.rounds(lambda: known.choice, self.left, self.check_time):
                     self.learn(known, found)
+                    self.count(found.iterations)
+                    self.check_time()
                     if known.bound > most + ENOUGH * abs(most):
                         raise _Nothing
                     if found.settled and not programmed and not known.solved:
@@ -375,11 +422,11 @@ class _Search:
     def hurry(self, share: float) -> Iterator[None]:
         """Gives what follows a share of the time that is left, and goes on when that is up."""
         deadline = self.deadline
-        self.deadline = time.monotonic() + share * self.left()
+        self.deadline = self.now() + share * self.left()
         try:
             yield
         except _TimeUp:
-            if time.monotonic() >= deadline:
+            if self.now() >= deadline:
                 raise
         finally:
             self.deadline = deadline
@@ -391,14 +438,25 @@ class _Search:
 
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
-        with self.report.during("load compiled code"), ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(_load)
-            while not wait([loading], timeout=EVERY).done:
-                if time.monotonic() - self.report.entered > COMPILES:
-                    self.report.stage = "compile, the first time only"
-                self.report.tick()
-            self.loaded = True
-            return loading.result()
+
+        def tick() -> None:
+            if time.monotonic() - self.report.entered > COMPILES:
+                self.report.stage = "compile, the first time only"
+            self.check_time()
+
+        with self.report.during("load compiled code"):
+            large = aside(_load, tick)
+        self.loaded = True
+        return large
+
+    def programs(self) -> ModuleType:
+        """The integer programs; what they import takes a second, in which it can lose a Ctrl-C."""
+        with self.report.during("load the integer program"):
+            return aside(lambda: importlib.import_module("autoshard.solver.ilp"), self.check_time)
+
+    def limits(self) -> dict[str, Any]:
+        """What an integer program may spend."""
+        return {"time_limit": self.left()} if self.done is None else {"time_limit": math.inf, "look": self.look}
 
     def relax(self, known: _Known) -> None:
         """Solves a problem by what its bound says of single options.
@@ -462,8 +520,9 @@ class _Search:
         """Solves a problem as an integer program."""
         if known.solved:
             return
+        ilp = self.programs()
         with self.report.during("integer program"):
-            outcome = cheapest(known.problem, known.choice, time_limit=self.left(), seed=self.seed)
+            outcome = ilp.cheapest(known.problem, known.choice, seed=self.seed, **self.limits())
         if outcome.bound == math.inf:
             raise _Nothing
         known.prove(outcome.bound)
@@ -501,28 +560,56 @@ def _most_sum(problem: Problem) -> float:
     return math.fsum(table[np.isfinite(table)].max(initial=-np.inf) for table in tables)
 
 
+def _unknown(problem: Problem, spent: str) -> SolverError:
+    """The error that says that time was too short."""
+    message = f"no choice was found in {spent}, nor was it proven that there is none; raise time_limit"
+    if problem.limit is None:
+        return SolverError(message)
+    point, held = _floor(problem)
+    limit = f"the limit is {problem.limit:.0f} bytes; point {point} needs {held:.0f} at least"
+    return SolverError(f"{message} or the memory limit ({limit})")
+
+
 def _infeasible(problem: Problem, search: _Search) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
-    free = replace(
-        problem,
-        costs=tuple(np.where(np.isfinite(costs), 0.0, np.inf) for costs in problem.costs),
-        edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
-        limit=0.0,  # every point matters
+    search.grace = 0.0
+    search.deadline = max(search.deadline, search.now() + 1)
+    try:
+        with search.hurry(LEAN_SHARE):
+            return _leanest(problem, search)
+    except _TimeUp:
+        pass
+    except _Nothing:
+        return SolverError("every choice is forbidden")
+    point, held = _floor(problem)
+    with contextlib.suppress(_TimeUp):
+        held = max(held, search.least_at(point))
+    return SolverError(
+        f"no choice fits in {problem.limit:.0f} bytes; point {point} needs {held:.0f} at least; "
+        "how much memory would do was not found in time"
     )
-    reduce = search.compiled().reduce if search.is_large(free) else None
-    small = simplify(free, tick=search.report.tick, reduce=reduce)
+
+
+def _leanest(problem: Problem, search: _Search) -> InfeasibleError:
+    """The error that carries the least that a choice holds.
+
+    Raises:
+        _TimeUp: it was not found in time.
+        _Nothing: every choice is forbidden.
+    """
+    free = _at_no_cost(problem, [np.zeros(len(costs)) for costs in problem.costs])
+    small = search.simplified(replace(free, lives=problem.lives, limit=0.0))  # every point matters
     if max(map(_options, small.parts), default=0) > MANY_OPTIONS:
-        return SolverError(f"no choice fits in {problem.limit:.0f} bytes; {_floor(problem)}")
-    time_limit = max(1.0, search.left())
-    outcomes = [leanest(part, time_limit=time_limit, seed=search.seed) for part in small.parts]
+        raise _TimeUp
+    ilp = search.programs() if small.parts else None
+    outcomes = [ilp.leanest(part, seed=search.seed, **search.limits()) for part in small.parts]
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     if any(outcome.bound == math.inf for outcome in outcomes):
-        return SolverError("every choice is forbidden")
+        raise _Nothing
     choices = [outcome.choice for outcome in outcomes]
     if None in choices:
-        message = f"no choice fits in {problem.limit:.0f} bytes; how much memory would do was not found in time"
-        return SolverError(f"{message}; {_floor(problem)}")
+        raise _TimeUp
     choice = small.invert(choices)
     _, needed = verify(problem, choice)
     point, _ = _fullest(problem, [live.usage[choice[live.node]] for live in problem.lives])
@@ -531,11 +618,20 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
     return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
 
 
-def _floor(problem: Problem) -> str:
-    """Which program point needs how much memory, whatever is chosen."""
-    least = [live.usage[np.isfinite(problem.costs[live.node])].min() for live in problem.lives]
-    point, held = _fullest(problem, least)
-    return f"point {point} needs {held:.0f} at least"
+def _at_no_cost(problem: Problem, costs: Sequence[np.ndarray]) -> Problem:
+    """The problem with these costs, but for what is forbidden, and without memory."""
+    return Problem(
+        costs=tuple(np.where(np.isfinite(old), new, np.inf) for old, new in zip(problem.costs, costs, strict=True)),
+        edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
+        lives=(),
+        limit=None,
+    )
+
+
+def _floor(problem: Problem) -> tuple[int, float]:
+    """A program point, and the bytes that the leanest options of all nodes hold there: where that is most."""
+    least = [live.usage[np.isfinite(problem.costs[live.node])].min(initial=np.inf) for live in problem.lives]
+    return _fullest(problem, least)
 
 
 def _fullest(problem: Problem, usages: Sequence[float]) -> tuple[int, float]:

@@ -7,14 +7,17 @@ takes out of nodes and messages, so that the least entry of each is 0, no choice
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
-from numba import njit
+
+from autoshard.solver.compiled import inner, kernel
 
 HALF_ULP = 2.0**-53  # relative; what one operation on floats may be off by
 FLAGS = {"nnan", "nsz"}  # lets minima be taken several at a time; infinities keep their meaning
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@kernel(fastmath=FLAGS)
 def sweep(graph, costs, to_left, to_right, extra, forward, complete):
     """Updates all messages in one direction: what they prove, and by how much rounding may have made it too much.
 
@@ -25,7 +28,7 @@ def sweep(graph, costs, to_left, to_right, extra, forward, complete):
     """
     offsets, table_offsets, tables = graph.offsets, graph.table_offsets, graph.tables
     nodes = len(offsets) - 1
-    total = np.empty(np.max(np.diff(offsets)) if nodes else 0)
+    total = np.empty(graph.widest)
     paid = np.empty(len(total))
     bound = allowance = 0.0
     for step in range(nodes):
@@ -63,7 +66,7 @@ def sweep(graph, costs, to_left, to_right, extra, forward, complete):
     return bound, 4 * HALF_ULP * allowance
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _take_least(values, first, count):
     """Takes the least of some values out of them."""
     least = values[first]
@@ -75,7 +78,7 @@ def _take_least(values, first, count):
     return least
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _pay(share, total, messages, first, options, paid):
     """What the options pay of an edge's costs, less what its message to them says already; the largest number."""
     largest = 0.0
@@ -85,7 +88,7 @@ def _pay(share, total, messages, first, options, paid):
     return largest
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _minimise_rows(tables, table, rows, columns, paid, message, out):
     for b in range(columns):
         message[out + b] = paid[0] + tables[table + b]
@@ -97,7 +100,7 @@ def _minimise_rows(tables, table, rows, columns, paid, message, out):
                 message[out + b] = cost
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _minimise_columns(tables, table, rows, columns, paid, message, out):
     for a in range(rows):
         row = table + a * columns
@@ -109,7 +112,7 @@ def _minimise_columns(tables, table, rows, columns, paid, message, out):
         message[out + a] = least
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _spare_rows(tables, table, rows, columns, to_left, left, to_right, right, least, extra, first):
     """Adds to `extra` what the options of the left end leave unpaid, over the best of the right end."""
     for a in range(rows):
@@ -119,7 +122,7 @@ def _spare_rows(tables, table, rows, columns, to_left, left, to_right, right, le
         extra[first + a] += spare - to_left[left + a] - least
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _spare_columns(tables, table, rows, columns, to_left, left, to_right, right, least, extra, first):
     """The same of the right end."""
     for b in range(columns):
@@ -129,7 +132,7 @@ def _spare_columns(tables, table, rows, columns, to_left, left, to_right, right,
         extra[first + b] += spare - to_right[right + b] - least
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _collect(graph, costs, to_left, to_right, node, total):
     """Puts what each option of a node costs with all messages to it into `total`; the sum of the largest terms."""
     first, options = graph.offsets[node], graph.offsets[node + 1] - graph.offsets[node]
@@ -144,7 +147,7 @@ def _collect(graph, costs, to_left, to_right, node, total):
     return largest
 
 
-@njit(cache=True, nogil=True, fastmath=FLAGS)
+@inner(fastmath=FLAGS)
 def _add(messages, first, options, total):
     """Adds a message, whose least entry is 0, to `total`; its largest entry."""
     largest = 0.0
@@ -154,10 +157,10 @@ def _add(messages, first, options, total):
     return largest
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def take(graph, costs, to_left, choice):
     """Sets each node to the option that is cheapest, given what those before took and the messages from those after."""
-    total = np.empty(np.max(np.diff(graph.offsets)))
+    total = np.empty(graph.widest)
     for node in range(len(choice)):
         first, options = graph.offsets[node], graph.offsets[node + 1] - graph.offsets[node]
         for a in range(options):
@@ -169,10 +172,14 @@ def take(graph, costs, to_left, choice):
                 total[a] += graph.tables[row + a]
         for at in range(graph.later_starts[node], graph.later_starts[node + 1]):
             _add(to_left, graph.left_offsets[graph.later[at]], options, total)
-        choice[node] = np.argmin(total[:options])
+        best = 0
+        for a in range(1, options):
+            if total[a] < total[best]:
+                best = a
+        choice[node] = best
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def priced(graph, memory, prices):
     """What options cost when the bytes that they hold are paid for, at a price per byte of each pressure point."""
     costs = graph.costs.copy()
@@ -188,7 +195,7 @@ def priced(graph, memory, prices):
     return costs
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def over(memory, choice):
     """Bytes per pressure point by which a choice is over the limit; negative where it is below."""
     held = np.empty(len(memory.node))
@@ -197,13 +204,17 @@ def over(memory, choice):
     return _over(memory, held)
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def expected_over(graph, memory, extra, temperature):
     """The same where each option is taken with a probability that falls with what it costs more than the best."""
-    share = np.exp(-extra / temperature)
+    share = np.empty(len(extra))
     for node in range(len(graph.offsets) - 1):
-        first, last = graph.offsets[node], graph.offsets[node + 1]
-        share[first:last] /= np.sum(share[first:last])
+        total = 0.0
+        for a in range(graph.offsets[node], graph.offsets[node + 1]):
+            share[a] = math.exp(-extra[a] / temperature)
+            total += share[a]
+        for a in range(graph.offsets[node], graph.offsets[node + 1]):
+            share[a] /= total
     held = np.zeros(len(memory.node))
     for life in range(len(held)):
         first, usage = graph.offsets[memory.node[life]], memory.usage_offsets[life]
@@ -212,7 +223,7 @@ def expected_over(graph, memory, extra, temperature):
     return _over(memory, held)
 
 
-@njit(cache=True, nogil=True)
+@inner()
 def _over(memory, held):
     """Bytes per pressure point over the limit, where each life holds this much."""
     points = len(memory.room)
@@ -228,7 +239,7 @@ def _over(memory, held):
     return result
 
 
-@njit(cache=True, nogil=True)
+@kernel()
 def cost_of(graph, costs, choice):
     """The sum of the costs of the chosen options and of the pairs that they make."""
     total = 0.0

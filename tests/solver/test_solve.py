@@ -13,7 +13,7 @@ import pytest
 from problems import answer, assert_same, binding_problem, hard_problem, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, bounds, solve
+from autoshard.solver import Problem, bounds, ilp, solve
 from autoshard.solver.bounds import Relaxation
 from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, InfeasibleError, Live
@@ -201,7 +201,7 @@ def test_ctrl_c_at_any_check_of_the_clock(monkeypatch, check):
 
     monkeypatch.setattr(module, "FEW_OPTIONS", 0)
     monkeypatch.setattr(module._Search, "check_time", press)
-    monkeypatch.setattr(module, "cheapest", interrupted)
+    monkeypatch.setattr(ilp, "cheapest", interrupted)
     solution = solve(problem, time_limit=100)
     assert solution.status == "feasible" and solution.cost <= verify(problem, [0] * len(problem.costs))[0]
 
@@ -230,10 +230,10 @@ def moves(problem, seed, original=module.good_choices):
 module.good_choices = moves
 """
 PRESS_IN_HIGHS = """
-def cheapest(*args, original=module.cheapest, **keywords):
+def cheapest(*args, original=ilp.cheapest, **keywords):
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     return original(*args, **keywords)
-module.cheapest = cheapest
+ilp.cheapest = cheapest
 """
 SOLVE = """
 start = time.monotonic()
@@ -247,7 +247,7 @@ def test_ctrl_c_returns_the_best_so_far(press):
     imports = (
         "import os, signal, sys, threading, time\n"
         "from problems import hard_problem\n"
-        "from autoshard.solver import solve\n"
+        "from autoshard.solver import ilp, solve\n"
         "module = sys.modules['autoshard.solver.solve']\n"
     )
     process = run_python(imports + press + SOLVE)

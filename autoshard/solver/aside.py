@@ -1,0 +1,34 @@
+"""Work that neither Ctrl-C nor the clock has to wait for: Python hears them only between instructions of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+EVERY = 0.1  # s between two ticks
+
+
+def aside(work: Callable[[], T], tick: Callable[[], None]) -> T:
+    """What some work returns or raises, done in a thread of its own.
+
+    >>> aside(lambda: 6 * 7, tick=lambda: None)
+    42
+
+    Args:
+        tick: called again and again meanwhile; when it raises, the work is left to itself.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while wait([future], timeout=EVERY).not_done:
+        tick()
+    return future.result()
