@@ -29,7 +29,7 @@ LOOKS = 15  # ... or so many looks of HiGHS at whether to stop
 class Neighbourhoods:
     """Neighbourhoods of a problem's choices, one after the other."""
 
-    def __init__(self, problem: Problem, graph: Graph, rng: np.random.Generator, *, counted: bool):
+    def __init__(self, problem: Problem, graph: Graph, rng: np.random.Generator, *, counted: bool = False):
         self.problem, self.graph, self.rng, self.counted = problem, graph, rng, counted
         self.size = float(min(FIRST, len(problem.costs)))
 

@@ -630,7 +630,10 @@ def _at_no_cost(problem: Problem, costs: Sequence[np.ndarray]) -> Problem:
 
 def _floor(problem: Problem) -> tuple[int, float]:
     """A program point, and the bytes that the leanest options of all nodes hold there: where that is most."""
-    least = [live.usage[np.isfinite(problem.costs[live.node])].min(initial=np.inf) for live in problem.lives]
+    least = []
+    for live in problem.lives:
+        allowed = np.isfinite(problem.costs[live.node])
+        least.append((live.usage[allowed] if allowed.any() else live.usage).min())
     return _fullest(problem, least)
 
 

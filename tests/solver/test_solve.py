@@ -1,10 +1,12 @@
 """The whole core: against trying everything, against the clock, against Ctrl-C, and in two processes."""
 
+import contextlib
 import itertools
 import os
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from problems import answer, assert_same, binding_problem, hard_problem, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, bounds, ilp, solve
+from autoshard.solver import Problem, bounds, ilp, large, neighbourhoods, solve
 from autoshard.solver.bounds import Relaxation
 from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, InfeasibleError, Live
@@ -145,12 +147,12 @@ def test_memory_error_says_what_would_do():
 
 
 def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch, compiled_always):
-    """Too large to find the least that a choice holds: what the leanest options hold is still known."""
+    """Too large to find the least that a choice holds: what is held at one point at least is still known."""
     monkeypatch.setattr(module, "MANY_OPTIONS", 0)
     lives = tuple(Live(node, node, node + 2, np.array([8, 6, 9])) for node in range(4))
     crossed = tuple(Edge(k, k + 1, np.where(np.eye(3, dtype=bool), np.inf, 0.0)) for k in range(3))
     problem = Problem((np.zeros(3),) * 4, crossed, lives, limit=11)
-    with pytest.raises(SolverError, match="no choice fits in 11 bytes; point 1 needs 12 at least"):
+    with pytest.raises(SolverError, match="no choice fits in 11 bytes; point 1 needs 14 at least"):
         solve(problem)
 
 
@@ -253,6 +255,38 @@ def test_ctrl_c_returns_the_best_so_far(press):
     process = run_python(imports + press + SOLVE)
     assert process.communicate(timeout=300)[0] == "feasible True True\n"
     assert process.returncode == 0
+
+
+@contextlib.contextmanager
+def busy_cores(count: int):
+    """Other processes that keep so many cores busy."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.parametrize("nodes, iterations, size", [(40, 40, "large"), (40, 6, "small")])
+def test_iterations_do_not_look_at_the_clock(monkeypatch, compiled, nodes, iterations, size):
+    """Once at leisure, and once on a busy machine with other threads and a clock that goes a thousand times as fast."""
+    if size == "large":
+        monkeypatch.setattr(module, "MUCH", 0)
+    monkeypatch.setattr(large, "ROUND", 3e5)
+    monkeypatch.setattr(large, "LONG", 6e5)
+    problem = hard_problem(nodes=nodes)
+    first = solve(problem, iterations=iterations, seed=1, threads=2)
+    hasty = types.SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())
+    for user in (module, ilp, neighbourhoods):
+        monkeypatch.setattr(user, "time", hasty)
+    with busy_cores(2):
+        assert solve(problem, iterations=iterations, seed=1, threads=3) == first
+    assert first.status == "feasible" and 0 < first.bound < first.cost
+    assert ("search" in first.seconds) == (size == "large")
+    fewer = solve(problem, iterations=1, seed=1)
+    assert fewer.cost >= first.cost and fewer.bound <= first.bound
 
 
 def test_two_processes_agree_bit_for_bit():
