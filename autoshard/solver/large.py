@@ -53,6 +53,7 @@ ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a s
 OVERHEAD = 5e4  # what the calls of one step take, in such entries
 REPAIRS = 100  # nodes that change to make a choice fit, at most
 UP, DOWN = 1.03, 0.97  # of prices that follow a choice: where memory is over the limit, and where all fits
+STEEP, TYPICAL = 1.5, 0.1  # while no choice is known: a factor, and of what a byte may cost on average what is added
 MORE = 0.02  # of all prices together: what is spread over what is over the limit
 FOLLOWING, RISING = 10, 12  # moves in a row: under prices that follow the choice, and under prices that rise before it
 LOWEST = 0.1  # of the best prices: where they rise from
@@ -318,13 +319,16 @@ class Search:
         self.guide = np.zeros(0), np.zeros(0)  # prices, and a choice that is good under them
         self.settled = self.local = False  # the guide will not change; moves go on near the best choice
         self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
+        finite = graph.tables[graph.tables < np.inf] if len(graph.tables) else graph.costs[graph.costs < np.inf]
+        mean = memory.usage.mean() if len(memory.usage) else 1.0
+        self.typical_price = TYPICAL * np.abs(finite).max(initial=0.0) / mean
 
     def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
         """Takes over what others found before a round."""
         if known is not None and cost < self.cost:
             self.best, self.cost = np.array(known, dtype=np.int64), cost
         self.guide, self.settled = (ascent.best_prices, ascent.choice.copy()), ascent.settled
-        if not self.moves.count:
+        if not self.moves.count or (self.best is None and not self.prices.any()):
             self.restart()
 
     def round(self, stop: threading.Event, most: float) -> None:
@@ -385,13 +389,17 @@ class Search:
             descent.descend(*parts)
             cost = trws.cost_of(self.graph, self.graph.costs, choice)
             if cost < self.cost:
+                if self.best is None:
+                    self.until_restart = 0  # prices rose steeply until something fitted
                 self.best, self.cost = choice, cost
         return 100.0 * changes * len(choice)
 
     def follow(self, over: np.ndarray) -> None:
         """Lets prices rise where so many bytes are over the limit, or fall if none are."""
         more = np.maximum(over, 0.0)
-        if more.any():
+        if self.best is None:  # anything that fits is welcome
+            self.prices = np.where(over > 0, STEEP * self.prices + self.typical_price, self.prices)
+        elif more.any():
             added = MORE * self.prices.sum() * more / more.sum()
             self.prices = np.where(over > 0, UP * self.prices, self.prices) + added
         else:

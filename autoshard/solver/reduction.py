@@ -63,7 +63,6 @@ def reduce(state, steps):
     widest = 0
     for count in state.count:
         widest = max(widest, count)
-    scratch = np.empty(widest * widest + 2 * widest)
     option = np.empty(widest, np.int64)
     links = np.full(len(state.count), -1)
     for _ in range(steps):
@@ -71,7 +70,7 @@ def reduce(state, steps):
             node = _pop(state.queue, state.queued, top, HEAD, WAITING)
             if not state.count[node]:
                 continue
-            status = _visit(state, node, option, links, scratch)
+            status = _visit(state, node, option, links)
             if status == FULL:
                 touch(state, node)
             if status != DONE:
@@ -215,7 +214,7 @@ def settle_lives(state, node):
 
 
 @inner()
-def _visit(state, node, option, links, scratch):
+def _visit(state, node, option, links):
     """Tries every reduction of one node but dominance: DONE, FULL, or the node if it has no option left."""
     if state.top[LOG] + 3 + 2 * len(option) > len(state.log):
         return FULL
@@ -227,7 +226,7 @@ def _visit(state, node, option, links, scratch):
     half = state.half[node]
     while half >= 0:
         after = state.follower[half]
-        _separate(state, half, scratch)
+        _separate(state, half)
         half = after
     half = state.half[node]
     while half >= 0:
@@ -235,10 +234,10 @@ def _visit(state, node, option, links, scratch):
         other = state.end[half ^ 1]
         sizes = state.degree[node] + state.lives[node], state.degree[other] + state.lives[other]
         if follows and not (leads and sizes[0] > sizes[1]):  # the smaller of two moves
-            return _merge(state, half, option, links, scratch)
+            return _merge(state, half, option, links)
         if leads:
             touch(state, node)
-            return _merge(state, half ^ 1, option, links, scratch)
+            return _merge(state, half ^ 1, option, links)
         half = state.follower[half]
     return DONE
 
@@ -292,7 +291,7 @@ def _fix(state, node):
 
 
 @inner()
-def _separate(state, half, scratch):
+def _separate(state, half):
     """Takes an edge away whose costs fall apart into one for either end."""
     table, own, its = _strides(state, half)
     node, other = state.end[half], state.end[half ^ 1]
@@ -339,7 +338,7 @@ def _functional(state, half):
 
 
 @inner()
-def _merge(state, half, option, links, scratch):
+def _merge(state, half, option, links):
     """Merges the node of a half edge into the other end, whose options decide it: DONE, or FULL before it began."""
     node, into = state.end[half], state.end[half ^ 1]
     count, pool, top = state.count[into], state.pool, state.top
@@ -360,8 +359,8 @@ def _merge(state, half, option, links, scratch):
     top[LOG] = at + 3 + 2 * count
     _part(state, half // 2)
     touch(state, into)
-    _move_edges(state, node, into, option, links, scratch)
-    _move_lives(state, node, into, option, scratch)
+    _move_edges(state, node, into, option, links)
+    _move_lives(state, node, into, option)
     state.count[node] = 0
     return DONE
 
@@ -380,7 +379,7 @@ def _needed(state, node, into):
 
 
 @inner()
-def _move_edges(state, node, into, option, links, scratch):
+def _move_edges(state, node, into, option, links):
     """Moves all edges of a node to another one: of `into`, option b stands for option[b] of the node."""
     pool, count = state.pool, state.count[into]
     marked = state.degree[into] <= 4 * state.degree[node]
@@ -406,18 +405,15 @@ def _move_edges(state, node, into, option, links, scratch):
             touch(state, into)
         else:
             new_own, new_its = (columns, 1) if half % 2 == 0 else (1, count)
+            moved = np.empty(count * columns)
             for b in range(count):
                 for c in range(columns):
-                    value = pool[table + option[b] * own + c * its]
-                    if count > state.count[node]:
-                        pool[state.top[POOL] + b * new_own + c * new_its] = value
-                    else:
-                        scratch[b * new_own + c * new_its] = value
+                    moved[b * new_own + c * new_its] = pool[table + option[b] * own + c * its]
             if count > state.count[node]:
-                state.table[half // 2] = state.top[POOL]
+                table = state.table[half // 2] = state.top[POOL]
                 state.top[POOL] += count * columns
-            else:
-                pool[table : table + count * columns] = scratch[: count * columns]
+            for at in range(count * columns):
+                pool[table + at] = moved[at]
             _unlink(state, half)
             link(state, half, into)
         touch(state, other)
@@ -441,18 +437,19 @@ def _find(state, node, other):
 
 
 @inner()
-def _move_lives(state, node, into, option, scratch):
+def _move_lives(state, node, into, option):
     """Moves all lives of a node to another one."""
     pool, count = state.pool, state.count[into]
-    life = state.life[node]
+    life, moved = state.life[node], np.empty(count)
     while life >= 0:
         after, usage = state.later_life[life], state.usage[life]
         for b in range(count):
-            scratch[b] = pool[usage + option[b]]
+            moved[b] = pool[usage + option[b]]
         if count > state.count[node]:
             state.usage[life] = state.top[POOL]
             state.top[POOL] += count
-        pool[state.usage[life] : state.usage[life] + count] = scratch[:count]
+        for b in range(count):
+            pool[state.usage[life] + b] = moved[b]
         state.later_life[life], state.life[into] = state.life[into], life
         state.lives[into] += 1
         life = after
@@ -504,6 +501,8 @@ def moments(state, node):
 def _compare(state, node):
     """Forbids each option that another one beats whatever the neighbours choose."""
     count, first = state.count[node], state.first[node]
+    if count**2 > LARGEST_COMPARISON:
+        return
     half = state.half[node]
     while half >= 0:
         if count**2 * state.count[state.end[half ^ 1]] > LARGEST_COMPARISON:

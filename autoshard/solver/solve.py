@@ -40,6 +40,8 @@ FEW_OPTIONS = 4000  # that the integer program takes at once
 MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
 LESS = 20_000  # ... and from which on once it is loaded
+PLAIN_SHARE = 0.5  # of the time left: what goes by before compiled code has to help with a smaller problem
+BOUNDS_SHARE = 0.5  # of that: what goes by before choices are looked for in other ways
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
 EVERY = 0.4  # s between two reports of progress, if nothing changes
@@ -291,8 +293,10 @@ class _Search:
                     self.search(part)
                 large -= 1
             elif relax and options > FEW_OPTIONS:
-                with self.report.during("bounds"):
+                with self.report.during("bounds"), self.hurry(PLAIN_SHARE):
                     self.relax(part)
+                if not part.solved:
+                    self.search(part)
             else:
                 self.move(part)
                 self.program(part)
@@ -467,14 +471,15 @@ class _Search:
         """
         most = _most_sum(known.problem)
         relaxation = Relaxation(known.problem)
-        for choice, bound in relaxation.rounds(lambda: known.cost):
-            known.offer(choice)
-            known.prove(bound)
-            if known.bound > most + ENOUGH * abs(most):
-                raise _Nothing
-            if known.solved:
-                return
-            self.check_time()
+        with self.hurry(BOUNDS_SHARE):
+            for choice, bound in relaxation.rounds(lambda: known.cost):
+                known.offer(choice)
+                known.prove(bound)
+                if known.bound > most + ENOUGH * abs(most):
+                    raise _Nothing
+                if known.solved:
+                    return
+                self.check_time()
         self.move(known)
         backward, forward = relaxation.least(forward=False), relaxation.least(forward=True)
         least = [np.maximum(a, b) for a, b in zip(backward, forward, strict=True)]

@@ -141,3 +141,19 @@ def assert_same(got: tuple[str, float], expected: tuple[str, float]) -> None:
     """Two answers agree, but for the gap that counts as optimal."""
     assert got[0] == expected[0], (got, expected)
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
+
+
+def large_problem(nodes: int = 20_000, options: int = 10) -> Problem:
+    """One of the size of the contest's, that no solver finishes in a minute; the first options hold nothing."""
+    rng = np.random.default_rng(0)
+    tables = [rng.integers(0, 1000, (options, options)).astype(float) for _ in range(40)]
+    pairs = [(k, k + step) for step in (1, 7, 90) for k in range(nodes - step)]
+    kinds = rng.integers(len(tables), size=len(pairs))
+    costs = [rng.integers(0, 1000, options).astype(float) + 500 * (np.arange(options) == 0) for _ in range(40)]
+    usages = [rng.integers(1, 1000, options) * (np.arange(options) > 0) for _ in range(40)]
+    return Problem(
+        costs=tuple(costs[k] for k in rng.integers(40, size=nodes)),
+        edges=tuple(Edge(i, j, tables[kind]) for (i, j), kind in zip(pairs, kinds, strict=True)),
+        lives=tuple(Live(node, node, node + 50, usages[k]) for node, k in enumerate(rng.integers(40, size=nodes))),
+        limit=10_000,
+    )
