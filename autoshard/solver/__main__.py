@@ -1,7 +1,7 @@
 """Solves contest files: ``python -m autoshard.solver FILE... --time-limit 60``.
 
 Prints one line per file: what the choice costs, what every choice costs at least, and where the time went. What is
-known so far stands on stderr while that takes more than two seconds; Ctrl-C ends the search with the best choice so far.
+known so far stands on stderr once that takes more than two seconds; Ctrl-C ends the search with the best so far.
 """
 
 from __future__ import annotations
