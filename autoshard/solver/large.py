@@ -121,6 +121,7 @@ class LargeSearch:
                 tasks += [pool.submit(search.round, self.stop, work) for search in self.searches]
                 waited_for(tasks, tick)
                 yield self.found(other.result() if long else None, work / ROUND)
+                tick()
                 if self.ascent.settled and least is None and other:
                     least = other.result()
 

@@ -293,10 +293,11 @@ class _Search:
                     self.search(part)
                 large -= 1
             elif relax and options > FEW_OPTIONS:
-                with self.report.during("bounds"), self.hurry(PLAIN_SHARE):
+                whole = known is self.known
+                with self.report.during("bounds"), self.hurry(PLAIN_SHARE if whole else 1.0):
                     self.relax(part)
-                if not part.solved:
-                    self.search(part)
+                    continue
+                self.search(part)  # there was too little time, and some is left
             else:
                 self.move(part)
                 self.program(part)
@@ -392,7 +393,6 @@ class _Search:
                 for found in search.rounds(lambda: known.choice, self.left, self.check_time):
                     self.learn(known, found)
                     self.count(found.iterations)
-                    self.check_time()
                     if known.bound > most + ENOUGH * abs(most):
                         raise _Nothing
                     if found.settled and not programmed and not known.solved:
@@ -568,7 +568,7 @@ def _most_sum(problem: Problem) -> float:
 def _unknown(problem: Problem, spent: str) -> SolverError:
     """The error that says that time was too short."""
     message = f"no choice was found in {spent}, nor was it proven that there is none; raise time_limit"
-    if problem.limit is None:
+    if problem.limit is None or not problem.lives:
         return SolverError(message)
     point, held = _floor(problem)
     limit = f"the limit is {problem.limit:.0f} bytes; point {point} needs {held:.0f} at least"
