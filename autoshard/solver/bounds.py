@@ -11,12 +11,16 @@ option must be. Options that make it dearer than a choice in hand can be forbidd
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import sparse
 
-from autoshard.solver.problem import Problem
+from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.tables import classes
 from autoshard.solver.verify import ROUNDING
 
@@ -30,30 +34,58 @@ MOST = 1000  # rounds
 SLACK = 1e-11  # relative; what rounding may make of bytes, and of what they cost and get back
 PAUSE = 25  # rounds without prices between two looks at whether they pay ...
 WORTH = 0.02  # ... which they do if they closed this much of the gap
+DESCENTS = 5  # rounds without prices between two choices that are improved node by node ...
+PASSES = 4  # ... so many times
+MANY = 8  # edges with one table, from which on they are dealt with apart and the table is kept once
+MUCH = 1000  # entries in a row of tables side by side, from which on rows are taken one by one
 
 
-class _Side:
-    """One end of an edge: which class each option of the node is in, and the message that the edge sends the node."""
+class _Block:
+    """Edges between two colours whose tables have one shape, side by side, so that one operation serves all of them.
 
-    def __init__(self, node: int, option_class: np.ndarray):
-        self.node = node
-        self.option_class = option_class
-        self.order = np.argsort(option_class, kind="stable")
-        self.starts = np.searchsorted(option_class[self.order], np.arange(option_class.max() + 1))
-        self.message = np.zeros(len(self.starts))  # per class
+    Options with equal costs over an edge are one class. A message is a number per class and edge, [class, edge].
+    """
 
-    def least(self, costs: np.ndarray) -> np.ndarray:
-        """Per class, the least of its options' costs."""
-        return np.minimum.reduceat(costs[self.order], self.starts)
+    def __init__(self, edges: Sequence[_Edge], table: np.ndarray):
+        self.edges = edges
+        self.tables = table, np.ascontiguousarray(table.swapaxes(0, 1))  # [class, class at the other end, edge or 1]
+        self.nodes = tuple(np.array([edge.nodes[end] for edge in edges]) for end in (0, 1))
+        self.slots = [slice(0), slice(0)]  # where its messages to each end stand among all
+        self.first = [np.zeros(0, dtype=np.int64)] * 2  # per end and edge: where the classes of its options stand
+
+    def paid(self, end: int, chosen: np.ndarray) -> np.ndarray:
+        """What the classes at one end pay, [class, edge], where the edges' other ends chose these classes."""
+        table = self.tables[1 - end]
+        return table[chosen, :, np.arange(len(chosen)) if table.shape[2] > 1 else 0].T
 
 
-class _Link:
-    """An edge as the node at one end sees it. Options with equal costs over the edge are one class."""
+@dataclass(frozen=True, eq=False)
+class _Edge:
+    """An edge from a node of a lower colour to one of a higher."""
 
-    def __init__(self, own: _Side, other: _Side, table: np.ndarray):
-        self.own, self.other = own, other
-        self.table = table  # [own class, other class]
-        self.received = np.ascontiguousarray(table.T)  # [other class, own class]
+    nodes: tuple[int, int]
+    classes: tuple[np.ndarray, np.ndarray]  # per end: option -> class
+    table: np.ndarray  # [class, class]; equal ones are the same object
+
+
+class _Colour:
+    """Nodes without an edge among them: their options stand together, and a sweep deals with all of them at once."""
+
+    def __init__(self, nodes: np.ndarray, sizes: np.ndarray, start: int):
+        self.nodes = nodes
+        self.options = slice(start, start + int(sizes[nodes].sum()))
+        self.starts = np.cumsum([0, *sizes[nodes]])[:-1]  # node -> its first option among these
+        self.owner = np.repeat(np.arange(len(nodes)), sizes[nodes])  # option -> its node
+        self.blocks: tuple[list[_Block], list[_Block]] = [], []  # those in which these nodes are the one or other end
+        self.slots = [slice(0), slice(0)]  # the messages to these nodes over them
+        self.members = [np.zeros(0, dtype=np.int64)] * 2  # options, class by class in the order of these slots
+        self.class_starts = [np.zeros(0, dtype=np.int64)] * 2  # slot -> where its options start among them
+        self.spread = sparse.csr_array((0, 0))  # [option, slot of all messages]: 1 where it is of the class
+        self.share = np.zeros(0)  # option -> of what its node has left, what one edge gets
+
+    def least(self, costs: np.ndarray, end: int) -> np.ndarray:
+        """Per slot at this end, the least of its options' costs."""
+        return np.minimum.reduceat(costs[self.members[end]], self.class_starts[end])
 
 
 class Relaxation:
@@ -69,23 +101,66 @@ class Relaxation:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        nodes = len(problem.costs)
-        tables: dict[tuple[int, int], np.ndarray] = {}
-        for edge in problem.edges:
-            i, j, table = (edge.i, edge.j, edge.costs) if edge.i < edge.j else (edge.j, edge.i, edge.costs.T)
-            tables[i, j] = tables[i, j] + table if (i, j) in tables else table
-        self._later: list[list[_Link]] = [[] for _ in range(nodes)]  # node -> its edges to nodes of higher number
-        self._earlier: list[list[_Link]] = [[] for _ in range(nodes)]
-        for (i, j), table in sorted(tables.items(), key=lambda item: item[0]):
-            rows, columns = classes(table), classes(table.T)
-            first_rows, first_columns = (np.unique(of, return_index=True)[1] for of in (rows, columns))
-            table = np.ascontiguousarray(table[np.ix_(first_rows, first_columns)])
-            own, other = _Side(i, rows), _Side(j, columns)
-            self._later[i].append(_Link(own, other, table))
-            self._earlier[j].append(_Link(other, own, table.T))
+        sizes = np.array([len(costs) for costs in problem.costs])
+        tables = _summed(problem)
+        colour_of = _colours(len(sizes), tables)
+        order = np.argsort(colour_of, kind="stable")
+        counts = np.bincount(colour_of)
+        places = np.split(order, np.cumsum(counts)[:-1])
+        offsets = np.cumsum([0, *sizes])
+        # where each option stands in the problem, in the order of colours
+        self._place = np.concatenate([offsets[node] + np.arange(sizes[node]) for node in order])
+        starts = np.cumsum([0, *(sizes[nodes].sum() for nodes in places)])
+        self._colours = [_Colour(nodes, sizes, int(start)) for nodes, start in zip(places, starts, strict=False)]
+        self._first_option = np.empty(len(sizes), dtype=np.int64)
+        self._first_option[order] = np.cumsum([0, *sizes[order]])[:-1]
+        self._add_edges(_edges(tables, colour_of), colour_of)
         self._spread = max(float(np.ptp(costs)) for costs in problem.costs)
         self.prices = Prices(problem)
-        self.choice = [int(costs.argmin()) for costs in problem.costs]  # what the last sweep would take
+        self.choice = np.array([costs.argmin() for costs in problem.costs])  # what the last sweep would take, ...
+        self.cost = np.inf  # ... and what that costs
+
+    def _add_edges(self, edges: Sequence[_Edge], colour_of: np.ndarray) -> None:
+        """Puts edges into blocks, and gives their messages places."""
+        blocks = _blocks(edges, colour_of)
+        for block in blocks:
+            for end in (0, 1):
+                self._colours[colour_of[block.edges[0].nodes[end]]].blocks[end].append(block)
+        at, first, classes_of, entries = 0, 0, [np.zeros(0, dtype=np.int64)], []
+        for end in (0, 1):
+            for colour in self._colours:
+                begin, members = at, [np.zeros(0, dtype=np.int64)]
+                lengths = [np.zeros(0, dtype=np.int64)]
+                for block in colour.blocks[end]:
+                    count, width = block.tables[end].shape[0], len(block.edges)
+                    of = [edge.classes[end] for edge in block.edges]
+                    block.first[end] = first + np.cumsum([0, *map(len, of)])[:-1]
+                    flat = np.concatenate(of)
+                    edge = np.repeat(np.arange(width), list(map(len, of)))
+                    option = self._first_option[block.nodes[end]][edge] + _places_within(of)
+                    slot = flat * width + edge
+                    members.append(option[np.argsort(slot, kind="stable")] - colour.options.start)
+                    lengths.append(np.bincount(slot, minlength=count * width))
+                    entries.append((option, at + slot))
+                    classes_of.append(flat)
+                    first += len(flat)
+                    block.slots[end] = slice(at, at + count * width)
+                    at += count * width
+                colour.slots[end] = slice(begin, at)
+                colour.members[end] = np.concatenate(members)
+                colour.class_starts[end] = np.cumsum([0, *np.concatenate(lengths)])[:-1]
+        self._classes = np.concatenate(classes_of)  # of all options of all edges' ends
+        self._messages = np.zeros(at)
+        option, slot = np.concatenate([np.zeros((2, 0), dtype=np.int64), *map(np.array, entries)], axis=1)
+        spread = sparse.csr_array((np.ones(len(option)), (option, slot)), shape=(len(self._place), at))
+        degrees = np.zeros((2, len(colour_of)), dtype=np.int64)
+        for edge in edges:
+            for end in (0, 1):
+                degrees[end, edge.nodes[end]] += 1
+        share = 1 / np.maximum(degrees.max(axis=0), 1)
+        for colour in self._colours:
+            colour.spread = spread[colour.options]
+            colour.share = share[colour.nodes][colour.owner]
 
     def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...], float]]:
         """Sweeps forward and backward and sets prices as long as it pays; after each sweep a choice and a bound.
@@ -98,9 +173,11 @@ class Relaxation:
         best, before = -np.inf, -np.inf  # the bound, now and at the last look
         prices, tried, length, direction = self.prices.values, 0, STEP, None
         for count in range(1, MOST + 1):
-            for forward in (True, False):
-                bound = self.sweep(forward=forward)
-                yield tuple(self.choice), bound
+            yield None, self.sweep(choose=False)
+            bound = self.sweep(forward=False)
+            if count % DESCENTS == 0 and not self.prices.values.any():
+                self.descend()
+            yield self.better(known()), bound
             rise, best = bound - best, max(bound, best)
             gap = min(known() - best, max(abs(best), self._spread))
             if rise > 0:
@@ -132,47 +209,192 @@ class Relaxation:
                 self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
         for forward in (True, False) * UNPRICED:  # until the messages suit the best prices again
             bound = self.sweep(forward=forward)
-            yield tuple(self.choice), bound
+            yield self.better(known()), bound
 
-    def sweep(self, *, forward: bool = True) -> float:
-        """Updates all messages in one direction, and `choice`; the bound that they prove now."""
-        return self._sweep(forward, None)
+    def better(self, cost: float) -> tuple[int, ...] | None:
+        """What the last sweep would take, if that costs less than this and fits."""
+        if self.cost < cost and not (self.prices.over(self.choice) > 0).any():
+            return tuple(self.choice.tolist())
+        return None
+
+    def sweep(self, *, forward: bool = True, choose: bool = True) -> float:
+        """Updates all messages in one direction, and `choice` if wanted; the bound that they prove now."""
+        return self._sweep(forward, choose, None)
 
     def least(self, *, forward: bool = True) -> list[np.ndarray]:
         """Node -> option -> what every choice with that option costs at least. Sweeps once."""
-        extras: list[np.ndarray] = [np.zeros(0)] * len(self.problem.costs)
-        bound = self._sweep(forward, extras)
-        return [bound + extra for extra in extras]
+        extras = np.zeros(len(self._place))
+        bound = self._sweep(forward, False, extras)
+        stacked = np.empty(len(extras))
+        stacked[self._place] = bound + extras
+        return np.split(stacked, np.cumsum([len(costs) for costs in self.problem.costs])[:-1])
 
-    def _sweep(self, forward: bool, extras: list[np.ndarray] | None) -> float:
-        behind, ahead = (self._earlier, self._later) if forward else (self._later, self._earlier)
-        costs = self.prices.costs
-        bound = -self.prices.refund
-        for node in range(len(costs)) if forward else range(len(costs) - 1, -1, -1):
-            total = costs[node].copy()
-            for link in ahead[node]:
-                total += link.own.message[link.own.option_class]
-            taken = total.copy()  # given what the nodes behind took
-            for link in behind[node]:
-                taken += link.received[link.other.option_class[self.choice[link.other.node]]][link.own.option_class]
-                total += link.own.message[link.own.option_class]
-            self.choice[node] = int(taken.argmin())
-            least = total.min()
-            bound += least
-            total -= least
-            share = total / max(len(ahead[node]), len(behind[node]), 1)
-            for link in ahead[node]:
-                message = (link.received + (link.own.least(share) - link.own.message)).min(axis=1)
-                least = message.min()
-                bound += least
-                link.other.message = message - least
+    def _sweep(self, forward: bool, choose: bool, extras: np.ndarray | None) -> float:
+        ahead, behind = (0, 1) if forward else (1, 0)  # which end a node is of its edges to later ones, to earlier ones
+        messages, costs = self._messages, self.prices.costs[self._place]
+        taken = messages.copy() if choose else messages
+        bound, self.cost = [-self.prices.refund], 0.0 if choose else np.inf
+        for colour in self._colours if forward else reversed(self._colours):
+            if choose:
+                self._choose(colour, costs, taken, ahead, behind)
+            total = costs[colour.options] + colour.spread @ messages
+            least = np.minimum.reduceat(total, colour.starts)
+            bound.append(least.sum())
+            total -= least[colour.owner]
+            own = colour.slots[ahead]
+            spare = np.zeros(len(messages) if extras is not None else 0)
+            offered = colour.least(total * colour.share, ahead) - messages[own] if colour.blocks[ahead] else None
+            for block in colour.blocks[ahead]:
+                slots = block.slots[ahead]
+                paid = offered[slots.start - own.start : slots.stop - own.start].reshape(-1, len(block.edges))
+                message = _min_plus(block.tables[ahead], paid)
+                least = message.min(axis=0)
+                bound.append(least.sum())
+                message -= least
+                messages[block.slots[behind]] = message.ravel()
                 if extras is not None:
                     # The bound counts `least` of what the edge and this share of the node cost together.
-                    left = (link.table - link.other.message).min(axis=1) - link.own.message - least
-                    total += left[link.own.option_class]
+                    left = _min_plus(block.tables[behind], -message) - least
+                    spare[slots] = left.ravel() - messages[slots]
             if extras is not None:
-                extras[node] = total
-        return float(bound)
+                extras[colour.options] = total + colour.spread @ spare
+        return math.fsum(bound)
+
+    def descend(self) -> None:
+        """Gives each node the option of `choice` that is cheapest beside its neighbours', some times over."""
+        costs, taken = self.prices.costs[self._place], np.zeros(len(self._messages))
+        for turn in range(PASSES):
+            for colour in self._colours if turn % 2 else reversed(self._colours):
+                for ahead, behind in ((0, 1), (1, 0)):
+                    self._see(colour, taken, ahead, behind)
+                best = _first_least(costs[colour.options] + colour.spread @ taken, colour)
+                self.choice[colour.nodes] = best - colour.starts
+        self.cost = self._cost()
+
+    def _cost(self) -> float:
+        """What `choice` costs without prices."""
+        taken, cost = np.zeros(len(self._messages)), 0.0
+        for colour in self._colours:
+            self._see(colour, taken, 0, 1)
+            plain = self.prices.plain[self._place[colour.options]]
+            cost += float((plain + colour.spread @ taken)[colour.starts + self.choice[colour.nodes]].sum())
+        return cost
+
+    def _see(self, colour: _Colour, taken: np.ndarray, ahead: int, behind: int) -> None:
+        """Puts what the choice of their neighbours costs these nodes into the place of the messages from them."""
+        for block in colour.blocks[behind]:
+            chosen = self._classes[block.first[ahead] + self.choice[block.nodes[ahead]]]
+            taken[block.slots[behind]] = block.paid(behind, chosen).ravel()
+
+    def _choose(self, colour: _Colour, costs: np.ndarray, taken: np.ndarray, ahead: int, behind: int) -> None:
+        """Takes the cheapest options of these nodes, given what those before took.
+
+        Args:
+            taken: the messages; in the place of those from nodes that have chosen, what their choice costs.
+        """
+        self._see(colour, taken, ahead, behind)
+        best = _first_least(costs[colour.options] + colour.spread @ taken, colour)
+        self.choice[colour.nodes] = best - colour.starts
+        taken[colour.slots[ahead]] = 0.0
+        plain = self.prices.plain[self._place[colour.options]]
+        self.cost += float((plain + colour.spread @ taken)[best].sum())
+
+
+def _first_least(costs: np.ndarray, colour: _Colour) -> np.ndarray:
+    """Node -> the first of its options that costs least."""
+    least = np.minimum.reduceat(costs, colour.starts)
+    found = np.flatnonzero(costs == least[colour.owner])[::-1]
+    best = np.empty(len(least), dtype=np.int64)
+    best[colour.owner[found]] = found
+    return best
+
+
+def _places_within(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """0, 1, ... for each of the parts, one after the other."""
+    sizes = np.array(list(map(len, parts)))
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
+def _min_plus(table: np.ndarray, paid: np.ndarray) -> np.ndarray:
+    """[class at the other end, edge]: the least over the classes here of what they pay and the edge costs."""
+    if table.shape[1] * paid.shape[1] < MUCH:
+        return (table + paid[:, None]).min(axis=0)
+    result = table[0] + paid[0]
+    for own, costs in zip(table[1:], paid[1:], strict=True):
+        np.minimum(result, own + costs, out=result)
+    return result
+
+
+def _summed(problem: Problem) -> dict[tuple[int, int], np.ndarray]:
+    """Nodes, the lower number first -> the table of all edges that join them. Equal sums of the same are one object."""
+    parts: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = defaultdict(list)  # and whether it is turned
+    for edge in problem.edges:
+        turned = edge.i > edge.j
+        parts[(edge.j, edge.i) if turned else (edge.i, edge.j)].append((edge.costs, turned))
+    sums: dict[tuple, np.ndarray] = {}
+    summed = {}
+    for pair, found in sorted(parts.items()):
+        key = tuple((id(table), turned) for table, turned in found)
+        if key not in sums:
+            first, *others = (table.T if turned else table for table, turned in found)
+            sums[key] = sum(others, first)
+        summed[pair] = sums[key]
+    return summed
+
+
+def _colours(nodes: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Node -> number of its colour: no two nodes with an edge have the same. Those with many edges choose first."""
+    beside: list[list[int]] = [[] for _ in range(nodes)]
+    for i, j in pairs:
+        beside[i].append(j)
+        beside[j].append(i)
+    colour = np.full(nodes, -1)
+    for node in sorted(range(nodes), key=lambda node: -len(beside[node])):
+        taken = set(colour[beside[node]].tolist())
+        colour[node] = next(number for number in itertools.count() if number not in taken)
+    return colour
+
+
+def _edges(tables: Mapping[tuple[int, int], np.ndarray], colour_of: np.ndarray) -> list[_Edge]:
+    """The edges with their options in classes."""
+    known: dict[int, _Edge] = {}  # tables that are one object
+    equal: dict[tuple, np.ndarray] = {}
+
+    def small(table: np.ndarray) -> _Edge:
+        rows, columns = classes(table), classes(table.T)
+        first_rows, first_columns = (np.unique(of, return_index=True)[1] for of in (rows, columns))
+        table = np.ascontiguousarray(table[np.ix_(first_rows, first_columns)])
+        return _Edge((0, 1), (rows, columns), equal.setdefault((table.shape, table.tobytes()), table))
+
+    edges = []
+    for (i, j), table in tables.items():
+        if id(table) not in known:
+            known[id(table)] = small(table)
+        edge = replace(known[id(table)], nodes=(i, j))
+        if colour_of[i] > colour_of[j]:
+            turned = np.ascontiguousarray(edge.table.T)
+            turned = equal.setdefault((turned.shape, turned.tobytes()), turned)
+            edge = _Edge((j, i), edge.classes[::-1], turned)
+        edges.append(edge)
+    return edges
+
+
+def _blocks(edges: Sequence[_Edge], colour_of: np.ndarray) -> list[_Block]:
+    """Edges between the same colours together: those of one table, if they are many, and others of one shape."""
+    same: dict[tuple[int, int, int], list[_Edge]] = defaultdict(list)
+    for edge in edges:
+        i, j = edge.nodes
+        same[int(colour_of[i]), int(colour_of[j]), id(edge.table)].append(edge)
+    alike: dict[tuple, list[_Edge]] = defaultdict(list)
+    blocks = []
+    for (i, j, _), found in same.items():
+        if len(found) >= MANY:
+            blocks.append(_Block(found, found[0].table[:, :, None]))
+        else:
+            alike[i, j, found[0].table.shape] += found
+    for found in alike.values():
+        blocks.append(_Block(found, np.stack([edge.table for edge in found], axis=2)))
+    return blocks
 
 
 def finite(problem: Problem, ceiling: float) -> Problem:
@@ -188,7 +410,7 @@ def finite(problem: Problem, ceiling: float) -> Problem:
             cut[id(costs)] = np.minimum(costs, ceiling)
         return cut[id(costs)]
 
-    edges = tuple(replace(edge, costs=below(edge.costs)) for edge in problem.edges)
+    edges = tuple(Edge(edge.i, edge.j, below(edge.costs)) for edge in problem.edges)
     return replace(problem, costs=tuple(map(below, problem.costs)), edges=edges)
 
 
@@ -201,7 +423,7 @@ class Prices:
     def __init__(self, problem: Problem):
         points = problem.pressure_points() if problem.limit is not None else np.zeros(0, dtype=np.int64)
         lives = problem.lives if len(points) else ()
-        self._plain = problem.costs
+        self.plain = np.concatenate(problem.costs)  # all options, without prices
         self._offsets = np.cumsum([0, *(len(costs) for costs in problem.costs)])
         sizes = [len(live.usage) for live in lives]
         options = [self._offsets[live.node] + np.arange(len(live.usage)) for live in lives]
@@ -222,9 +444,7 @@ class Prices:
         self.refund = float(back.sum() + SLACK * np.abs(back).sum())
         paid = np.append(0.0, values.cumsum())
         extra = (paid[self._end] - paid[self._start]) * self._usage
-        stacked = np.bincount(self._option, extra, minlength=self._offsets[-1])
-        parts = np.split(stacked, self._offsets[1:-1])
-        self.costs = [plain + part for plain, part in zip(self._plain, parts, strict=True)]
+        self.costs = self.plain + np.bincount(self._option, extra, minlength=self._offsets[-1])
 
     def over(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes per pressure point by which a choice is over the limit; negative where it is below."""
@@ -239,7 +459,5 @@ class Prices:
 
 def _over_points(start: np.ndarray, end: np.ndarray, usage: np.ndarray, points: int) -> np.ndarray:
     """Bytes per point of what is held from start to end."""
-    change = np.zeros(points + 1)
-    np.add.at(change, start, usage)
-    np.subtract.at(change, end, usage)
+    change = np.bincount(start, usage, points + 1) - np.bincount(end, usage, points + 1)
     return change.cumsum()[:-1]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -265,14 +266,17 @@ def _validate(problem: Problem) -> None:
 def _validate_costs(problem: Problem) -> None:
     """Costs are numbers or inf, and so is their sum."""
     tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
-    flat = _flat(tables)
+    times = Counter(map(id, tables))  # many are one object
+    distinct = list({id(table): table for table in tables}.values())
+    flat = _flat(distinct)
     if not (flat > -np.inf).all():  # NaN compares false
         place, least = next((k, table.min()) for k, table in enumerate(tables) if not (table > -np.inf).all())
         nodes = len(problem.costs)
         where = problem.name(place) if place < nodes else _edge_name(problem, place - nodes)
         raise SolverError(f"{where}: a cost is {least}; costs are numbers or +inf")
     with np.errstate(over="ignore"):
-        total = np.abs(flat[flat < np.inf]).sum()
+        count = np.repeat([times[id(table)] for table in distinct], [table.size for table in distinct])
+        total = (np.abs(np.where(flat < np.inf, flat, 0.0)) * count).sum()
     if not np.isfinite(total):
         raise SolverError("costs are so large that their sum is beyond 1e308")
 

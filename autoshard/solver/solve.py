@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import os
 import time
@@ -48,10 +49,10 @@ EVERY = 0.4  # s between two reports of progress, if nothing changes
 SHARES = (0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
 FEWER = 0.5  # of the options: if more are left, bounds are not worth looking for again
 REPEATED = 20_000  # options from which on what repeats itself is solved as one ...
-KINDS = 0.5  # ... if no more than this share of the nodes are different
-CLOSE = 0.01  # the gap that is small enough for such a problem
-CLOSER = 0.3  # of that: with a smaller gap, or when a sweep brings less of it than STALLED, bounds are left alone
-STALLED = 0.05
+KINDS = 0.25  # ... if no more than this share of the nodes are different
+CLOSE = 0.01  # the gap that is small enough for a problem of the planner
+CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
+STALLED = 0.2
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
 LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
 
@@ -83,7 +84,8 @@ def solve(
             iterations give the same solution, however busy the machine is and with however many threads.
         seed: of the random numbers inside. The same problem and seed give the same optimal solution in any process.
         threads: that search side by side where a problem is large; None: one per core.
-        layered: whether to solve what repeats itself as one first, as layers of a model that memory binds little.
+        layered: whether to solve what repeats itself as one first, as layers of a model that memory binds little, and
+            to leave a problem of thousands of options alone within one percent.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
 
     Raises:
@@ -93,6 +95,8 @@ def solve(
     """
     search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
     known = search.known
+    if layered:
+        known.tolerance = lambda: CLOSE * max(0.0, known.bound)
     try:
         known.prove(_least_sum(problem))
         search.begin()
@@ -137,6 +141,7 @@ class _Known:
         self.best: tuple[tuple[int, ...], float] | None = None  # one value, so that Ctrl-C finds both or neither
         self.bound = -math.inf
         self.tell = tell
+        self.tolerance: Callable[[], float] = lambda: 0.0  # how far from the best a choice of many options may be
 
     @property
     def choice(self) -> tuple[int, ...] | None:
@@ -154,6 +159,11 @@ class _Known:
     @property
     def solved(self) -> bool:
         return self.bound >= self.target
+
+    @property
+    def close(self) -> bool:
+        """Whether the best choice is good enough where more options are left than are solved at once."""
+        return self.solved or self.cost - self.bound <= self.tolerance()
 
     def offer(self, choice: Sequence[int]) -> None:
         """Takes the choice if it is the best that fits."""
@@ -275,15 +285,19 @@ class _Search:
         if not fits(small.rest, known.problem.limit):
             raise _Nothing
         parts: list[_Known] = []
+        offered: list[tuple[tuple[int, ...], ...]] = []  # the last one
 
         def tell() -> None:
-            if all(part.best for part in parts):
-                known.offer(small.invert([part.choice for part in parts]))
+            chosen = tuple(part.choice for part in parts)
+            if None not in chosen and [chosen] != offered:
+                offered[:] = [chosen]
+                known.offer(small.invert(chosen))
             known.prove(small.constant + math.fsum(part.bound for part in parts))
 
         for problem in small.parts:
             parts.append(_Known(problem, tell))
             parts[-1].bound = _least_sum(problem)
+            parts[-1].tolerance = lambda: known.tolerance() / len(small.parts)
         tell()
         large = sum(self.is_large(part.problem) for part in parts)
         for part in sorted(parts, key=lambda part: len(part.problem.costs)):
@@ -342,6 +356,7 @@ class _Search:
         for limit in dict.fromkeys([None, known.problem.limit]):
             alike = _Known(replace(one.problem, limit=limit))
             alike.prove(_least_sum(alike.problem))
+            alike.tolerance = lambda alike=alike: CLOSER * CLOSE * max(0.0, alike.bound)
             try:
                 with self.hurry(LAYERS_SHARE):
                     self.solve(alike, relax=True)
@@ -371,16 +386,20 @@ class _Search:
             for _ in small.rounds(lambda: known.cost):
                 self.check_time()
             relaxation.prices.set(small.prices.values)
-        forward = True
-        while True:
-            before = known.bound
-            known.prove(relaxation.sweep(forward=forward))
-            known.offer(relaxation.choice)
+        before = known.bound
+        for count in itertools.count(1):
+            known.prove(relaxation.sweep(forward=count % 2 == 1))
+            better = relaxation.better(known.cost)
+            if better is not None:
+                known.offer(better)
             gap = relative_gap(known.cost, known.bound)
-            if gap <= CLOSER * CLOSE or known.bound - before < STALLED * gap * abs(known.cost):
+            if gap <= CLOSER * CLOSE:
                 return
+            if count % 10 == 0:
+                if known.bound - before < STALLED * gap * abs(known.cost):
+                    return
+                before = known.bound
             self.check_time()
-            forward = not forward
 
     def search(self, known: _Known) -> None:
         """Solves a problem as far as time allows with compiled code."""
@@ -398,7 +417,7 @@ class _Search:
                     if found.settled and not programmed and not known.solved:
                         programmed = True
                         self.fix(known, search.ascent.least())
-                    if known.solved:
+                    if known.close:
                         return
             finally:  # time that is up and Ctrl-C come in the midst of a round
                 self.learn(known, search.found(None))
@@ -414,11 +433,11 @@ class _Search:
         per_node = np.split(least, np.cumsum(sizes)[:-1])
         for share in SHARES if known.best else ():
             ceiling = min(known.bound + share * (known.cost - known.bound), known.target)
-            if known.solved or (least < ceiling).sum() > FEW_OPTIONS:
+            if known.close or (least < ceiling).sum() > FEW_OPTIONS:
                 return
             with self.hurry(PROGRAM_SHARE):
                 self.solve_below(known, ceiling, per_node)
-        if not known.solved and len(least) <= FEW_OPTIONS:
+        if not known.close and len(least) <= FEW_OPTIONS:
             with self.hurry(PROGRAM_SHARE):
                 self.program(known)
 
@@ -438,7 +457,8 @@ class _Search:
     def is_large(self, problem: Problem) -> bool:
         """Whether compiled code pays."""
         much = min(LESS, MUCH) if self.loaded else MUCH
-        return _options(problem) + sum(len(live.usage) for live in problem.lives) > much
+        lives = problem.lives if problem.limit is not None else ()
+        return _options(problem) + sum(len(live.usage) for live in lives) > much
 
     def compiled(self) -> ModuleType:
         """The code for large problems, ready to run."""
@@ -470,17 +490,24 @@ class _Search:
         choice with the others could be.
         """
         most = _most_sum(known.problem)
-        relaxation = Relaxation(known.problem)
+        relaxation, priced = Relaxation(known.problem), False
         with self.hurry(BOUNDS_SHARE):
             for choice, bound in relaxation.rounds(lambda: known.cost):
-                known.offer(choice)
+                if choice is not None:
+                    known.offer(choice)
                 known.prove(bound)
                 if known.bound > most + ENOUGH * abs(most):
                     raise _Nothing
-                if known.solved:
+                if known.solved or (priced and known.close):
                     return
                 self.check_time()
-        self.move(known)
+                if not priced and relaxation.prices.values.any():  # a good choice tells how far prices may go
+                    priced = True
+                    self.move(known)
+        moved = priced
+        if not known.best:
+            self.move(known)
+            moved = True
         backward, forward = relaxation.least(forward=False), relaxation.least(forward=True)
         least = [np.maximum(a, b) for a, b in zip(backward, forward, strict=True)]
         dearest = max(map(np.max, least)) + ENOUGH
@@ -489,7 +516,12 @@ class _Search:
                 return
             ceiling = min(known.bound + share * (min(known.cost, dearest) - known.bound), known.target)
             self.solve_below(known, ceiling, least)
-        if not known.solved:
+            if not moved and not known.close:
+                self.move(known)
+                moved = True
+            if known.close:
+                return
+        if not known.close:
             self.program(known)
 
     def solve_below(self, known: _Known, ceiling: float, least: Sequence[np.ndarray]) -> None:
@@ -499,6 +531,7 @@ class _Search:
         if left == 1:
             return
         fewer = _Known(known.problem.restrict(allowed))
+        fewer.tolerance = known.tolerance
 
         def tell() -> None:
             if fewer.best:
