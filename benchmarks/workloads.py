@@ -143,6 +143,6 @@ GPT_3 = {"d_model": 12288, "heads": 96, "vocab": 50304, "layers": 96, "remat": T
 PLANNED = {
     "llama 8b": Workload("llama", LLAMA_8B | {"seq": 4096, "batch": 64, "dtype": jnp.bfloat16}),
     "llama 8b scan": Workload("llama", LLAMA_8B | {"seq": 4096, "batch": 64, "dtype": jnp.bfloat16, "scan": True}),
-    "gpt-3": Workload("gpt", GPT_3 | {"seq": 2048, "batch": 512, "dtype": jnp.bfloat16}),
+    "gpt-3": Workload("gpt", GPT_3 | {"seq": 2048, "batch": 256, "dtype": jnp.bfloat16}),
     "resnet-50": LARGE["resnet"],
 }

@@ -71,7 +71,10 @@ def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[s
     >>> path((("x",), ()), ((), ("x",)), {"x": 4, "y": 2})
     (('all_to_all', ('x',), 4),)
     """
-    return _path(source, target, tuple(mesh_shape.items()))
+    mesh = tuple(mesh_shape.items())
+    small = _without_whole_dims(source, target)
+    found, told_apart = _path_by_any_names(*small, mesh)
+    return _path(source, target, mesh)[0] if DIMS in told_apart and small != (source, target) else found
 
 
 def reshard_seconds(
@@ -91,14 +94,67 @@ _Collective = tuple[str, tuple[str, ...], int]  # kind, axes, into how many tile
 _Steps = list[_Collective]
 
 
+# What the way from one layout to another may depend on beside which axes go from where to where: where dims stand that
+# are whole in both, and the order of devices.
+DIMS, DEVICES = "dims", "devices"
+_Path = tuple[tuple[_Collective, ...], frozenset[str]]  # the collectives, and which of these they may depend on
+
+
+def _without_whole_dims(source: Layout, target: Layout) -> tuple[Layout, Layout]:
+    """Both without the dims that neither splits."""
+    kept = [pair for pair in zip(source, target, strict=True) if any(pair)]
+    before, after = zip(*kept, strict=True) if kept else ((), ())
+    return before, after
+
+
+def _renamed(
+    source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Layout, Layout], dict[str, str]]:
+    """Both with axes of equal size named in the order in which they come up, and the names that those had.
+
+    As they are where axes that split one dim, or none, would come out in another order.
+    """
+    sizes = dict(mesh)
+    seen = dict.fromkeys(axis for layout in (source, target) for axes in layout for axis in axes) | dict.fromkeys(sizes)
+    of_size = {size: iter([axis for axis in sizes if sizes[axis] == size]) for size in sizes.values()}
+    name = {axis: next(of_size[sizes[axis]]) for axis in seen}
+    place = {axis: number for number, axis in enumerate(sizes)}
+    for layout in (source, target):
+        used = set().union(*layout)
+        for axes in (*layout, tuple(axis for axis in sizes if axis not in used)):
+            places = [place[name[axis]] for axis in axes]
+            if places != sorted(places):
+                return (source, target), {axis: axis for axis in sizes}
+    renamed = tuple(tuple(tuple(name[axis] for axis in axes) for axes in layout) for layout in (source, target))
+    return renamed, {new: old for old, new in name.items()}
+
+
 @cache
-def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[_Collective, ...]:
+def _path_by_any_names(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
+    """That of the same layouts with their axes renamed, with the names changed back."""
+    alike, names = _renamed(source, target, mesh)
+    found, told_apart = _path(*alike, mesh)
+    if alike == (source, target):
+        return found, told_apart
+    if DEVICES in told_apart:
+        return _path(source, target, mesh)
+    place = {axis: number for number, (axis, _) in enumerate(mesh)}
+
+    def named(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted((names[axis] for axis in axes), key=place.__getitem__))
+
+    return tuple((kind, named(axes), tiles) for kind, axes, tiles in found), told_apart
+
+
+@cache
+def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
     sizes = tuple(size for _, size in mesh)
     everyone = np.arange(math.prod(sizes))
-    group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes)
+    told_apart: set[str] = set()
+    group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes, told_apart)
     result = group.reshard(_tiling(source, mesh), _tiling(target, mesh))
     assert result is not None  # only a caller that forbids full replication gets None
-    return tuple(result)
+    return tuple(result), frozenset(told_apart)
 
 
 @dataclass(frozen=True)
@@ -158,6 +214,7 @@ class _Group:
     tiles: int  # into how many tiles the dims outside the groups are cut
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
+    told_apart: set[str]  # DIMS or DEVICES, once what is found depends on them
 
     def reshard(self, source: _Tiling, target: _Tiling, rematerialize: bool = True) -> _Steps | None:
         """ReshardNoCache; None only without `rematerialize`, where nothing but full replication would do."""
@@ -258,6 +315,7 @@ class _Group:
             return None
         if (copied.devices.ravel() != tiled.devices.ravel()).any():
             return None
+        self.told_apart.update((DIMS, DEVICES))
         last = max(dim for dim, count in enumerate(tiled.tiles) if count > 1)
         between = _copy_dim(tiled, last)
         if source.partial:
@@ -274,6 +332,7 @@ class _Group:
         if target.partial:
             for dim, count in enumerate(source.tiles):
                 if count > 1 and count * source.copies == target.copies:
+                    self.told_apart.add(DEVICES)
                     between = _copy_dim(source, dim)
                     break
         elif source.partial:
@@ -306,6 +365,7 @@ class _Group:
             self.tiles * math.prod(counts),
             self.axis_names,
             self.axis_sizes,
+            self.told_apart,
         )
         reached = before[:, inner_target.devices].reshape(*counts, *inner_target.devices.shape)
         # [outer per dim..., inner per dim..., copies] -> [outer and inner of each dim..., copies]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard.layout import Layout, spec_of
 from autoshard.mesh.collectives import seconds
-from autoshard.mesh.resharding import Step, _Group, _path, reshard, reshard_seconds
+from autoshard.mesh.resharding import Step, _Group, _path, _path_by_any_names, path, reshard, reshard_seconds
 from autoshard.mesh.topology import Link, Topology
 from autoshard.report.hlo import read_collectives
 
@@ -81,12 +81,17 @@ def test_random_pairs(seed):
 def test_oracle_can_fail(monkeypatch):
     pair = ((), ("x",)), (("x",), ("y",))
     check(MESHES[1], SHAPES[2], *pair)
-    _path.cache_clear()
+    forget()
     with monkeypatch.context() as without:  # a partitioner that lacks one of its ways
         without.setattr(_Group, "shifted_all_to_all", lambda *_: None)
         with pytest.raises(AssertionError):
             check(MESHES[1], SHAPES[2], *pair)
+    forget()
+
+
+def forget():
     _path.cache_clear()
+    _path_by_any_names.cache_clear()
 
 
 # by hand: 16x24 float32 on x=4, y=2 is 1536 bytes: (from, to, steps)
@@ -127,3 +132,18 @@ def test_an_uneven_dim_is_padded():
     (step,) = reshard((10,), 4, (("x",),), ((),), {"x": 4})
     assert step == Step("all_gather", ("x",), 12 * 4)
 
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 4, 2), (8, 8)])
+def test_what_is_found_for_layouts_alike_is_found_for_each(sizes):
+    """Whole dims are left out and axes of one size renamed; that changes nothing, and what depends on them is told."""
+    mesh, rng = dict(zip("xyz", sizes, strict=False)), random.Random(0)
+    every = {ndim: layouts(mesh, ndim) for ndim in (1, 2, 3, 4, 5)}
+    remembered = set()
+    for _ in range(3000):
+        some = every[rng.randint(1, 5)]
+        source, target = rng.choice(some), rng.choice(some)
+        found = path(source, target, mesh)
+        assert found == _path(source, target, tuple(mesh.items()))[0], (source, target)
+        remembered.add(found)
+    assert len(remembered) > 20
