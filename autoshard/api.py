@@ -139,15 +139,16 @@ class _Call:
         made by that step; should it have been moved since, `jax.jit` refuses it. So its sharding, which takes longer
         to ask for than all the rest, need not be looked at.
         """
+        if where != self.where:
+            return False
         try:
+            if all(map(operator.is_, map(_TYPE, leaves), self.types)):
+                return True
             types = _types(leaves)
-            if where != self.where:
-                return False
-            if not all(map(operator.is_, types, self.types)):
-                for leaf, type_, expected, sharding in zip(leaves, types, self.types, self.shardings, strict=True):
-                    if type_ is not expected and (type_ != expected or leaf.sharding != sharding):
-                        return False
-                self.types = types
+            for leaf, type_, expected, sharding in zip(leaves, types, self.types, self.shardings, strict=True):
+                if type_ is not expected and (type_ != expected or leaf.sharding != sharding):
+                    return False
+            self.types = types
             return True
         except AttributeError:  # not all are arrays on devices
             return False

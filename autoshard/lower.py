@@ -54,15 +54,36 @@ class _Held:
     copy_layout: Layout | None = None
 
 
-def jitted(program: Program, plan: Plan, **jit_keywords: Any) -> Any:
-    """The annotated step under `jax.jit`: flat arguments to flat results, sharded and donated as planned."""
-    return jax.jit(
-        annotated(program, plan.annotations, plan.mesh),
-        in_shardings=plan.flat_in_shardings,
-        out_shardings=list(plan.flat_out_shardings),
-        donate_argnums=tuple(sorted(program.donated)),
-        **jit_keywords,
-    )
+class Step:
+    """The annotated step under `jax.jit`: flat arguments to flat results, sharded and donated as planned.
+
+    `jax.jit` gets the arguments in a few tuples, since it looks at each argument of its own for longer than at a leaf
+    of one: 500 took a tenth of a millisecond more.
+    """
+
+    def __init__(self, program: Program, plan: Plan, **jit_keywords: Any):
+        emitter = _Emitter(program, plan.annotations, plan.mesh)
+        donated = [i in program.donated for i in range(len(program.arguments))]
+        ends = [i for i in range(1, len(donated)) if donated[i] != donated[i - 1]]
+        # runs of arguments that are all donated, or all not
+        self._runs = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends, len(donated)])))
+
+        def run(*runs: tuple) -> list:
+            return emitter.run(*itertools.chain(*runs))
+
+        self._jitted = jax.jit(
+            run,
+            in_shardings=tuple(tuple(plan.flat_in_shardings[run]) for run in self._runs),
+            out_shardings=list(plan.flat_out_shardings),
+            donate_argnums=tuple(n for n, run in enumerate(self._runs) if any(donated[run])),
+            **jit_keywords,
+        )
+
+    def __call__(self, *leaves: Any) -> list:
+        return self._jitted(*[leaves[run] for run in self._runs])
+
+    def trace(self, *leaves: Any) -> jax.stages.Traced:
+        return self._jitted.trace(*[leaves[run] for run in self._runs])
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +92,12 @@ class Lowering:
 
     program: Program
     plan: Plan
-    step: Any  # flat arguments to flat results
+    step: Step
     jit_keywords: Mapping[str, Any]
 
     @classmethod
     def of(cls, program: Program, plan: Plan, **jit_keywords: Any) -> Lowering:
-        return cls(program, plan, jitted(program, plan, **jit_keywords), jit_keywords)
+        return cls(program, plan, Step(program, plan, **jit_keywords), jit_keywords)
 
     def __call__(self, mesh: Mesh | AbstractMesh | None = None) -> jax.stages.Lowered:
         """For the plan's mesh, or another of the same axes; on a mesh without devices, lowered for TPU."""

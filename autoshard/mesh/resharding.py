@@ -278,8 +278,9 @@ class _Group:
         for pair in sorted(pairs, key=lambda pair: pair[1]):
             (later if seen & set(pair) else together).append(pair)
             seen |= set(pair) if pair in together else set()
-        one_by_one = [[pair] for pair in pairs]
-        batches = [together, *([pair] for pair in later)] if len(together) > 1 else one_by_one
+        batches = [together, *([pair] for pair in later)]
+        if len(together) == 1 or any(source.tiles[before] % source.tiles[after] for before, after in together):
+            batches = [[pair] for pair in pairs]  # where one pair has to go before another, they come in that order
         steps = []
         for batch in batches:
             if source.same(target):
