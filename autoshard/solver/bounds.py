@@ -5,6 +5,9 @@ message to each of its ends, a share of its costs that the end's options pay ins
 forward and backward, move costs to where they bind, and what no choice can avoid is the bound. Memory enters as a price
 per byte at each pressure point: a choice that fits earns what its bytes fall short of the limit.
 
+Nodes are coloured such that no two with an edge have one colour, and go colour by colour: NumPy deals with all nodes of
+a colour at once, and the bound rises as fast as in the order of the program.
+
 Costs written with these messages say more than one number: how much dearer than the bound any choice with a given
 option must be. Options that make it dearer than a choice in hand can be forbidden.
 """
@@ -74,7 +77,7 @@ class _Colour:
     def __init__(self, nodes: np.ndarray, sizes: np.ndarray, start: int):
         self.nodes = nodes
         self.options = slice(start, start + int(sizes[nodes].sum()))
-        self.starts = np.cumsum([0, *sizes[nodes]])[:-1]  # node -> its first option among these
+        self.starts = _starts(sizes[nodes])  # node -> its first option among these
         self.owner = np.repeat(np.arange(len(nodes)), sizes[nodes])  # option -> its node
         self.blocks: tuple[list[_Block], list[_Block]] = [], []  # those in which these nodes are the one or other end
         self.slots = [slice(0), slice(0)]  # the messages to these nodes over them
@@ -105,15 +108,13 @@ class Relaxation:
         tables = _summed(problem)
         colour_of = _colours(len(sizes), tables)
         order = np.argsort(colour_of, kind="stable")
-        counts = np.bincount(colour_of)
-        places = np.split(order, np.cumsum(counts)[:-1])
-        offsets = np.cumsum([0, *sizes])
         # where each option stands in the problem, in the order of colours
-        self._place = np.concatenate([offsets[node] + np.arange(sizes[node]) for node in order])
-        starts = np.cumsum([0, *(sizes[nodes].sum() for nodes in places)])
-        self._colours = [_Colour(nodes, sizes, int(start)) for nodes, start in zip(places, starts, strict=False)]
+        self._place = np.repeat(_starts(sizes)[order], sizes[order]) + _places_within(sizes[order])
+        places = np.split(order, np.cumsum(np.bincount(colour_of))[:-1])
+        starts = _starts(np.array([sizes[nodes].sum() for nodes in places]))
+        self._colours = [_Colour(nodes, sizes, int(start)) for nodes, start in zip(places, starts, strict=True)]
         self._first_option = np.empty(len(sizes), dtype=np.int64)
-        self._first_option[order] = np.cumsum([0, *sizes[order]])[:-1]
+        self._first_option[order] = _starts(sizes[order])
         self._add_edges(_edges(tables, colour_of), colour_of)
         self._spread = max(float(np.ptp(costs)) for costs in problem.costs)
         self.prices = Prices(problem)
@@ -134,10 +135,10 @@ class Relaxation:
                 for block in colour.blocks[end]:
                     count, width = block.tables[end].shape[0], len(block.edges)
                     of = [edge.classes[end] for edge in block.edges]
-                    block.first[end] = first + np.cumsum([0, *map(len, of)])[:-1]
-                    flat = np.concatenate(of)
-                    edge = np.repeat(np.arange(width), list(map(len, of)))
-                    option = self._first_option[block.nodes[end]][edge] + _places_within(of)
+                    sizes, flat = np.array(list(map(len, of))), np.concatenate(of)
+                    block.first[end] = first + _starts(sizes)
+                    edge = np.repeat(np.arange(width), sizes)
+                    option = self._first_option[block.nodes[end]][edge] + _places_within(sizes)
                     slot = flat * width + edge
                     members.append(option[np.argsort(slot, kind="stable")] - colour.options.start)
                     lengths.append(np.bincount(slot, minlength=count * width))
@@ -148,7 +149,7 @@ class Relaxation:
                     at += count * width
                 colour.slots[end] = slice(begin, at)
                 colour.members[end] = np.concatenate(members)
-                colour.class_starts[end] = np.cumsum([0, *np.concatenate(lengths)])[:-1]
+                colour.class_starts[end] = _starts(np.concatenate(lengths))
         self._classes = np.concatenate(classes_of)  # of all options of all edges' ends
         self._messages = np.zeros(at)
         option, slot = np.concatenate([np.zeros((2, 0), dtype=np.int64), *map(np.array, entries)], axis=1)
@@ -162,8 +163,8 @@ class Relaxation:
             colour.spread = spread[colour.options]
             colour.share = share[colour.nodes][colour.owner]
 
-    def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Sweeps forward and backward and sets prices as long as it pays; after each sweep a choice and a bound.
+    def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...] | None, float]]:
+        """Sweeps forward and backward and sets prices as long as it pays; after each sweep a better choice and a bound.
 
         Prices follow the slope of the bound, in Polyak's steps: as far as the best known cost would be on that slope.
 
@@ -309,10 +310,14 @@ def _first_least(costs: np.ndarray, colour: _Colour) -> np.ndarray:
     return best
 
 
-def _places_within(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """0, 1, ... for each of the parts, one after the other."""
-    sizes = np.array(list(map(len, parts)))
-    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """Where each of some things begins if they stand one after the other."""
+    return np.cumsum(sizes) - sizes
+
+
+def _places_within(sizes: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each of some things of these sizes, one after the other."""
+    return np.arange(sizes.sum()) - np.repeat(_starts(sizes), sizes)
 
 
 def _min_plus(table: np.ndarray, paid: np.ndarray) -> np.ndarray:
@@ -357,25 +362,21 @@ def _colours(nodes: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
 
 def _edges(tables: Mapping[tuple[int, int], np.ndarray], colour_of: np.ndarray) -> list[_Edge]:
     """The edges with their options in classes."""
-    known: dict[int, _Edge] = {}  # tables that are one object
+    known: dict[tuple[int, bool], tuple] = {}  # tables that are one object, as they are or turned -> classes, small
     equal: dict[tuple, np.ndarray] = {}
 
-    def small(table: np.ndarray) -> _Edge:
+    def small(table: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         rows, columns = classes(table), classes(table.T)
         first_rows, first_columns = (np.unique(of, return_index=True)[1] for of in (rows, columns))
         table = np.ascontiguousarray(table[np.ix_(first_rows, first_columns)])
-        return _Edge((0, 1), (rows, columns), equal.setdefault((table.shape, table.tobytes()), table))
+        return (rows, columns), equal.setdefault((table.shape, table.tobytes()), table)
 
     edges = []
     for (i, j), table in tables.items():
-        if id(table) not in known:
-            known[id(table)] = small(table)
-        edge = replace(known[id(table)], nodes=(i, j))
-        if colour_of[i] > colour_of[j]:
-            turned = np.ascontiguousarray(edge.table.T)
-            turned = equal.setdefault((turned.shape, turned.tobytes()), turned)
-            edge = _Edge((j, i), edge.classes[::-1], turned)
-        edges.append(edge)
+        turned = bool(colour_of[i] > colour_of[j])
+        if (id(table), turned) not in known:
+            known[id(table), turned] = small(table.T if turned else table)
+        edges.append(_Edge((j, i) if turned else (i, j), *known[id(table), turned]))
     return edges
 
 
