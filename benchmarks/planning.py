@@ -3,7 +3,8 @@
     python benchmarks/planning.py                                # everything; writes docs/benchmarks/planning.md
     python benchmarks/planning.py --only scan                    # rows with this word in their name; printed only
     python benchmarks/planning.py --layers 2 4 8 16 32           # a Llama-3-8B of so many unrolled layers; printed only
-    python benchmarks/planning.py --rows FILE --only resnet      # adds to the rows of earlier runs; writes the page
+    python benchmarks/planning.py --again                        # the first row, from a cache on disk; printed only
+    python benchmarks/planning.py --rows FILE --only ResNet      # adds to the rows of earlier runs; writes the page
 
 Nothing is allocated. Each row is planned in a process of its own, for a TPU by name, under that machine's memory limit.
 The page shows equations of the step, nodes and options of the problem, CPU seconds in all and of each stage (what is
@@ -63,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="a part of the names of rows")
     parser.add_argument("--layers", type=int, nargs="*", help="instead of the table")
+    parser.add_argument("--again", action="store_true", help="the first row from a cache that another process filled")
     parser.add_argument("--rows", type=Path, help="a file of rows to add to")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)  # a row, layers or 0, which start, cache or ""
     chosen = parser.parse_args()
@@ -71,8 +73,10 @@ def main() -> None:
         print(json.dumps(asdict(measured(name, int(layers), int(start), cache))))
         return
     kept = read_rows(chosen.rows, Row, key)
-    whole = chosen.only is None and chosen.layers is None
-    for row in measurements(chosen.only or "", chosen.layers or (LAYERS if whole else ()), whole):
+    whole = chosen.only is None and chosen.layers is None and not chosen.again
+    names = [name for name in ROWS if whole or (chosen.only is not None and chosen.only in name)]
+    layers = LAYERS if whole else chosen.layers or ()
+    for row in measurements(names, layers, again=whole or chosen.again):
         kept[key(row)] = row
         write_rows(chosen.rows, kept.values())
         print(table([row], {field.name: (lambda row, name=field.name: getattr(row, name)) for field in fields(Row)}))
@@ -84,15 +88,13 @@ def key(row: Row) -> tuple:
     return row.name, row.layers, row.start
 
 
-def measurements(only: str, layers: Iterable[int], second: bool) -> Iterator[Row]:
+def measurements(names: Iterable[str], layers: Iterable[int], again: bool) -> Iterator[Row]:
     """Rows, each from a process of its own."""
-    runs = [(name, 0, 1) for name in ROWS if only in name] if only or second else []
+    runs = [(name, 0, 1) for name in names] + [(FIRST, count, 1) for count in layers] + [(FIRST, 0, 2)] * again
     with tempfile.TemporaryDirectory() as cache:
-        runs += [(FIRST, count, 1) for count in layers] + ([(FIRST, 0, 2)] if second else [])
         for name, count, start in runs:
-            for turn in range(start):  # a second start comes after a first one
-                folder = cache if start == 2 else ""
-                command = [sys.executable, __file__, "--one", name, str(count), str(turn + 1), folder]
+            for turn in range(1, start + 1):  # a second start comes after a first one
+                command = [sys.executable, __file__, "--one", name, str(count), str(turn), cache if start == 2 else ""]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             yield Row(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -181,7 +183,8 @@ def page(rows: list[Row]) -> str:
         ]
     if again:
         parts += [
-            "## A second start\n\nThe first row with `cache=folder`, in another process than the one that filled it:",
+            "## A second start\n\n    python benchmarks/planning.py --again",
+            "The first row with `cache=folder`, in another process than the one that filled it:",
             table(again, {**seconds, "trace": lambda row: f"{row.trace:.1f}"}),
             "The rest makes the key and reads the plan.",
         ]
