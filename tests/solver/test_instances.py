@@ -12,6 +12,7 @@ import pytest
 from programs import f32, formulated, round_topology
 
 from autoshard.solver import Problem, solve
+from autoshard.solver.solve import CLOSE
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "instances"
 PAGE = (FOLDER / "README.md").read_text()
@@ -57,3 +58,13 @@ def test_the_smallest_is_solved_as_the_page_says():
     name, *_, cost, bound = min((row for row in ROWS if row[-1] == "the same"), key=lambda row: int(row[2]))
     solution = solve(Problem.read(FOLDER / name))
     assert (solution.status, f"{solution.cost:.0f}", bound) == ("optimal", cost, "the same")
+
+
+@pytest.mark.parametrize("name", ["gpt-scan-remat-gpu", "lstm-tpu", "moe-tpu-tight", "unet-gpu", "vit-gpu-tight"])
+def test_the_planner_is_within_a_percent_of_what_the_page_says(name):
+    cost, bound = next((float(row[5]), row[6]) for row in ROWS if row[0] == f"{name}.json.gz")
+    solution = solve(Problem.read(FOLDER / f"{name}.json.gz"), layered=True)
+    least = cost if bound == "the same" else float(bound)
+    assert solution.gap <= CLOSE
+    assert solution.bound <= cost * (1 + 1e-6)
+    assert least * (1 - 1e-6) <= solution.cost <= cost * (1 + CLOSE)
