@@ -25,7 +25,7 @@ class Backend:
     scatters_globally: bool = True  # has reduce_scatters over all devices; otherwise it all_reduces, and slices
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
-    combines: float = math.inf  # bytes: gradients are all_reduced together, but for those of this size and more
+    combines_below: float = math.inf  # bytes: gradients of this size and more are all_reduced alone
     convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     rounds_first: bool = False  # what is only converted to a smaller type after it is moved, before that
@@ -48,7 +48,7 @@ TPU = Backend(
     tile=(8, 128),
     hides={"all_gather": 0.65, "reduce_scatter": 0.5},
     scatters_globally=False,
-    combines=2**26,
+    combines_below=2**26,
     hoists_sums=True,
     sums_first=True,
     rounds_operands=True,

@@ -442,7 +442,7 @@ class _Formulator:
         unfinished = self.prices.once(bytes_unfinished, strategies, of=widths)
         waits = np.zeros(len(strategies), bool)
         if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
-            waits = self.prices.once(_all_reduced, strategies) & (left < self.backend.combines)
+            waits = self.prices.once(_all_reduced, strategies) & (left < self.backend.combines_below)
             self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)
             self._hold(node, end - 1, end, (left + unfinished) * waits)
         first = held.used[0] if held.used else group.point

@@ -147,13 +147,13 @@ def test_reductions_wait_for_each_other():
     assert formulation.peak_bytes(choice) == int(4 * (16 + 3 * 12 + 6) + HEAP * 4 * 3 * (48 + 48))
 
 
-@pytest.mark.parametrize("combines, waits", [(4 * 24, False), (4 * 24 + 1, True)])
-def test_a_large_gradient_is_reduced_alone(combines, waits):
+@pytest.mark.parametrize("below, waits", [(4 * 24, False), (4 * 24 + 1, True)])
+def test_a_large_gradient_is_reduced_alone(below, waits):
     def update(w, v, x):
         return w - x.T @ jnp.sin(x @ w), v - x.T @ jnp.sin(x @ v)
 
     fixed = {2: (("x",), ())}
-    backend = replace(CPU, combines=combines)
+    backend = replace(CPU, combines_below=below)
     formulation = formulated(update, W, W, X, mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
     gradient = next(i for i, group in enumerate(formulation.groups) if group.ends is not None and group.contracts)
     node, option = chosen(formulation, gradient, ((), ()), "all_reduce")
