@@ -8,15 +8,20 @@ Needs the extras tpu and cuda, but no hardware. Everything takes hours on two co
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from prediction import OWN, by_kind, communication_seconds, compiled, compute_seconds, mib, plans_of
+import jax
+from jax.sharding import Mesh, NamedSharding
+from prediction import OWN, by_kind, communication_seconds, compiled, compute_seconds, mib
 from rows import read_rows, write_rows
-from workloads import LARGE, Workload
+from shardings import SHARDINGS, InShardings, constraint_of, names_of
+from workloads import LARGE, TRAINED, Abstract, Workload
 
-from autoshard import topology
+from autoshard import AutoshardError, Prediction, evaluate, plan, topology
 from autoshard.mesh.targets import target_mesh
 from autoshard.report.hlo import read_collectives
 
@@ -28,7 +33,9 @@ MACHINES = {
     "2x v5e:4x4": {"data": 8, "model": 4},
     "h100:2x8": {"data": 2, "model": 8},
 }
-BATCH_FOR = 16  # devices that the batches of LARGE are meant for; more devices get larger ones
+MODELS = LARGE | TRAINED
+BATCH_FOR = 16  # devices that the batches of MODELS are meant for; more devices get larger ones
+BATCHES = ("batch", "groups", "nodes", "edges")  # sizes that make up a batch
 BETTER, WORSE = 0.95, 1.005  # of the best expert's seconds; closer ones are equal
 
 
@@ -59,54 +66,95 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
-    parser.add_argument("--models", nargs="*", default=list(LARGE), choices=list(LARGE))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--shardings", nargs="*", help="some of those in shardings.py, or autoshard")
     parser.add_argument("--cache", type=Path, help="a folder for what was compiled")
     parser.add_argument("--rows", type=Path, help="a JSON file of rows, to do everything in several runs")
     chosen = parser.parse_args()
     kept = read_rows(chosen.rows, Row, lambda row: (row.machine, row.model, row.sharding))
     for machine in chosen.machines:
         for model in chosen.models:
-            for row in rows_of(machine, model, chosen.cache):
+            for row in rows_of(machine, model, chosen.shardings, chosen.cache):
                 kept[machine, model, row.sharding] = row
                 print(line(row), flush=True)
-            write_rows(chosen.rows, kept.values())
-    order = [*MACHINES], [*LARGE]
+                write_rows(chosen.rows, kept.values())
+    order = [*MACHINES], [*MODELS]
     rows = sorted(kept.values(), key=lambda row: (order[0].index(row.machine), order[1].index(row.model)))
     print(summary(rows))
     if chosen.rows:
         PAGE.write_text(page(rows))
 
 
-def rows_of(machine: str, model: str, cache: Path | None) -> list[Row]:
+class Program(NamedTuple):
+    """A train step under one sharding, not compiled yet."""
+
+    lowered: jax.stages.Lowered
+    predicted: Callable[[], Prediction]
+
+
+def rows_of(machine: str, model: str, shardings: Sequence[str] | None, cache: Path | None) -> Iterator[Row]:
     axes = MACHINES[machine]
-    mesh, links = target_mesh(machine, axes), topology(machine, axes)
-    workload = for_devices(LARGE[model], mesh.size)
+    mesh = target_mesh(machine, axes)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    rows = []
-    for name, made in plans_of(workload, {"mesh": mesh, "topology": links, "donate_argnums": 0}, None):
-        program = compiled(made, mesh, cache)
-        estimated = program.hlo is not None and on_tpu  # XLA gives none for GPU
-        there = read_collectives(program.hlo, axes) if program.hlo else made.predicted.collectives
-        rows.append(
-            Row(
-                machine=machine,
-                model=model,
-                sharding=name,
-                fits=program.hlo is not None,
-                peak=program.peak,
-                bytes=by_kind(there),
-                compute=compute_seconds(program.hlo, machine) if estimated else made.predicted.compute_seconds,
-                communication=communication_seconds(there, machine, axes),
-            )
+    for name, found in programs_of(for_devices(MODELS[model], mesh.size), mesh, machine, shardings):
+        try:
+            program = compiled(found.lowered, mesh, cache)
+            there = read_collectives(program.hlo, axes) if program.hlo else ()
+            if on_tpu and program.hlo:
+                compute = compute_seconds(program.hlo, machine)
+            else:  # XLA gives no estimate for GPU
+                compute = found.predicted().compute_seconds
+        except AutoshardError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        yield Row(
+            machine=machine,
+            model=model,
+            sharding=name,
+            fits=program.hlo is not None,
+            peak=program.peak,
+            bytes=by_kind(there),
+            compute=compute,
+            communication=communication_seconds(there, machine, axes),
         )
-    return rows
+
+
+def programs_of(
+    workload: Workload, mesh: Mesh, machine: str, shardings: Sequence[str] | None
+) -> Iterator[tuple[str, Program]]:
+    """The step under every sharding by hand, as `jax.jit` has it, and under our own plan."""
+    options = {"mesh": mesh, "topology": topology(machine, dict(mesh.shape)), "donate_argnums": 0}
+    step, state, batch = workload.abstract()
+    if not shardings or OWN in shardings:
+        try:
+            made = plan(step, state, batch, **options)
+            yield OWN, Program(made.lowering(mesh), lambda: made.predicted)
+        except AutoshardError as error:
+            print(f"{OWN}: {error}", file=sys.stderr)
+    for name in names_of(workload.family):
+        if not shardings or name in shardings:
+            work = workload.abstract(constraint_of(name, mesh))
+            specs = SHARDINGS[name](workload.family, work.state, work.batch, dict(mesh.shape))
+            yield name, by_hand(work, specs, options)
+
+
+def by_hand(work: Abstract, specs: InShardings, options: Mapping[str, Any]) -> Program:
+    """A step whose state and batch lie as `specs` say, under `jax.jit` alone."""
+    in_shardings = jax.tree.map(lambda spec: NamedSharding(options["mesh"], spec), specs)
+    jitted = jax.jit(
+        work.step, in_shardings=in_shardings, out_shardings=(in_shardings[0], None), donate_argnums=0
+    )
+    return Program(
+        jitted.lower(work.state, work.batch),
+        lambda: evaluate(work.step, work.state, work.batch, in_shardings=specs, **options).predicted,
+    )
 
 
 def for_devices(workload: Workload, devices: int) -> Workload:
     """The workload with as large a batch on each device as it has on 16 of them."""
-    batch = "groups" if "groups" in workload.sizes else "batch"
-    size = workload.sizes[batch] * max(devices // BATCH_FOR, 1)
-    return dataclasses.replace(workload, sizes={**workload.sizes, batch: size})
+    times = max(devices // BATCH_FOR, 1)
+    larger = {name: size * times for name, size in workload.sizes.items() if name in BATCHES}
+    return dataclasses.replace(workload, sizes={**workload.sizes, **larger})
 
 
 # Reports.
