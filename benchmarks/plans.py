@@ -250,6 +250,8 @@ def refined(rows: Sequence[Row]) -> str:
     lines, changed = ["machine | model | refine | ms, one after the other | refined | ratio"], 0
     lines.append(" | ".join("---" for _ in lines[0].split(" | ")))
     found = [row for row in rows if row.sharding.startswith(f"{OWN}, refine=") and (row.machine, row.model) in plain]
+    if not found:
+        return ""
     for row in found:
         before = plain[row.machine, row.model]
         changed += row.predicted != before.predicted
@@ -260,6 +262,8 @@ def refined(rows: Sequence[Row]) -> str:
 
 def swept(rows: Sequence[Row]) -> str:
     """Our plans under memory limits."""
+    if all(row.limit is None for row in rows):
+        return ""
     titles = ("machine", "model", "limit MiB", "compiled peak MiB", "predicted ms", "compiled ms, one after the other")
     lines = [" | ".join(titles), " | ".join("---" for _ in titles)]
     for row in rows:
@@ -280,7 +284,7 @@ def page(rows: Sequence[Row]) -> str:
         "Less and less memory": swept(rows),
         "All programs": "\n".join(table),
     }
-    return "\n\n".join([head, *(f"## {title}\n\n{text}" for title, text in sections.items())]) + "\n"
+    return "\n\n".join([head, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]) + "\n"
 
 
 if __name__ == "__main__":
