@@ -280,7 +280,7 @@ class Prices:
         Args:
             late: whether nothing waits for it.
         """
-        combined = late and kind in self.backend.combines
+        combined = late and kind in self.backend.combined_kinds
         key = kind, axes, size, among, combined
         if key not in self._collectives:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
