@@ -25,12 +25,13 @@ from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, optio
 from autoshard.plans import Comparison, Plan, make_plan
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
+from autoshard.refine import refined
 from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
 from autoshard.report.verification import Verification, compiled, mesh_of, verification
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
-from autoshard.solver.problem import InfeasibleError
+from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.solver.within import USABLE, solve_within
 from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole
 
@@ -44,6 +45,7 @@ def autoshard(
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
+    refine: int = 1,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -71,6 +73,9 @@ def autoshard(
         time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
         cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
             machine and options, by this or another process. What is not readable there is ignored with a warning.
+        refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
+            cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
+            `refine` more searches and as many compilations.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -82,7 +87,9 @@ def autoshard(
     Raises:
         AutoshardError: the options contradict each other or the mesh, here; or the arguments, when it is called.
     """
-    options = options_of(mesh, memory=memory, topology=topology, fixed=fixed, time_limit=time_limit, cache=cache)
+    options = options_of(
+        mesh, memory=memory, topology=topology, fixed=fixed, time_limit=time_limit, cache=cache, refine=refine
+    )
     check_jit_keywords(jit_keywords)
     if plan is not None:
         plan = plan.on(options.mesh) if isinstance(plan, Plan) else Plan.load(plan, options.mesh)
@@ -99,6 +106,7 @@ def plan(
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
+    refine: int = 1,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -108,7 +116,7 @@ def plan(
         kwargs: keyword arguments of `fn`.
     """
     options = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit, "cache": cache}
-    step = autoshard(fn, mesh=mesh, **options, **jit_keywords)
+    step = autoshard(fn, mesh=mesh, refine=refine, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 
 
@@ -229,7 +237,10 @@ class Autosharded:
             raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
         if compiled is None:
             program = self._trace(static, in_tree, key[-1])
-            made = _bound(self._given, program, self._options) if self._given else _planned(program, self._options)
+            if self._given:
+                made = _bound(self._given, program, self._options)
+            else:
+                made = _planned(program, self._options, self.finish)
             compiled = self._compiled[key] = self.finish(program, made)
         return compiled
 
@@ -393,17 +404,20 @@ def _bound(given: Plan, program: Program, options: Options) -> Plan:
     return made
 
 
-def _planned(program: Program, options: Options) -> Plan:
+_Finish = Callable[[Program, Plan], _Compiled]
+
+
+def _planned(program: Program, options: Options, finish: _Finish) -> Plan:
     """The plan of a traced program: from the cache, if it is there."""
     rules = _rules(program, dict(options.mesh.shape))
     if options.cache is None:
-        return _made(program, rules, options)
+        return _made(program, rules, options, finish)
     key = key_of(program, rules, options)
     found = find(options.cache, key, program, options)
     if found is not None:
         others = Comparison(lambda: alternatives_of(_formulated(program, rules, options)))
         return replace(found, comparison=others)
-    made = _made(program, rules, options)
+    made = _made(program, rules, options, finish)
     keep(options.cache, key, made)
     return made
 
@@ -421,14 +435,21 @@ def _formulated(program: Program, rules: Sequence[Rule], options: Options) -> Fo
     )
 
 
-def _made(program: Program, rules: Sequence[Rule], options: Options) -> Plan:
-    """The stages from a traced program to its plan."""
+def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Finish) -> Plan:
+    """The stages from a traced program to its plan; where several are compiled, the best of them."""
     formulation = _formulated(program, rules, options)
     try:
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error) from None
-    return make_plan(formulation, solution, options.mesh, *_remarks(formulation, dict(options.mesh.shape)))
+    remarks = _remarks(formulation, dict(options.mesh.shape))
+    if options.refine == 1:
+        return make_plan(formulation, solution, options.mesh, *remarks)
+
+    def made(solution: Solution) -> Plan:
+        return finish(program, make_plan(formulation, solution, options.mesh, *remarks)).plan
+
+    return refined(formulation, solution, options, made)
 
 
 def _rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

@@ -15,6 +15,7 @@ from autoshard.errors import ArgumentError, MeshError
 from autoshard.layout import with_auto_axes
 from autoshard.mesh.backends import Backend, backend_of
 from autoshard.mesh.presets import topology as preset
+from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
@@ -35,6 +36,8 @@ class Options:
     fixed: Mapping[str, PartitionSpec]  # path or glob -> spec
     time_limit: float  # s
     cache: Path | None = None  # the folder in which plans are kept
+    refine: int = 1  # how many plans are compiled, to keep the best; 1: none is
+    compiled_for: Mesh | None = None  # where they are: the devices of the mesh, or of a machine that need not be there
 
 
 def options_of(
@@ -45,11 +48,12 @@ def options_of(
     fixed: Any = None,
     time_limit: Any = 60.0,
     cache: Any = None,
+    refine: Any = 1,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
     Raises:
-        MeshError: the topology has no link for an axis of the mesh.
+        MeshError: the topology has no link for an axis of the mesh, or there are no devices to refine for.
         ArgumentError: an option is of the wrong kind.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -57,7 +61,8 @@ def options_of(
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
     mesh = with_auto_axes(mesh)
-    backend = backend_of(mesh, topology if isinstance(topology, str) else None)
+    machine = topology if isinstance(topology, str) else None
+    backend = backend_of(mesh, machine)
     if isinstance(topology, str):
         topology = preset(topology, dict(mesh.shape))
     elif topology is None:
@@ -74,9 +79,24 @@ def options_of(
         raise ArgumentError(f"time_limit={time_limit!r}; seconds are needed, 0 or more")
     if cache is not None and not isinstance(cache, str | Path):
         raise ArgumentError(f"cache={cache!r}; the path of a folder is needed")
+    if isinstance(refine, bool) or not isinstance(refine, int) or refine < 1:
+        raise ArgumentError(f"refine={refine!r}; how many plans to compile is needed, 1 or more")
+    compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
     folder = None if cache is None else Path(cache).expanduser()
-    return Options(mesh, topology, backend, limit, dict(fixed or {}), float(time_limit), folder)
+    return Options(mesh, topology, backend, limit, dict(fixed or {}), float(time_limit), folder, refine, compiled_for)
+
+
+def _devices(mesh: Mesh | AbstractMesh, machine: str | None) -> Mesh:
+    """What plans of `mesh` can be compiled for."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if machine is None:
+        raise MeshError(
+            f"refine= compiles plans, and {mesh} has no devices.\n"
+            "Plan on a mesh of devices, or name a machine, as in topology='v5e:4x4'."
+        )
+    return target_mesh(machine, dict(mesh.shape))
 
 
 def check_jit_keywords(keywords: Mapping[str, Any]) -> None:

@@ -2,23 +2,32 @@
 
     python benchmarks/plans.py --machines v5e:4x4 --models gpt moe  # a part; only prints the rows
     python benchmarks/plans.py --rows FILE --cache DIR  # adds to earlier runs; writes docs/benchmarks/plans.md
+    python benchmarks/plans.py --rows FILE --refine 4   # our plan alone, the best of four that are compiled
+    python benchmarks/plans.py --rows FILE --memory     # our plans alone, under smaller and smaller memory limits
 
 Needs the extras tpu and cuda, but no hardware. Everything takes hours on two cores.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from prediction import OWN, by_kind, communication_seconds, compiled, compute_seconds, mib, plans_of
+import jax
+from jax.sharding import NamedSharding
+from prediction import OWN, by_kind, communication_seconds, compiled, compute_seconds, mib
 from rows import read_rows, write_rows
-from workloads import LARGE, Workload
+from shardings import SHARDINGS, InShardings, constraint_of, names_of
+from workloads import LARGE, TRAINED, Abstract, Workload
 
-from autoshard import topology
+from autoshard import AutoshardError, MemoryLimitError, Prediction, evaluate, plan, topology
 from autoshard.mesh.targets import target_mesh
 from autoshard.report.hlo import read_collectives
+from autoshard.solver.within import USABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "plans.md"
 MACHINES = {
@@ -28,7 +37,10 @@ MACHINES = {
     "2x v5e:4x4": {"data": 8, "model": 4},
     "h100:2x8": {"data": 2, "model": 8},
 }
-BATCH_FOR = 16  # devices that the batches of LARGE are meant for; more devices get larger ones
+MODELS = LARGE | TRAINED
+BATCH_FOR = 16  # devices that the batches of MODELS are meant for; more devices get larger ones
+BATCHES = ("batch", "groups", "nodes", "edges")  # sizes that make up a batch
+LIMITS = 5  # of a sweep
 BETTER, WORSE = 0.95, 1.005  # of the best expert's seconds; closer ones are equal
 
 
@@ -39,11 +51,13 @@ class Row:
     machine: str
     model: str
     sharding: str
-    fits: bool  # XLA compiles it for the memory of the machine
-    peak: int | None  # bytes; None if it does not fit
+    fits: bool  # into the memory of the machine
+    peak: int | None  # bytes; None if XLA does not compile it for that memory
     bytes: Mapping[str, int]  # by kind of collective
     compute: float  # s
     communication: float  # s, one collective after the other
+    predicted: float | None = None  # s, of our plans
+    limit: int | None = None  # bytes that a plan was made for, if not those of the machine
 
     @property
     def apart(self) -> float:
@@ -59,54 +73,134 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
-    parser.add_argument("--models", nargs="*", default=list(LARGE), choices=list(LARGE))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--shardings", nargs="*", help="some of those in shardings.py, or autoshard")
+    parser.add_argument("--refine", type=int, help="how many of our plans to compile, to keep the best")
+    parser.add_argument("--memory", action="store_true", help="under memory limits from roomy to the smallest")
     parser.add_argument("--cache", type=Path, help="a folder for what was compiled")
     parser.add_argument("--rows", type=Path, help="a JSON file of rows, to do everything in several runs")
     chosen = parser.parse_args()
-    kept = read_rows(chosen.rows, Row, lambda row: (row.machine, row.model, row.sharding))
+    kept = read_rows(chosen.rows, Row, key)
     for machine in chosen.machines:
         for model in chosen.models:
-            for row in rows_of(machine, model, chosen.cache):
-                kept[machine, model, row.sharding] = row
+            for row in rows_of(machine, model, chosen):
+                kept[key(row)] = row
                 print(line(row), flush=True)
-            write_rows(chosen.rows, kept.values())
-    order = [*MACHINES], [*LARGE]
-    rows = sorted(kept.values(), key=lambda row: (order[0].index(row.machine), order[1].index(row.model)))
+                write_rows(chosen.rows, kept.values())
+    rows = sorted(kept.values(), key=place)
     print(summary(rows))
     if chosen.rows:
         PAGE.write_text(page(rows))
 
 
-def rows_of(machine: str, model: str, cache: Path | None) -> list[Row]:
+def key(row: Row) -> tuple:
+    return row.machine, row.model, row.sharding, row.limit
+
+
+def place(row: Row) -> tuple:
+    """Where a row stands among all; those that are not of experts last."""
+    names = [*SHARDINGS]
+    sharding = names.index(row.sharding) if row.sharding in names else len(names)
+    return [*MACHINES].index(row.machine), [*MODELS].index(row.model), sharding, row.sharding, -(row.limit or 0)
+
+
+class Program(NamedTuple):
+    """A train step under one sharding, not compiled yet."""
+
+    sharding: str
+    lowered: jax.stages.Lowered
+    predicted: Callable[[], Prediction]
+    limit: int | None = None  # bytes, of a sweep
+
+
+def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Row]:
     axes = MACHINES[machine]
-    mesh, links = target_mesh(machine, axes), topology(machine, axes)
-    workload = for_devices(LARGE[model], mesh.size)
+    mesh = target_mesh(machine, axes)
     on_tpu = mesh.devices.flat[0].platform == "tpu"
-    rows = []
-    for name, made in plans_of(workload, {"mesh": mesh, "topology": links, "donate_argnums": 0}, None):
-        program = compiled(made, mesh, cache)
-        estimated = program.hlo is not None and on_tpu  # XLA gives none for GPU
-        there = read_collectives(program.hlo, axes) if program.hlo else made.predicted.collectives
-        rows.append(
-            Row(
-                machine=machine,
-                model=model,
-                sharding=name,
-                fits=program.hlo is not None,
-                peak=program.peak,
-                bytes=by_kind(there),
-                compute=compute_seconds(program.hlo, machine) if estimated else made.predicted.compute_seconds,
-                communication=communication_seconds(there, machine, axes),
-            )
+    workload = for_devices(MODELS[model], mesh.size)
+    options = {"mesh": mesh, "topology": topology(machine, axes), "donate_argnums": 0}
+    if chosen.memory:
+        programs = under_limits(workload, options)
+    elif chosen.refine:
+        programs = our_own(workload, options | {"refine": chosen.refine}, f"{OWN}, refine={chosen.refine}")
+    else:
+        programs = programs_of(workload, options, chosen.shardings)
+    for found in programs:
+        try:
+            program = compiled(found.lowered, mesh, chosen.cache)
+            there = read_collectives(program.hlo, axes) if program.hlo else ()
+            if on_tpu and program.hlo:
+                compute = compute_seconds(program.hlo, machine)
+            else:  # XLA gives no estimate for GPU
+                compute = found.predicted().compute_seconds
+        except AutoshardError as error:
+            print(f"{found.sharding}: {error}", file=sys.stderr)
+            continue
+        yield Row(
+            machine=machine,
+            model=model,
+            sharding=found.sharding,
+            fits=program.peak is not None and program.peak <= options["topology"].memory_bytes,
+            peak=program.peak,
+            bytes=by_kind(there),
+            compute=compute,
+            communication=communication_seconds(there, machine, axes),
+            predicted=found.predicted().step_seconds if found.sharding.startswith(OWN) else None,
+            limit=found.limit,
         )
-    return rows
+
+
+def programs_of(
+    workload: Workload, options: Mapping[str, Any], shardings: Sequence[str] | None
+) -> Iterator[Program]:
+    """The step under our own plan, and under every sharding by hand as `jax.jit` has it."""
+    if not shardings or OWN in shardings:
+        yield from our_own(workload, options, OWN)
+    for name in names_of(workload.family):
+        if not shardings or name in shardings:
+            work = workload.abstract(constraint_of(name, options["mesh"]))
+            specs = SHARDINGS[name](workload.family, work.state, work.batch, dict(options["mesh"].shape))
+            yield by_hand(name, work, specs, options)
+
+
+def our_own(workload: Workload, options: Mapping[str, Any], name: str, limit: int | None = None) -> Iterator[Program]:
+    """The step under our plan, if there is one."""
+    try:
+        made = plan(*workload.abstract(), memory=limit, **options)
+    except AutoshardError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return
+    for warning in made.warnings:
+        print(f"{name}: {warning}", file=sys.stderr)
+    yield Program(name, made.lowering(options["mesh"]), lambda: made.predicted, limit)
+
+
+def under_limits(workload: Workload, options: Mapping[str, Any]) -> Iterator[Program]:
+    """The step under plans for less and less memory, from what the free plan needs to the least that can be planned."""
+    abstract = workload.abstract()
+    roomy = plan(*abstract, **options).predicted.peak_bytes / USABLE
+    try:
+        plan(*abstract, memory=0, **options)
+    except MemoryLimitError as error:
+        least = error.needed
+    for i in range(LIMITS):
+        limit = roomy * (least / roomy) ** (i / (LIMITS - 1))
+        yield from our_own(workload, options, OWN, math.ceil(limit / 2**20) * 2**20)
+
+
+def by_hand(name: str, work: Abstract, specs: InShardings, options: Mapping[str, Any]) -> Program:
+    """A step whose state and batch lie as `specs` say, under `jax.jit` alone."""
+    in_shardings = jax.tree.map(lambda spec: NamedSharding(options["mesh"], spec), specs)
+    jitted = jax.jit(work.step, in_shardings=in_shardings, out_shardings=(in_shardings[0], None), donate_argnums=0)
+    lowered = jitted.lower(work.state, work.batch)
+    return Program(name, lowered, lambda: evaluate(*work, in_shardings=specs, **options).predicted)
 
 
 def for_devices(workload: Workload, devices: int) -> Workload:
     """The workload with as large a batch on each device as it has on 16 of them."""
-    batch = "groups" if "groups" in workload.sizes else "batch"
-    size = workload.sizes[batch] * max(devices // BATCH_FOR, 1)
-    return dataclasses.replace(workload, sizes={**workload.sizes, batch: size})
+    times = max(devices // BATCH_FOR, 1)
+    larger = {name: size * times for name, size in workload.sizes.items() if name in BATCHES}
+    return dataclasses.replace(workload, sizes={**workload.sizes, **larger})
 
 
 # Reports.
@@ -114,8 +208,8 @@ def for_devices(workload: Workload, devices: int) -> Workload:
 
 def best(rows: Sequence[Row], machine: str, model: str, by: str) -> tuple[Row | None, Row | None]:
     """Ours, and the expert's with the fewest seconds, of those that fit."""
-    found = [row for row in rows if (row.machine, row.model) == (machine, model) and row.fits]
-    experts = [row for row in found if row.sharding != OWN]
+    found = [row for row in rows if (row.machine, row.model) == (machine, model) and row.fits and row.limit is None]
+    experts = [row for row in found if row.sharding in SHARDINGS]
     ours = next((row for row in found if row.sharding == OWN), None)
     return ours, min(experts, key=lambda row: getattr(row, by), default=None)
 
@@ -123,10 +217,12 @@ def best(rows: Sequence[Row], machine: str, model: str, by: str) -> tuple[Row | 
 def line(row: Row) -> str:
     moved = ", ".join(f"{kind} {size / 2**20:.0f}" for kind, size in sorted(row.bytes.items())) or "none"
     times = f"{row.compute * 1e3:.4g} | {row.communication * 1e3:.4g}"
-    return f"{row.machine} | {row.model} | {row.sharding} | {mib(row.peak) or 'does not fit'} | {moved} | {times}"
+    peak = mib(row.peak) if row.fits else "does not fit"
+    return f"{row.machine} | {row.model} | {row.sharding} | {peak} | {moved} | {times}"
 
 
 def summary(rows: Sequence[Row]) -> str:
+    rows = [row for row in rows if row.limit is None]
     lines = ["machine | model | best expert | ms | ours | ratio | best expert, overlapped | ms | ours | ratio"]
     lines.append(" | ".join("---" for _ in lines[0].split(" | ")))
     ratios: dict[str, list[float]] = {"apart": [], "overlapped": []}
@@ -148,11 +244,47 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def refined(rows: Sequence[Row]) -> str:
+    """What refining our plans changed."""
+    plain = {(row.machine, row.model): row for row in rows if row.sharding == OWN and row.limit is None}
+    lines, changed = ["machine | model | refine | ms, one after the other | refined | ratio"], 0
+    lines.append(" | ".join("---" for _ in lines[0].split(" | ")))
+    found = [row for row in rows if row.sharding.startswith(f"{OWN}, refine=") and (row.machine, row.model) in plain]
+    if not found:
+        return ""
+    for row in found:
+        before = plain[row.machine, row.model]
+        changed += row.predicted != before.predicted
+        figures = f"{before.apart * 1e3:.4g} | {row.apart * 1e3:.4g} | {row.apart / before.apart:.3f}"
+        lines.append(f"{row.machine} | {row.model} | {row.sharding.rpartition('=')[2]} | {figures}")
+    return "\n".join([*lines, f"\nThe choice changed in {changed} of {len(found)} programs."])
+
+
+def swept(rows: Sequence[Row]) -> str:
+    """Our plans under memory limits."""
+    if all(row.limit is None for row in rows):
+        return ""
+    titles = ("machine", "model", "limit MiB", "compiled peak MiB", "predicted ms", "compiled ms, one after the other")
+    lines = [" | ".join(titles), " | ".join("---" for _ in titles)]
+    for row in rows:
+        if row.limit is not None:
+            times = f"{row.predicted * 1e3:.4g} | {row.apart * 1e3:.4g}"
+            peak = mib(row.peak) if row.fits else "does not fit"
+            lines.append(f"{row.machine} | {row.model} | {mib(row.limit)} | {peak} | {times}")
+    return "\n".join(lines)
+
+
 def page(rows: Sequence[Row]) -> str:
     head = (PAGE.parent / "plans.head.md").read_text().strip()
     titles = ("machine", "model", "sharding", "peak MiB", "collectives, MiB", "compute ms", "communication ms")
-    table = [" | ".join(titles), " | ".join("---" for _ in titles), *map(line, rows)]
-    return "\n\n".join([head, "## Summary", summary(rows), "## All programs", "\n".join(table)]) + "\n"
+    table = [" | ".join(titles), " | ".join("---" for _ in titles), *(line(row) for row in rows if row.limit is None)]
+    sections = {
+        "Summary": summary(rows),
+        "Refined": refined(rows),
+        "Less and less memory": swept(rows),
+        "All programs": "\n".join(table),
+    }
+    return "\n\n".join([head, *(f"## {title}\n\n{text}" for title, text in sections.items() if text)]) + "\n"
 
 
 if __name__ == "__main__":

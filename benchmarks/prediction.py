@@ -35,7 +35,7 @@ from shardings import shardings_of  # noqa: E402
 from workloads import LARGE, SMALL, Workload  # noqa: E402
 
 from autoshard import AutoshardError, Collective, Plan, evaluate, plan, topology  # noqa: E402
-from autoshard.mesh.collectives import seconds  # noqa: E402
+from autoshard.mesh.collectives import total_seconds  # noqa: E402
 from autoshard.mesh.presets import CHIPS, parse_machine  # noqa: E402
 from autoshard.mesh.targets import compiler_options, target_mesh  # noqa: E402
 from autoshard.plans import Prediction  # noqa: E402
@@ -131,7 +131,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
     plans = dict(plans_of(workload, options, shardings))
     measured = measured_seconds(plans, workload) if target == "cpu" else {}
     for name, made in plans.items():
-        found = compiled(made, mesh, cache)
+        found = compiled(made.lowering(mesh), mesh, cache)
         there = read_collectives(found.hlo, axes) if found.hlo else ()
         foreseen = made.predicted.collectives
         yield Row(
@@ -169,9 +169,8 @@ def plans_of(workload: Workload, options: dict, shardings: Sequence[str] | None)
             print(f"{name}: {error}", file=sys.stderr)
 
 
-def compiled(made: Plan, mesh: Any, cache: Path | None) -> Compiled:
-    """The plan compiled for the devices of `mesh`, or what an earlier run kept of it."""
-    lowered = made.lowering(mesh)
+def compiled(lowered: jax.stages.Lowered, mesh: Any, cache: Path | None) -> Compiled:
+    """The step compiled for the devices of `mesh`, or what an earlier run kept of it."""
     kept = f"{jax.__version__} {mesh.devices.flat[0].device_kind} {lowered.as_text()}"
     file = cache and cache / f"{hashlib.sha256(kept.encode()).hexdigest()[:24]}.hlo.gz"
     if file and file.exists():
@@ -220,10 +219,7 @@ def compute_seconds(hlo: str, machine: str) -> float:
 
 def communication_seconds(collectives: Iterable[Collective], machine: str, axes: dict[str, int]) -> float:
     """Of collectives one after the other, at the links of the topology."""
-    links = topology(machine, axes)
-    return sum(
-        one.count * seconds(one.kind, one.axes, one.bytes / one.count, axes, links) for one in collectives if one.count
-    )
+    return total_seconds(collectives, axes, topology(machine, axes))
 
 
 def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:

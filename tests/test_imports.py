@@ -24,7 +24,7 @@ ROOMS = {
     "lower": ["autoshard.lower"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
-        *("autoshard.api", "autoshard.__init__"),
+        *("autoshard.refine", "autoshard.api", "autoshard.__init__"),
     ],
 }
 

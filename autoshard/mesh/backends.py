@@ -22,6 +22,7 @@ class Backend:
     # kind -> share of its time that runs behind compute, where nothing waits for it: gathers of weights, which can
     # start early, and reductions of gradients, which can end late
     hides: Mapping[str, float] = field(default_factory=dict)
+    combined_kinds: frozenset[str] = frozenset({"all_reduce"})  # of which many become one, where nothing waits for them
     scatters_globally: bool = True  # has reduce_scatters over all devices; otherwise it all_reduces, and slices
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
@@ -42,7 +43,15 @@ _LOOPS = frozenset({
 })  # fmt: skip
 
 CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=True)
-GPU = Backend("gpu", hoists_sums=True, sums_first=True, rounds_first=True, widens_last=True, takes_in=_LOOPS)
+GPU = Backend(
+    "gpu",
+    combined_kinds=frozenset({"all_gather", "all_reduce", "reduce_scatter"}),
+    hoists_sums=True,
+    sums_first=True,
+    rounds_first=True,
+    widens_last=True,
+    takes_in=_LOOPS,
+)
 TPU = Backend(
     "tpu",
     tile=(8, 128),

@@ -36,7 +36,7 @@ bounds it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import MeshError
@@ -106,6 +106,15 @@ def seconds(
         latency = sum((_hops(n, link) if link.torus else 1) * link.latency for n, link in spans)
         return latency + max(bytes * _permute_share(n, link) / link.bandwidth for n, link in spans)
     raise MeshError(f"unknown collective {kind!r}; known are {', '.join(KINDS)}")
+
+
+def total_seconds(collectives: Iterable[Collective], mesh_shape: MeshShape, topology: Topology) -> float:
+    """Time of collectives, with all their runs, one after the other."""
+    return sum(
+        one.count * seconds(one.kind, one.axes, one.bytes / one.count, mesh_shape, topology)
+        for one in collectives
+        if one.count
+    )
 
 
 _Span = tuple[int, Link]  # devices, and the link along them

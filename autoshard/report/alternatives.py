@@ -31,7 +31,7 @@ from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.formulate import Formulation, Kept
 from autoshard.solver.groups import Group, made_of_state
-from autoshard.solver.problem import Problem
+from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.strategies import Strategy
 
 _TIME_LIMIT = 10.0  # s, per alternative; the few choices that are left rarely take one
@@ -41,22 +41,29 @@ Allowed = Mapping[int, list[int]]  # node -> options
 
 def alternatives_of(formulation: Formulation) -> dict[str, Prediction | None]:
     """Alternative -> what a step costs under it; None where no such sharding exists."""
-    problems = _Problems(formulation)
     return {
-        "data parallel": _figures(formulation, problems.data_parallel()),
-        "FSDP": _figures(formulation, problems.fully_sharded()),
-        "tensor parallel": _figures(formulation, problems.tensor_parallel()),
+        name: None if solution is None else prediction_of(formulation, solution.choice)
+        for name, solution in solutions_of(formulation).items()
     }
 
 
-def _figures(formulation: Formulation, problem: Problem | None) -> Prediction | None:
+def solutions_of(formulation: Formulation) -> dict[str, Solution | None]:
+    """Alternative -> its cheapest solution; None where no such sharding exists."""
+    problems = _Problems(formulation)
+    return {
+        "data parallel": _solved(problems.data_parallel()),
+        "FSDP": _solved(problems.fully_sharded()),
+        "tensor parallel": _solved(problems.tensor_parallel()),
+    }
+
+
+def _solved(problem: Problem | None) -> Solution | None:
     if problem is None:
         return None
     try:
-        solution = solve(problem, time_limit=_TIME_LIMIT)
+        return solve(problem, time_limit=_TIME_LIMIT)
     except SolverError:
         return None
-    return prediction_of(formulation, solution.choice)
 
 
 class _Problems:

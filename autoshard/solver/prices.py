@@ -124,17 +124,15 @@ class Prices:
 
     def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
         """The collectives that bring `value` from one layout to the other, for these readers."""
-        return self._pair(value.shape, self.widths.moving(value, readers), source, target)[0]
+        return self._of(value, source, target, readers)[0]
 
     def resharding(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """Seconds of one resharding of `value`."""
-        return self._pair(value.shape, self.widths.moving(value, readers), source, target)[1]
+        return self._of(value, source, target, readers)[1]
 
     def hidden(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """How many of these run behind compute."""
-        if value.id not in self.weights:
-            return 0.0
-        return self._pair(value.shape, self.widths.moving(value, readers), source, target)[2]
+        return self._of(value, source, target, readers)[2] if value.id in self.weights else 0.0
 
     def exposed(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """How many of these something waits for. In the host's memory nothing is resharded."""
@@ -156,7 +154,7 @@ class Prices:
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            seconds, behind = self._moved(value.shape, size, rows, columns)
+            seconds, behind = self._moved(value.shape, size, rows, columns, not waits)
             table = seconds if waits else seconds - behind
             moves = np.array([[a != b for b in columns] for a in rows])
             if value.on_host:
@@ -222,27 +220,35 @@ class Prices:
         """Bytes of the result of each of the strategy's own collectives, one run."""
         return [finish.elements * self.widths.of(group.made[finish.made].value) for finish in strategy.finishes]
 
-    def _pair(self, shape, size: int, source: Layout, target: Layout) -> tuple[tuple[Step, ...], float, float]:
+    def _of(
+        self, value: Value, source: Layout, target: Layout, readers: Readers
+    ) -> tuple[tuple[Step, ...], float, float]:
+        return self._pair(value.shape, self.widths.moving(value, readers), source, target, value.id in self.weights)
+
+    def _pair(
+        self, shape, size: int, source: Layout, target: Layout, late: bool
+    ) -> tuple[tuple[Step, ...], float, float]:
         """The steps of a resharding, their seconds, and how many of these can run behind compute."""
         if source == target:
             return (), 0.0, 0.0
         steps = reshard(shape, size, source, target, self.mesh)
-        costs = [self._collective(step.kind, step.axes, step.bytes) for step in steps]
+        costs = [self._collective(step.kind, step.axes, step.bytes, late=late) for step in steps]
         behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
         return steps, sum(costs), behind
 
     def _moved(
-        self, shape: tuple[int, ...], size: int, sources: list[Layout], targets: list[Layout]
+        self, shape: tuple[int, ...], size: int, sources: list[Layout], targets: list[Layout], late: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
-            pairs = [[self._pair(shape, size, a, b)[1:] for b in targets] for a in sources]
+            pairs = [[self._pair(shape, size, a, b, late)[1:] for b in targets] for a in sources]
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self._moves.setdefault(len(shape), _Moves(self.mesh))
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * size
-        costs = [0.0, *(self._collective(kind, axes, math.ceil(total / tiles)) for kind, axes, tiles in moves.known)]
+        known = [(kind, axes, math.ceil(total / tiles)) for kind, axes, tiles in moves.known]
+        costs = [0.0, *(self._collective(*step, late=late) for step in known)]
         hidden = [0.0, *(self.backend.hides.get(kind, 0.0) for kind, _, _ in moves.known)]
         seconds = np.array(costs)[steps]
         return seconds.sum(axis=-1), (seconds * np.array(hidden)[steps]).sum(axis=-1)
@@ -263,28 +269,32 @@ class Prices:
         """Seconds of one all_reduce of `size` bytes."""
         return self._collective(ALL_REDUCE, axes, size)
 
-    def _collective(self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None) -> float:
-        """Seconds of one collective that runs as an operation of its own."""
-        key = kind, axes, size, among
+    def _collective(
+        self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None, late: bool = False
+    ) -> float:
+        """Seconds of one collective.
+
+        XLA combines some kinds of those that nothing waits for, gradient reductions above all: launch and latency are
+        paid once, and not counted.
+
+        Args:
+            late: whether nothing waits for it.
+        """
+        combined = late and kind in self.backend.combined_kinds
+        key = kind, axes, size, among, combined
         if key not in self._collectives:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
             penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
-            self._collectives[key] = LAUNCH_SECONDS + textbook * penalty
+            latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among) if combined else 0.0
+            self._collectives[key] = (textbook - latency) * penalty + (0.0 if combined else LAUNCH_SECONDS)
         return self._collectives[key]
 
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
-        """XLA combines the all_reduces that nothing waits for, gradient reductions above all: latency is paid once.
-
-        Of products that are added up before they are reduced each pays its part.
-        """
+        """Of products that are added up before they are reduced each pays its part."""
         if finish.kind == ALL_REDUCE and group.summands > 1:
             return self._collective(finish.kind, finish.axes, size) / group.summands
-        if group.late and finish.kind == ALL_REDUCE:
-            whole, latency = (
-                collective_seconds(finish.kind, finish.axes, moved, self.mesh, self.topology) for moved in (size, 0)
-            )
-            return whole - latency
-        return self._collective(finish.kind, finish.axes, size, finish.groups and finish.devices(self.mesh))
+        among = finish.groups and finish.devices(self.mesh)
+        return self._collective(finish.kind, finish.axes, size, among, late=group.late)
 
     def _compute(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,33 @@ def test_a_jitted_function_for_a_machine_that_is_not_there(machine):
     )  # fmt: skip
     found = autoshard.verify(jax.jit(step, donate_argnums=0), *placed)
     assert not found.unpredicted and found.actual == COMPILED[machine], str(found)
+
+
+def test_gpu_combines_what_nothing_waits_for():
+    """All gathers of weights become one, and all reduce_scatters of gradients: prices charge no latency for each."""
+    needs("h100")
+    mesh, layers = target_mesh("h100:8", {"x": 8}), 4
+
+    def runs(collectives):
+        return sum((Counter({one.kind: one.count}) for one in collectives), Counter())
+
+    def step(weights, x):
+        def loss_of(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        gradients = jax.grad(loss_of)(weights)
+        return [w - g for w, g in zip(weights, gradients, strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)] * layers
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16)
+    plan = autoshard.plan(step, weights, x, mesh=mesh, topology="h100:8", donate_argnums=0, fixed={"*": P("x")})
+    compiled = plan.lowering().compile(compiler_options=compiler_options(mesh))
+    planned, found = map(runs, (plan.predicted.collectives, read_collectives(compiled.as_text(), {"x": 8})))
+    assert planned["all_gather"] >= layers and planned["reduce_scatter"] == layers
+    assert found["all_gather"] == found["reduce_scatter"] == 1
 
 
 def test_a_mesh_without_devices_needs_a_target():

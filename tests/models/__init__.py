@@ -3,8 +3,10 @@
 `jax.eval_shape(lambda: make(...).state)` gives the state's shapes without allocating it, for sizes that do not fit.
 """
 
+import functools
+
 from . import cnn, diffusion, gnn, gpt, llama, lstm, mamba, mlp, moe, resnet, rnn, tied, unet, vit
-from .model import Model
+from .model import Model, constrained
 
 MODELS = {"cnn": cnn.make, "gpt": gpt.make, "lstm": lstm.make, "mlp": mlp.make, "moe": moe.make, "tied": tied.make}
 
@@ -14,6 +16,7 @@ MORE_MODELS = {
     "gnn": gnn.make,
     "llama": llama.make,
     "mamba": mamba.make,
+    "mixtral": functools.partial(llama.make, experts=4, capacity=16),
     "resnet": resnet.make,
     "rnn": rnn.make,
     "unet": unet.make,
@@ -25,6 +28,7 @@ __all__ = [
     "MORE_MODELS",
     "Model",
     "cnn",
+    "constrained",
     "diffusion",
     "gnn",
     "gpt",

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model, optax_step
+from .model import Model, named, optax_step
 
 
 def perceptron(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """One hidden layer."""
-    return jax.nn.relu(x @ params["up"] + params["bias"]) @ params["down"]
+    up, bias, down = (params[name].astype(x.dtype) for name in ("up", "bias", "down"))
+    return jax.nn.relu(x @ up + bias) @ down
 
 
-def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
-    """A vector per node, after one round of messages per entry of `params["rounds"]`."""
-    nodes, edges = batch["nodes"] @ params["nodes"], batch["edges"] @ params["edges"]
+def predict(params: dict, batch: dict[str, jax.Array], dtype: Any) -> jax.Array:
+    """A vector per node, after one round of messages per entry of `params["rounds"]`; it computes in `dtype`."""
+    nodes, edges = (batch[name].astype(dtype) @ params[name].astype(dtype) for name in ("nodes", "edges"))
     senders, receivers = batch["senders"], batch["receivers"]
+    nodes, edges = named(nodes, "nodes", None), named(edges, "edges", None)
     for weights in params["rounds"]:
-        ends = jnp.concatenate([nodes[senders], nodes[receivers], edges], axis=-1)
+        ends = named(jnp.concatenate([nodes[senders], nodes[receivers], edges], axis=-1), "edges", None)
         messages = perceptron(weights["edge"], ends)
         received = jax.ops.segment_sum(messages, receivers, num_segments=len(nodes))
-        nodes = nodes + perceptron(weights["node"], jnp.concatenate([nodes, received], axis=-1))
-    return nodes @ params["out"]
+        nodes = named(nodes + perceptron(weights["node"], jnp.concatenate([nodes, received], axis=-1)), "nodes", None)
+    return nodes.astype(jnp.float32) @ params["out"]
 
 
-def make(nodes: int = 64, edges: int = 256, features: int = 8, width: int = 32, rounds: int = 3) -> Model:
-    """Predicts for each node the sum over its incoming edges of a fixed map of edge and sender."""
+def make(
+    nodes: int = 64,
+    edges: int = 256,
+    features: int = 8,
+    width: int = 32,
+    rounds: int = 3,
+    dtype: Any = jnp.float32,
+) -> Model:
+    """Predicts for each node the sum over its incoming edges of a fixed map of edge and sender; computes in `dtype`."""
     keys = iter(jax.random.split(jax.random.key(0), 3 + 4 * rounds))
 
     def matrix(rows, columns):
@@ -47,7 +58,7 @@ def make(nodes: int = 64, edges: int = 256, features: int = 8, width: int = 32, 
     teacher = np.random.default_rng(0).normal(size=(features, features)) * features**-0.5
 
     def loss_of(params, batch):
-        return jnp.mean((predict(params, batch) - batch["targets"]) ** 2)
+        return jnp.mean((predict(params, batch, dtype) - batch["targets"]) ** 2)
 
     def batches(i):
         rng = np.random.default_rng(i)

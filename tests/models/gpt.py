@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .model import Model
+from .model import Model, named
 
 
 class Block(nnx.Module):
@@ -31,12 +31,14 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = self.norm1(x)
-        q, k, v = self.query(h), self.key(h), self.value(h)
+        q, k, v = (named(project(h), "batch", None, "heads", None) for project in (self.query, self.key, self.value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(v.dtype)
-        x = x + self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v))
-        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+        heads = named(jnp.einsum("bhqk,bkhd->bqhd", weights, v), "batch", None, "heads", None)
+        x = named(x + self.out(heads), "batch", "length", None)
+        hidden = named(nnx.gelu(self.up(self.norm2(x))), "batch", None, "hidden")
+        return named(x + self.down(hidden), "batch", "length", None)
 
 
 class GPT(nnx.Module):
@@ -69,13 +71,13 @@ class GPT(nnx.Module):
 
         if remat:
             apply = jax.checkpoint(apply)
-        x = self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        x = named(self.token(tokens) + self.position(jnp.arange(tokens.shape[1])), "batch", "length", None)
         if self.scan:
             x, _ = jax.lax.scan(lambda x, block: (apply(block, x), None), x, self.blocks)
         else:
             for block in self.blocks:
                 x = apply(block, x)
-        return self.head(self.norm(x)).astype(jnp.float32)
+        return named(self.head(self.norm(x)), "batch", None, "vocab").astype(jnp.float32)
 
 
 def make(

@@ -1,4 +1,7 @@
-"""Llama 3 (Dubey et al. 2024) in plain JAX: RMSNorm, rotary positions, grouped queries, SwiGLU; AdamW."""
+"""Llama 3 (Dubey et al. 2024) in plain JAX: RMSNorm, rotary positions, grouped queries, SwiGLU; AdamW.
+
+With experts it is Mixtral (Jiang et al. 2024), whose feed-forward layers are mixtures of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model, optax_step
+from . import moe
+from .model import Model, named, optax_step
 
 Params = dict[str, Any]
 
@@ -35,7 +39,8 @@ def rotated(x: jax.Array, theta: float) -> jax.Array:
 def attention(p: Params, x: jax.Array, theta: float) -> jax.Array:
     """Causal; several query heads share one head of keys and values."""
     query, key, value = (jnp.einsum("bsd,dhk->bshk", x, p[name].astype(x.dtype)) for name in ("query", "key", "value"))
-    query, key = rotated(query, theta), rotated(key, theta)
+    query = named(rotated(query, theta), "batch", None, "heads", None)
+    key, value = (named(x, "batch", None, "shared_heads", None) for x in (rotated(key, theta), value))
     shared = key.shape[2]
     query = query.reshape(*query.shape[:2], shared, -1, query.shape[-1])
     scores = jnp.einsum("bqhgk,bshk->bhgqs", query, key).astype(jnp.float32) * query.shape[-1] ** -0.5
@@ -43,18 +48,31 @@ def attention(p: Params, x: jax.Array, theta: float) -> jax.Array:
     scores = jnp.where(position[:, None] >= position, scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
     heads = jnp.einsum("bhgqs,bshk->bqhgk", weights, value)
-    heads = heads.reshape(*heads.shape[:2], -1, heads.shape[-1])
+    heads = named(heads.reshape(*heads.shape[:2], -1, heads.shape[-1]), "batch", None, "heads", None)
     return jnp.einsum("bshk,hkd->bsd", heads, p["out"].astype(x.dtype))
 
 
 def feed_forward(p: Params, x: jax.Array) -> jax.Array:
     gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    return named(jax.nn.silu(x @ gate) * (x @ up), "batch", None, "hidden") @ down
 
 
-def block(p: Params, x: jax.Array, theta: float) -> jax.Array:
-    x = x + attention(p, normed(x, p["norm1"]), theta)
-    return x + feed_forward(p, normed(x, p["norm2"]))
+def experts_of(p: Params, inputs: jax.Array) -> jax.Array:
+    """Each a SwiGLU of its own: `[experts, groups, capacity, model]` in and out."""
+    swish, up, down = (p[name].astype(inputs.dtype) for name in ("swish", "up", "down"))
+    first, second = (jnp.einsum("EGCM,EMH->EGCH", inputs, kernel) for kernel in (swish, up))
+    return jnp.einsum("EGCH,EHM->EGCM", jax.nn.silu(first) * second, down)
+
+
+def block(p: Params, x: jax.Array, theta: float, capacity: int) -> tuple[jax.Array, jax.Array | None]:
+    """The residual stream after it, and how badly its experts are balanced, if it has any."""
+    x = named(x + attention(p, normed(x, p["norm1"]), theta), "batch", "length", None)
+    h = normed(x, p["norm2"])
+    if "experts" in p:
+        y, balance = moe.layer(p["experts"], h, capacity, experts_of)
+    else:
+        y, balance = feed_forward(p, h), None
+    return named(x + y, "batch", "length", None), balance
 
 
 def make(
@@ -66,6 +84,8 @@ def make(
     vocab: int = 128,
     seq: int = 32,
     batch: int = 16,
+    experts: int = 0,
+    capacity: int = 0,
     *,
     scan: bool = False,
     remat: bool = True,
@@ -78,6 +98,8 @@ def make(
 
     Args:
         shared_heads: heads of keys and values; they divide `heads`.
+        experts: of each feed-forward layer; 0 for one that all tokens go through.
+        capacity: tokens of a sentence that an expert takes.
     """
     keys = map(jax.random.fold_in, itertools.repeat(jax.random.key(0)), itertools.count())
     head = d_model // heads
@@ -99,9 +121,22 @@ def make(
             "value": matrix(d_model, shared_heads, head, fan=d_model),
             "out": matrix(heads, head, d_model, fan=d_model),
             "norm2": ones(),
+            **({"experts": made_experts()} if experts else made_feed_forward()),
+        }
+
+    def made_feed_forward() -> Params:
+        return {
             "gate": matrix(d_model, d_hidden, fan=d_model),
             "up": matrix(d_model, d_hidden, fan=d_model),
             "down": matrix(d_hidden, d_model, fan=d_hidden),
+        }
+
+    def made_experts() -> Params:
+        return {
+            "gate": matrix(d_model, experts, fan=d_model),
+            "swish": matrix(experts, d_model, d_hidden, fan=d_model),
+            "up": matrix(experts, d_model, d_hidden, fan=d_model),
+            "down": matrix(experts, d_hidden, d_model, fan=d_hidden),
         }
 
     params = {
@@ -112,21 +147,25 @@ def make(
     }
     optimizer = optax.adamw(3e-3, b2=0.95, eps=1e-6, weight_decay=0.1)
 
-    def apply(p: Params, x: jax.Array) -> jax.Array:
-        return block(p, x, theta)
+    def apply(p: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        return block(p, x, theta, capacity)
 
     if remat:
         apply = jax.checkpoint(apply)
 
     def loss_of(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-        x = params["token"].astype(dtype)[batch["inputs"]]
+        x = named(params["token"].astype(dtype)[batch["inputs"]], "batch", "length", None)
         if scan:
-            x, _ = jax.lax.scan(lambda x, p: (apply(p, x), None), x, params["blocks"])
+            x, balances = jax.lax.scan(lambda x, p: apply(p, x), x, params["blocks"])
         else:
+            balances = []
             for p in params["blocks"]:
-                x = apply(p, x)
-        logits = (normed(x, params["norm"]) @ params["head"].astype(dtype)).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+                x, balance = apply(p, x)
+                balances.append(balance)
+        logits = named(normed(x, params["norm"]) @ params["head"].astype(dtype), "batch", None, "vocab")
+        logits = logits.astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+        return loss + 0.01 * jnp.mean(jnp.asarray(balances)) if experts else loss
 
     def batches(i: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(i)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model, optax_step
+from .model import Model, named, optax_step
 
 
 def normed(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """RMS norm over the last dim."""
-    return scale * x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5)
+    """RMS norm over the last dim, in float32."""
+    wide = x.astype(jnp.float32)
+    return (scale * wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype)
 
 
 def causal_convolution(kernel: jax.Array, x: jax.Array) -> jax.Array:
@@ -42,12 +45,17 @@ def selective_scan(x: jax.Array, delta: jax.Array, a: jax.Array, b: jax.Array, c
 def block(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """What the scan does is steered by its input: `delta`, `b` and `c` are made of it."""
     states = params["log_a"].shape[1]
-    inner, gate = jnp.split(normed(params["norm"], x) @ params["in"], 2, axis=-1)
-    inner = jax.nn.silu(causal_convolution(params["filter"], inner) + params["filter_bias"])
-    b, c, delta = jnp.split(inner @ params["select"], [states, 2 * states], axis=-1)
-    delta = jax.nn.softplus(delta @ params["delta"] + params["delta_bias"])
+    p = {name: params[name].astype(x.dtype) for name in ("in", "filter", "filter_bias", "select", "delta", "out")}
+    inner, gate = (
+        named(half, "batch", None, "hidden") for half in jnp.split(normed(params["norm"], x) @ p["in"], 2, axis=-1)
+    )
+    inner = named(jax.nn.silu(causal_convolution(p["filter"], inner) + p["filter_bias"]), "batch", None, "hidden")
+    b, c, delta = jnp.split(inner @ p["select"], [states, 2 * states], axis=-1)
+    delta = jax.nn.softplus((delta @ p["delta"]).astype(jnp.float32) + params["delta_bias"])
+    inner, b, c = (value.astype(jnp.float32) for value in (inner, b, c))
     y = selective_scan(inner, delta, -jnp.exp(params["log_a"]), b, c) + params["skip"] * inner
-    return x + (y * jax.nn.silu(gate)) @ params["out"]
+    y = named(y.astype(x.dtype) * jax.nn.silu(gate), "batch", None, "hidden")
+    return named(x + y @ p["out"], "batch", None, None)
 
 
 def make(
@@ -59,8 +67,12 @@ def make(
     vocab: int = 64,
     seq: int = 16,
     batch: int = 16,
+    dtype: Any = jnp.float32,
 ) -> Model:
-    """A next-token model of `layers` blocks; `rank` is that of the map from a block's input to its `delta`."""
+    """A next-token model of `layers` blocks; `rank` is that of the map from a block's input to its `delta`.
+
+    It computes in `dtype`, apart from norms, the selective scan and the loss.
+    """
     keys = iter(jax.random.split(jax.random.key(0), 2 + 5 * layers))
 
     def normal(*shape, fan_in):
@@ -89,10 +101,11 @@ def make(
     optimizer = optax.adamw(3e-3, eps=1e-6)
 
     def loss_of(params, batch):
-        x = params["embedding"][batch["inputs"]]
+        x = named(params["embedding"].astype(dtype)[batch["inputs"]], "batch", None, None)
         for weights in params["blocks"]:
             x = block(weights, x)
-        logits = normed(params["norm"], x) @ params["head"]
+        logits = named(normed(params["norm"], x) @ params["head"].astype(dtype), "batch", None, "vocab")
+        logits = logits.astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
     def batches(i):

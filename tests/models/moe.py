@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .model import Model
+from .model import Model, named
 
 
 def gates_of(logits: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
@@ -33,14 +35,27 @@ def gates_of(logits: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     return combine(first, position_first, weight_first) + combine(second, position_second, weight_second), balance
 
 
-def layer(params: dict[str, jax.Array], x: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens to their experts, through them, and back: `[groups, tokens, model]` in and out."""
-    combine, balance = gates_of(jnp.einsum("GSM,ME->GSE", x, params["gate"]), capacity)
-    dispatch = (combine > 0).astype(x.dtype)
-    inputs = jnp.einsum("GSEC,GSM->EGCM", dispatch, x)
+Params = dict[str, jax.Array]
+
+
+def perceptrons(params: Params, inputs: jax.Array) -> jax.Array:
+    """Each expert's hidden layer: `[experts, groups, capacity, model]` in and out."""
     hidden = jax.nn.relu(jnp.einsum("EGCM,EMH->EGCH", inputs, params["up"]))
-    outputs = jnp.einsum("EGCH,EHM->EGCM", hidden, params["down"])
-    return jnp.einsum("GSEC,EGCM->GSM", combine, outputs), balance
+    return jnp.einsum("EGCH,EHM->EGCM", hidden, params["down"])
+
+
+def layer(
+    params: Params, x: jax.Array, capacity: int, through: Callable[[Params, jax.Array], jax.Array] = perceptrons
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens to their experts, `through` them, and back: `[groups, tokens, model]` in and out, and the balance loss."""
+    combine, balance = gates_of(jnp.einsum("GSM,ME->GSE", x.astype(jnp.float32), params["gate"]), capacity)
+    combine = combine.astype(x.dtype)
+    dispatch = (combine > 0).astype(x.dtype)
+    inputs = named(jnp.einsum("GSEC,GSM->EGCM", dispatch, x), None, "batch", None, None)  # as its tokens lie
+    inputs = named(inputs, "experts", "expert_batch", None, None)
+    outputs = named(through(params, inputs), "experts", "expert_batch", None, None)
+    outputs = named(outputs, None, "batch", None, None)
+    return named(jnp.einsum("GSEC,EGCM->GSM", combine, outputs), "batch", "length", None), balance
 
 
 def make(

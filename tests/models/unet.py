@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from .model import Model, optax_step
+from .model import Model, named, optax_step
 
 
 class Convolve(nn.Module):
@@ -20,7 +20,7 @@ class Convolve(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Conv(self.features, (3, 3), strides=self.stride, use_bias=False)(x)
-        return nn.relu(nn.GroupNorm(num_groups=self.features // 4)(x))
+        return named(nn.relu(nn.GroupNorm(num_groups=self.features // 4)(x)), "batch", "height", None, "channels")
 
 
 class UNet(nn.Module):

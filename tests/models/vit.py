@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .model import Model
+from .model import Model, named
 
 
 class Block(nnx.Module):
@@ -25,8 +25,9 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+        x = named(x + self.attention(self.norm1(x)), "batch", None, None)
+        hidden = named(nnx.gelu(self.up(self.norm2(x))), "batch", None, "hidden")
+        return named(x + self.down(hidden), "batch", None, None)
 
 
 class ViT(nnx.Module):
@@ -40,13 +41,18 @@ class ViT(nnx.Module):
         patch: int,
         patches: int,
         classes: int,
+        scan: bool,
         dtype: Any,
         rngs: nnx.Rngs,
     ):
+        self.scan = scan
         self.patches = nnx.Conv(3, width, (patch, patch), strides=patch, padding="VALID", dtype=dtype, rngs=rngs)
         self.token = nnx.Param(jnp.zeros((1, 1, width)))
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, patches + 1, width)))
-        self.blocks = nnx.List([Block(width, heads, dtype, rngs) for _ in range(layers)])
+        if scan:
+            self.blocks = nnx.vmap(lambda rngs: Block(width, heads, dtype, rngs))(rngs.split(layers))
+        else:
+            self.blocks = nnx.List([Block(width, heads, dtype, rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(width, classes, dtype=dtype, rngs=rngs)
 
@@ -55,8 +61,12 @@ class ViT(nnx.Module):
         x = x.reshape(len(x), -1, x.shape[-1])
         token = jnp.broadcast_to(self.token[...].astype(x.dtype), (len(x), 1, x.shape[-1]))
         x = jnp.concatenate([token, x], axis=1) + self.positions[...].astype(x.dtype)
-        for block in self.blocks:
-            x = block(x)
+        x = named(x, "batch", None, None)
+        if self.scan:
+            x, _ = jax.lax.scan(lambda x, block: (block(x), None), x, self.blocks)
+        else:
+            for block in self.blocks:
+                x = block(x)
         return self.head(self.norm(x)[:, 0]).astype(jnp.float32)
 
 
@@ -68,10 +78,15 @@ def make(
     patch: int = 4,
     classes: int = 16,
     batch: int = 16,
+    *,
+    scan: bool = False,
     dtype: Any = jnp.float32,
 ) -> Model:
-    """A classifier of `size` x `size` RGB images, cut into squares of `patch` x `patch`; it computes in `dtype`."""
-    model = ViT(layers, width, heads, patch, (size // patch) ** 2, classes, dtype, nnx.Rngs(0))
+    """A classifier of `size` x `size` RGB images, cut into squares of `patch` x `patch`; it computes in `dtype`.
+
+    `scan` stacks the blocks and loops over them.
+    """
+    model = ViT(layers, width, heads, patch, (size // patch) ** 2, classes, scan, dtype, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3, eps=1e-6), wrt=nnx.Param)
 
     def step(state, batch):

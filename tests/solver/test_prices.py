@@ -150,10 +150,10 @@ def early(x, w):
     return jnp.sum(x @ w @ w.T)
 
 
-def contracted(fn, *args, mesh=LINE):
+def contracted(fn, *args, mesh=LINE, backend=CPU):
     """Strategies and seconds of the first product where it splits what it contracts."""
     group = next(group for group in grouped(fn, *args) if group.contracts)
-    priced = prices(mesh).group(group)
+    priced = prices(mesh, backend=backend).group(group)
     (factor,) = group.reduction
     pairs = zip(priced.strategies, priced.seconds, strict=True)
     return group, [(strategy, seconds) for strategy, seconds in pairs if factor in strategy.axes]
@@ -177,6 +177,22 @@ def test_late_all_reduces_pay_no_latency():
     expected = {ALL_REDUCE: 2 * 144e-6, REDUCE_SCATTER: LAUNCH + HALF * RING}
     for strategy, seconds in found:
         assert seconds.communication == pytest.approx(expected[strategy.finishes[0].kind])
+
+
+def test_what_is_combined_pays_no_latency():
+    """XLA for GPU makes one of all reduce_scatters and gathers of weights that nothing waits for, too."""
+    _, found = contracted(jnp.matmul, f32(8, 4), f32(4, 6), backend=GPU)
+    expected = {ALL_REDUCE: 2 * 144e-6, REDUCE_SCATTER: HALF * 144e-6}
+    for strategy, seconds in found:
+        assert seconds.communication == pytest.approx(expected[strategy.finishes[0].kind])
+    for weights, backend, latency in (([0], GPU, 0.0), ([], GPU, 3e-3), ([0], TPU, 3e-3)):
+        asked = prices(backend=backend, weights=weights)
+        seconds = HALF * (latency + 192e-6) + (LAUNCH if latency else 0.0)
+        assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
+        table = asked.table(value(8, 8), [X], [NONE])
+        np.testing.assert_allclose(table, [[asked.exposed(value(8, 8), X, NONE)]])
+    late = prices(backend=GPU, weights=[0])
+    assert late.resharding(value(8, 8), X, Y) == pytest.approx(RESHARDINGS["all_to_all"][2])  # this kind is not
 
 
 def test_what_needs_no_reduction_talks_to_nobody():

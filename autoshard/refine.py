@@ -1,0 +1,130 @@
+"""A formulation and its cheapest solution in; of several plans that differ, the one whose compiled program is best out.
+
+Plans are ranked by predictions, which leave things out. What is compared here, cheapest first: the solution itself;
+data parallel, FSDP and tensor parallel form, where they fit; and for each of the kinds of arguments that hold the most
+bytes, the cheapest plan that splits those otherwise. Plans that run the same bytes of each collective and peak at the
+same bytes are taken for one.
+
+A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its work, as XLA
+estimates them where it does (TPU), else as predicted, and of the collectives that it runs, one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import jax
+
+from autoshard.errors import SolverError
+from autoshard.layout import shards
+from autoshard.mesh.collectives import total_seconds
+from autoshard.mesh.presets import chip_of
+from autoshard.options import Options
+from autoshard.plans import Plan, prediction_of
+from autoshard.report.alternatives import solutions_of
+from autoshard.report.hlo import estimated_cycles
+from autoshard.report.text import seconds_text
+from autoshard.report.verification import compiled
+from autoshard.solver.formulate import Formulation
+from autoshard.solver.problem import Solution
+from autoshard.solver.solve import with_bound
+from autoshard.solver.verify import fits
+from autoshard.solver.within import USABLE, solve_within
+
+
+def refined(formulation: Formulation, best: Solution, options: Options, made: Callable[[Solution], Plan]) -> Plan:
+    """The best compiled of `options.refine` plans, or of as many as there are.
+
+    Args:
+        formulation: what is solved, with a memory limit.
+        best: its cheapest solution.
+        options: what is compiled for, and within which limit.
+        made: makes a plan that can be lowered.
+    """
+    plans = [made(solution) for solution in different(formulation, best, options)]
+    seconds = [compiled_seconds(plan, options) for plan in plans]
+    kept = min(range(len(plans)), key=seconds.__getitem__)
+    if math.isinf(seconds[kept]):
+        return _with_remark(plans[0], f"none of the {len(plans)} plans that were compiled fits, as XLA has it.")
+    if kept == 0:
+        return plans[0]
+    first = "does not fit" if math.isinf(seconds[0]) else f"takes {seconds_text(seconds[0])}"
+    return _with_remark(
+        plans[kept],
+        f"of {len(plans)} plans that were compiled, the one predicted to be the fastest {first} by XLA's account, "
+        f"this one {seconds_text(seconds[kept])}.",
+    )
+
+
+def compiled_seconds(plan: Plan, options: Options) -> float:
+    """Seconds of a step by the account of its compiled program; inf if it does not fit."""
+    mesh = options.compiled_for
+    try:
+        found = compiled(plan.lowering(mesh), mesh)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return math.inf
+    if not fits(found.peak_bytes, options.memory):
+        return math.inf
+    cycles, chip = estimated_cycles(found.program.as_text()), chip_of(mesh.devices.flat[0].device_kind)
+    work = cycles / chip.clock if cycles and chip and chip.clock else plan.predicted.compute_seconds
+    return work + total_seconds(found.collectives, dict(mesh.shape), options.topology)
+
+
+def different(formulation: Formulation, best: Solution, options: Options) -> list[Solution]:
+    """Up to `options.refine` solutions that differ in what they run or hold; `best` first, then the cheapest."""
+    limit = formulation.problem.limit * USABLE
+    found = {_figures(formulation, best): best}
+    others = [*filter(None, solutions_of(formulation).values()), *_otherwise(formulation, best, options)]
+    for solution in sorted(others, key=lambda solution: solution.cost):
+        if fits(formulation.peak_bytes(solution.choice), limit):
+            found.setdefault(_figures(formulation, solution), with_bound(solution, best.bound))
+    return list(found.values())[: options.refine]
+
+
+def _figures(formulation: Formulation, solution: Solution) -> tuple:
+    predicted, moved = prediction_of(formulation, solution.choice), Counter()
+    for one in predicted.collectives:
+        moved[one.kind] += one.bytes
+    return frozenset(moved.items()), predicted.peak_bytes
+
+
+def _otherwise(formulation: Formulation, best: Solution, options: Options) -> Iterator[Solution]:
+    """The cheapest solutions in which arguments alike, those that hold the most first, lie in other pieces.
+
+    They take turns, and in none of these solutions they lie as in any before.
+    """
+    alike = defaultdict(list)
+    for i, value in enumerate(formulation.program.arguments):
+        alike[value.shape, value.dtype, formulation.arguments[i][best.choice[i]]].append(i)
+    turns = deque(sorted(alike.values(), key=lambda args: -sum(formulation.program.arguments[i].bytes for i in args)))
+
+    def pieces(argument: int, option: int) -> tuple[int, ...]:
+        home = formulation.arguments[argument][option].home
+        return tuple(shards(axes, formulation.mesh) for axes in home)
+
+    found = [best]
+    for _ in range(options.refine):
+        if not turns:
+            return
+        arguments = turns.popleft()
+        before = {pieces(i, solution.choice[i]) for i in arguments for solution in found}
+        allowed = {
+            i: [o for o in range(len(formulation.arguments[i])) if pieces(i, o) not in before] for i in arguments
+        }
+        if not all(allowed.values()):
+            continue
+        restricted = replace(formulation, problem=formulation.problem.restrict(allowed))
+        with contextlib.suppress(SolverError):
+            found.append(solve_within(restricted, options.time_limit))
+            turns.append(arguments)
+            yield found[-1]
+
+
+def _with_remark(plan: Plan, remark: str) -> Plan:
+    return replace(plan, warnings=(*plan.warnings, f"refine: {remark}"))
