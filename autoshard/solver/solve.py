@@ -8,6 +8,7 @@ seconds to load and the first time more to compile.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
 import math
@@ -575,6 +576,7 @@ def _options(problem: Problem) -> int:
     return sum(map(len, problem.costs))
 
 
+@functools.cache  # asked again, a process that has compiled would start another one to compile
 def _load() -> ModuleType:
     from autoshard.solver import large  # needs numba, which takes its time
 
