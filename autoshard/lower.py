@@ -58,7 +58,7 @@ class Step:
     """The annotated step under `jax.jit`: flat arguments to flat results, sharded and donated as planned.
 
     `jax.jit` gets the arguments in a few tuples, since it looks at each argument of its own for longer than at a leaf
-    of one: 500 took a tenth of a millisecond more.
+    of one (`benchmarks/calling.py`).
     """
 
     def __init__(self, program: Program, plan: Plan, **jit_keywords: Any):
