@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
-from prediction import OWN, by_kind, communication_seconds, compiled, compute_seconds, mib
+from prediction import OWN, by_kind, compiled, compute_seconds, mib
 from rows import read_rows, write_rows
 from shardings import SHARDINGS, InShardings, constraint_of, names_of
 from workloads import LARGE, TRAINED, Abstract, Workload
 
 from autoshard import AutoshardError, MemoryLimitError, Prediction, evaluate, plan, topology
+from autoshard.mesh.collectives import total_seconds
 from autoshard.mesh.targets import target_mesh
 from autoshard.report.hlo import read_collectives
 from autoshard.solver.within import USABLE
@@ -144,7 +145,7 @@ def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Ro
             peak=program.peak,
             bytes=by_kind(there),
             compute=compute,
-            communication=communication_seconds(there, machine, axes),
+            communication=total_seconds(there, axes, options["topology"]),
             predicted=found.predicted().step_seconds if found.sharding.startswith(OWN) else None,
             limit=found.limit,
         )

@@ -209,17 +209,12 @@ def estimated_seconds(hlo: str | None, collectives: Sequence[Collective], machin
     """XLA's own estimate of the work, and the collectives it runs at the links of the topology, one after the other."""
     if hlo is None:
         return None
-    return compute_seconds(hlo, machine) + communication_seconds(collectives, machine, axes)
+    return compute_seconds(hlo, machine) + total_seconds(collectives, axes, topology(machine, axes))
 
 
 def compute_seconds(hlo: str, machine: str) -> float:
     """XLA's own estimate of the work of a TPU program."""
     return estimated_cycles(hlo) / CHIPS[parse_machine(machine).chip].clock
-
-
-def communication_seconds(collectives: Iterable[Collective], machine: str, axes: dict[str, int]) -> float:
-    """Of collectives one after the other, at the links of the topology."""
-    return total_seconds(collectives, axes, topology(machine, axes))
 
 
 def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:

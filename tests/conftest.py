@@ -1,6 +1,12 @@
-"""Eight virtual CPU devices for every test."""
+"""Eight virtual CPU devices for every test, and programs compiled fast rather than to run fast."""
+
+import os
 
 import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# LLVM's part alone, which no test looks at: the passes over HLO, and so collectives and memory, are the same.
+fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}"

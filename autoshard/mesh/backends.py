@@ -23,10 +23,10 @@ class Backend:
     # start early, and reductions of gradients, which can end late
     hides: Mapping[str, float] = field(default_factory=dict)
     combined_kinds: frozenset[str] = frozenset({"all_reduce"})  # of which many become one, where nothing waits for them
+    combines_below: float = math.inf  # bytes: gradients of this size and more are all_reduced alone
     scatters_globally: bool = True  # has reduce_scatters over all devices; otherwise it all_reduces, and slices
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
-    combines_below: float = math.inf  # bytes: gradients of this size and more are all_reduced alone
     convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     rounds_first: bool = False  # what is only converted to a smaller type after it is moved, before that

@@ -114,8 +114,7 @@ CHIPS: Mapping[str, Chip] = {
     # One of 8 virtual devices that share a 2-core x86 host. 8 chained matmuls of 512 x 512 make 2.3e10 float32 FLOP/s
     # on each of the 8; memory is an eighth of a 32 GiB host. The rest was fitted to the measured steps of nine models
     # under six shardings (docs/benchmarks/prediction.md): in a step, devices that share cores wait for each other, and
-    # fresh memory costs more than in a loop. Microbenchmarks show three times the bandwidth of collectives, and a
-    # tenth of the latency. Orders of magnitude: enough to plan tests and demos by.
+    # fresh memory costs more than in a loop. Orders of magnitude: enough to plan tests and demos by.
     "cpu": Chip(
         kinds=("cpu",),
         memory_bytes=4 * _GIB,

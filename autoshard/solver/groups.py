@@ -40,6 +40,11 @@ _READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in c
 _NEVER_FUSED = frozenset({"gather", "optimization_barrier"})
 
 
+def reads_images(use: Use) -> bool:
+    """Whether a convolution moves its windows over this operand."""
+    return use.equation.primitive == "conv_general_dilated" and use.operand == 0
+
+
 def is_matrix_product(equation: Equation) -> bool:
     """Whether it sums products. Of a `dot_general` that sums none XLA makes an elementwise product."""
     if equation.primitive != "dot_general":
@@ -404,7 +409,7 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
             return False
         if backend.rounds_operands and any(_rounds_once(user.equations[0], group) for user in users):
             return False
-        if backend.tile and any(_is_laid_out(user.equations[0], group) for user in users):
+        if backend.tile and any(_is_laid_out(group, user) for user in users):
             return False
         sunk = {"scan_const"} if backend.sinks_broadcasts and group.broadcasts else set()
         takers = backend.takes_in | sunk
@@ -447,11 +452,11 @@ def _rounds_once(equation: Equation, group: Group) -> bool:
     return any(equation.inputs[1].shape[dim] > 1 for dim in numbers.rhs_spec[2:])
 
 
-def _is_laid_out(equation: Equation, group: Group) -> bool:
-    """Whether a convolution reads what it makes of an argument, which does not lie as images do: that is stored."""
-    if equation.primitive != "conv_general_dilated":
-        return False
-    return any(use.value.from_outside and use.value.shape == group.made[0].value.shape for use in group.uses)
+def _is_laid_out(group: Group, user: Group) -> bool:
+    """Whether `user` convolves what it makes of an argument, which does not lie as images do: that is stored."""
+    made = group.made[0].value
+    convolved = any(reads_images(use) and use.value is made for use in user.uses)
+    return convolved and any(use.value.from_outside and use.value.shape == made.shape for use in group.uses)
 
 
 def _is_dear(equation: Equation) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.program import Equation, Program, Value
-from autoshard.solver.groups import Group, Use, is_kernel_gradient, is_matrix_product
+from autoshard.solver.groups import Group, Use, is_kernel_gradient, is_matrix_product, reads_images
 
 # Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/predictions.py` prints.
 HEAP = 1.05
@@ -100,7 +100,7 @@ def transposes(use: Use) -> bool:
 
 def image_dims_of(use: Use) -> tuple[int, int] | None:
     """The batch and feature dims of images that a convolution reads as they arrive: it has them lie otherwise."""
-    if use.equation.primitive != "conv_general_dilated" or use.operand or not use.value.from_outside:
+    if not reads_images(use) or not use.value.from_outside:
         return None
     return use.equation.params["dimension_numbers"].lhs_spec[:2]
 

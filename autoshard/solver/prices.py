@@ -205,8 +205,8 @@ class Prices:
 
     def image_bytes(self, value: Value, layout: Layout, minor: tuple[int, int]) -> int:
         """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
-        size = self._local_size(value, layout, minor)
-        return size * min(value.itemsize, ROUNDED if self.backend.rounds_operands else value.itemsize)
+        width = min(value.itemsize, ROUNDED) if self.backend.rounds_operands else value.itemsize
+        return self._local_size(value, layout, minor) * width
 
     def _local_size(self, value: Value, layout: Layout, minor: tuple[int, int] | None = None) -> int:
         """Elements of `value` that one device has, with padding."""

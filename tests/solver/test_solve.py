@@ -237,22 +237,35 @@ def cheapest(*args, original=ilp.cheapest, **keywords):
     return original(*args, **keywords)
 ilp.cheapest = cheapest
 """
+PRESS_IN_SEARCH = """
+def press(progress):
+    if progress.stage == "search" and progress.cost < float("inf"):
+        os.kill(os.getpid(), signal.SIGINT)
+"""
 SOLVE = """
 start = time.monotonic()
-solution = solve(hard_problem(), time_limit=300)
-print(solution.status, 0 < solution.bound < solution.cost, time.monotonic() - start < 30, flush=True)
+solution = solve({problem}, time_limit=300, progress=press)
+print(solution.status, 0 < solution.bound < solution.cost, time.monotonic() - start < 60, flush=True)
 """
 
 
-@pytest.mark.parametrize("press", [PRESS_IN_MOVES, PRESS_IN_HIGHS], ids=["in moves", "in HiGHS"])
-def test_ctrl_c_returns_the_best_so_far(press):
+@pytest.mark.parametrize(
+    "press, problem",
+    [
+        (PRESS_IN_MOVES, "hard_problem()"),
+        (PRESS_IN_HIGHS, "hard_problem()"),
+        (PRESS_IN_SEARCH, "large_problem()"),
+    ],
+    ids=["in moves", "in HiGHS", "in compiled code"],
+)
+def test_ctrl_c_returns_the_best_so_far(press, problem, compiled):
     imports = (
         "import os, signal, sys, threading, time\n"
-        "from problems import hard_problem\n"
+        "from problems import hard_problem, large_problem\n"
         "from autoshard.solver import ilp, solve\n"
-        "module = sys.modules['autoshard.solver.solve']\n"
+        "module, press = sys.modules['autoshard.solver.solve'], None\n"
     )
-    process = run_python(imports + press + SOLVE)
+    process = run_python(imports + press + SOLVE.format(problem=problem))
     assert process.communicate(timeout=300)[0] == "feasible True True\n"
     assert process.returncode == 0
 
