@@ -264,6 +264,7 @@ def test_ctrl_c_returns_the_best_so_far(press, problem, compiled):
         "from problems import hard_problem, large_problem\n"
         "from autoshard.solver import ilp, solve\n"
         "module, press = sys.modules['autoshard.solver.solve'], None\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background ignore it
     )
     process = run_python(imports + press + SOLVE.format(problem=problem))
     assert process.communicate(timeout=300)[0] == "feasible True True\n"
