@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -97,8 +97,19 @@ class Change:
     counts_left: bool  # whether the problem counts the value as left while it is resharded
     counts_wanted: bool  # whether it counts the resharded copy
     fused: bool  # whether elementwise readers take their slices themselves
-    readers: Readers  # of the resharded copy
-    made: int | None = None  # the point that makes it, if it is not stored until it is used
+    users: Sequence[Reader]  # who gets the value this way
+    copied_for: Readers  # who reads a copy that is for them alone
+    made: int | None  # the point that makes it, if it is not stored until it is used
+
+    def layouts(self, choice: Sequence[int]) -> tuple[Layout, Layout]:
+        """In which it is left, and in which it is wanted."""
+        (left, lefts), (wanted, wants) = self.left, self.wanted
+        return lefts[choice[left]], wants[choice[wanted]]
+
+    def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
+        """Past the last use by these users, with the last point at which each group runs."""
+        uses = ((reader.group, reader.use) for reader in users if reader.use)
+        return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,23 +140,29 @@ class Formulation:
         return int(change.cumsum().max())
 
     def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:
-        """What resharded values hold beside what is counted anyway.
+        """What resharded values hold beside what is counted anyway, and how much less what they are made of.
 
         At first the value as it was left, and for an all_to_all the pieces it is cut into; then the resharded copy. A
         slice that is taken on the way costs nothing, but the value as it was left has to stay. What is not stored XLA
-        reshards as soon as it is made, unless that makes it larger.
+        reshards as soon as it is made, unless that makes it larger; it is not made again then.
         """
+        at_once = {change for change in self.changes if self._is_moved_at_once(change, choice)}
+        last = self._last_runs(at_once)
         for change in self.changes:
-            left, wanted = (layouts[choice[node]] for node, layouts in (change.left, change.wanted))
+            left, wanted = change.layouts(choice)
+            start, end = change.used
+            if change.counts_wanted:
+                yield (change.used_until(change.users, last), end), -self.prices.local_bytes(change.value, wanted)
             if left == wanted:
                 continue
-            start, end = self._span_of_copy(change, left, choice)
-            kinds = [step.kind for step in self.prices.steps(change.value, left, wanted, change.readers)]
+            if not change.counts_wanted:  # who wants it as it is left reads that
+                copied = [reader for reader in change.users if reader.wants[choice[reader.node]] != left]
+                end = change.used_until(copied, last)
             before = self.prices.local_bytes(change.value, left)
-            after = self.prices.copy_bytes(change.value, wanted, change.readers)
-            if kinds:
-                if change.made is not None and after <= before:
-                    start = min(start, change.made)
+            after = self.prices.copy_bytes(change.value, wanted, change.copied_for)
+            if kinds := self._collectives_of(change, choice):
+                if change in at_once:
+                    start = min(start, change.made + 1)
                 copies = (not change.counts_left) + ("all_to_all" in kinds)
                 transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
                 yield (start, start + 1), copies * before + transposed * after
@@ -154,14 +171,26 @@ class Formulation:
             elif change.fused:
                 yield (start, end), before - after
 
-    def _span_of_copy(self, change: Change, left: Layout, choice: Sequence[int]) -> Span:
-        """From the first use of a value to past the last of what is resharded: who wants it as left reads that."""
-        shared = self.shared.get(change.value.id)
-        if change.counts_wanted or shared is None or change.wanted[0] != shared.node:
-            return change.used
-        readers = [reader for reader in self.readers[change.value.id] if reader.wants[choice[reader.node]] != left]
-        ends = [use_span(reader.group, reader.use)[1] for reader in readers if reader.use]
-        return change.used[0], max(ends, default=change.used[1])
+    def _collectives_of(self, change: Change, choice: Sequence[int]) -> list[str]:
+        return [step.kind for step in self.prices.steps(change.value, *change.layouts(choice), change.copied_for)]
+
+    def _is_moved_at_once(self, change: Change, choice: Sequence[int]) -> bool:
+        if change.made is None or not self._collectives_of(change, choice):
+            return False
+        left, wanted = change.layouts(choice)
+        after = self.prices.copy_bytes(change.value, wanted, change.copied_for)
+        return after <= self.prices.local_bytes(change.value, left)
+
+    def _last_runs(self, at_once: Iterable[Change]) -> list[int]:
+        """Per group the last point at which it runs, if these values are moved as soon as they are made."""
+        moved = {(change.value.id, reader.node) for change in at_once for reader in change.users}
+        last = [group.last for group in self.groups]
+        for group in reversed(self.groups):
+            if group.repeated:
+                readers = ((made.value.id, reader) for made in group.made for reader in self.readers[made.value.id])
+                again = (last[reader.group.index] for value, reader in readers if (value, reader.node) not in moved)
+                last[group.index] = max(again, default=group.point)
+        return last
 
     def group_node(self, group: Group) -> int:
         return len(self.arguments) + group.index
@@ -390,8 +419,8 @@ class _Formulator:
             self._hold(holder, *held.used, self.prices.sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
-        change = Change(value, held.used, *hop, counts_left=kept, counts_wanted=stored, fused=fused, readers=alone)
-        self.changes.append(change)
+        made = group.point if group.repeated else None
+        self.changes.append(Change(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
     def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
         """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
@@ -427,8 +456,7 @@ class _Formulator:
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
                 hop = (holder, wants), (reader.node, reader.wants)
-                flags = {"counts_left": True, "counts_wanted": False, "fused": False}
-                self.changes.append(Change(value, used, *hop, **flags, readers=copied_for, made=made))
+                self.changes.append(Change(value, used, *hop, True, False, False, [reader], copied_for, made))
         return holder, wants
 
     def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:

@@ -54,8 +54,12 @@ class Holding:
     stored: bool  # whether it holds memory while it is used, even where it is used as it was made
 
 
-def use_span(group: Group, use: Use) -> Span:
-    """The program points over which one use holds its operand."""
+def use_span(group: Group, use: Use, last: int | None = None) -> Span:
+    """The program points over which one use holds its operand.
+
+    Args:
+        last: the last point at which the group runs, if that is known better.
+    """
     equation = use.equation
     if equation.loop is not None:
         start, end = equation.loop
@@ -63,7 +67,7 @@ def use_span(group: Group, use: Use) -> Span:
             return start, end
         if equation.primitive == "scan_carry":  # what goes in becomes the loop's own buffer
             return (end - 1, end) if use.operand == 1 else (start, start)
-    return group.point, group.last + 1
+    return group.point, (group.last if last is None else last) + 1
 
 
 def made_at(group: Group, equation: Equation, output: int) -> int:
