@@ -51,6 +51,11 @@ class Prediction:
     host_bytes: int = 0  # of arguments, and of results that replace none, that lie in the host's memory
     arrival_seconds: float = 0.0  # of compute: to write arguments that arrive anew, before the compiled program starts
 
+    @property
+    def program_seconds(self) -> float:
+        """Seconds of the compiled program, which starts when its arguments are there."""
+        return self.step_seconds - self.arrival_seconds
+
 
 @dataclass(frozen=True)
 class Placed:

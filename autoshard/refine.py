@@ -22,11 +22,9 @@ import jax
 from autoshard.errors import SolverError
 from autoshard.layout import shards
 from autoshard.mesh.collectives import total_seconds
-from autoshard.mesh.presets import chip_of
 from autoshard.options import Options
 from autoshard.plans import Plan, prediction_of
 from autoshard.report.alternatives import solutions_of
-from autoshard.report.hlo import estimated_cycles
 from autoshard.report.text import seconds_text
 from autoshard.report.verification import compiled
 from autoshard.solver.formulate import Formulation
@@ -64,16 +62,16 @@ def compiled_seconds(plan: Plan, options: Options) -> float:
     """Seconds of a step by the account of its compiled program; inf if it does not fit."""
     mesh = options.compiled_for
     try:
-        found = compiled(plan.lowering(mesh), mesh)
+        found = compiled(plan.lowering(mesh), mesh, options.topology)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return math.inf
     if not fits(found.peak_bytes, options.memory):
         return math.inf
-    cycles, chip = estimated_cycles(found.program.as_text()), chip_of(mesh.devices.flat[0].device_kind)
-    work = cycles / chip.clock if cycles and chip and chip.clock else plan.predicted.compute_seconds
-    return work + total_seconds(found.collectives, dict(mesh.shape), options.topology)
+    if found.schedule:
+        return found.schedule.step_seconds
+    return plan.predicted.compute_seconds + total_seconds(found.collectives, dict(mesh.shape), options.topology)
 
 
 def different(formulation: Formulation, best: Solution, options: Options) -> list[Solution]:

@@ -38,8 +38,8 @@ from autoshard import AutoshardError, Collective, Plan, evaluate, plan, topology
 from autoshard.mesh.collectives import total_seconds  # noqa: E402
 from autoshard.mesh.presets import CHIPS, parse_machine  # noqa: E402
 from autoshard.mesh.targets import compiler_options, target_mesh  # noqa: E402
-from autoshard.plans import Prediction  # noqa: E402
 from autoshard.report.hlo import estimated_cycles, peak_bytes, read_collectives  # noqa: E402
+from autoshard.report.schedule import Schedule, schedule_of  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "prediction.md"
 OWN = "autoshard"  # the sharding that is solved for
@@ -62,6 +62,8 @@ TARGETS = {
     "gpu": Target("h100:2x8", {"data": 2, "model": 8}, LARGE),
 }
 
+GATHERS_WEIGHTS = ("FSDP", OWN)  # shardings whose gathers are of weights alone, or nearly
+
 
 @dataclass(frozen=True)
 class Row:
@@ -76,7 +78,10 @@ class Row:
     compiled_peak: int | None  # None: it does not fit
     predicted_seconds: float  # of the compiled program: what arrives anew is there when it starts
     predicted_serially: float  # the same, nothing behind compute
-    seconds: float | None  # measured on CPU, XLA's estimate for TPU
+    seconds: float | None  # measured on CPU; for TPU XLA's estimate, in the order in which it has put the operations
+    serially: float  # that estimate, one operation after the other
+    communication: Mapping[str, float]  # of that, by kind of collective
+    exposed: Mapping[str, float]  # how much of it nothing runs beside
     fits: bool  # whether the plan is said to fit
 
     def off(self) -> dict[str, tuple[int, int]]:
@@ -134,6 +139,10 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         found = compiled(made.lowering(mesh), mesh, cache)
         there = read_collectives(found.hlo, axes) if found.hlo else ()
         foreseen = made.predicted.collectives
+        schedule = Schedule(0.0, {}, {})
+        if found.hlo and target == "tpu":
+            clock = CHIPS[parse_machine(machine).chip].clock
+            schedule = schedule_of(found.hlo, axes, topology(machine, axes), clock)
         yield Row(
             target=target,
             model=model,
@@ -142,15 +151,16 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
             compiled_bytes=by_kind(there),
             predicted_peak=made.predicted.peak_bytes,
             compiled_peak=found.peak,
-            predicted_seconds=seconds_without_arrival(made.predicted, made.predicted.exposed_seconds),
-            predicted_serially=seconds_without_arrival(made.predicted, made.predicted.communication_seconds),
-            seconds=estimated_seconds(found.hlo, there, machine, axes) if target == "tpu" else measured.get(name),
+            predicted_seconds=made.predicted.program_seconds,
+            predicted_serially=made.predicted.program_seconds
+            - made.predicted.exposed_seconds
+            + made.predicted.communication_seconds,
+            seconds=schedule.step_seconds or measured.get(name),
+            serially=schedule.compute_seconds + total_seconds(there, axes, topology(machine, axes)),
+            communication=schedule.communication,
+            exposed=schedule.exposed,
             fits=made.predicted.peak_bytes <= made.memory,
         )
-
-
-def seconds_without_arrival(predicted: Prediction, communication: float) -> float:
-    return predicted.compute_seconds - predicted.arrival_seconds + communication
 
 
 def plans_of(workload: Workload, options: dict, shardings: Sequence[str] | None) -> Iterator[tuple[str, Plan]]:
@@ -205,13 +215,6 @@ def measured_seconds(plans: Mapping[str, Plan], workload: Workload) -> dict[str,
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
-def estimated_seconds(hlo: str | None, collectives: Sequence[Collective], machine: str, axes: dict) -> float | None:
-    """XLA's own estimate of the work, and the collectives it runs at the links of the topology, one after the other."""
-    if hlo is None:
-        return None
-    return compute_seconds(hlo, machine) + total_seconds(collectives, axes, topology(machine, axes))
-
-
 def compute_seconds(hlo: str, machine: str) -> float:
     """XLA's own estimate of the work of a TPU program."""
     return estimated_cycles(hlo) / CHIPS[parse_machine(machine).chip].clock
@@ -232,8 +235,9 @@ def line(row: Row) -> str:
     peak = "does not fit" if row.peak_error is None else f"{row.peak_error:+.1%}"
     return (
         f"{row.target} | {row.model} | {row.sharding} | {off or 'agree'} | {mib(row.predicted_peak)} | "
-        f"{mib(row.compiled_peak)} | {peak} | {ms(row.predicted_seconds)} | {ms(row.predicted_serially)} | "
-        f"{ms(row.seconds)}"
+        f"{mib(row.compiled_peak)} | {peak} | {ms(row.predicted_seconds)} | {ms(row.seconds)} | "
+        f"{ms(row.predicted_serially)} | "
+        f"{ms(row.serially) if row.communication else ''}"
     )
 
 
@@ -266,23 +270,27 @@ def summary(rows: Sequence[Row]) -> str:
         timed = [row for row in chosen if row.seconds]
         if timed:
             lines.append(f"  - all models together: Spearman {spearman(timed)}")
+        weights = [row for row in chosen if row.sharding in GATHERS_WEIGHTS]
+        for kind in sorted({kind for row in weights for kind in row.communication}):
+            taken = sum(row.communication.get(kind, 0.0) for row in weights)
+            exposed = sum(row.exposed.get(kind, 0.0) for row in weights)
+            lines.append(f"  - under {' and '.join(GATHERS_WEIGHTS)}, {1 - exposed / taken:.0%} of {kind}s is hidden")
     return "\n".join(lines)
 
 
 def spearman(rows: Sequence[Row]) -> str:
-    """Spearman's rank correlation of predicted seconds, one after the other and with overlap, and those there are."""
-    there = [row.seconds for row in rows]
-    serially, overlapped = (
-        spearmanr([getattr(row, foreseen) for row in rows], there).statistic
-        for foreseen in ("predicted_serially", "predicted_seconds")
-    )
-    return f"{serially:.2f}" if serially == overlapped else f"{serially:.2f} ({overlapped:.2f} with overlap)"
+    """Spearman's rank correlation of predicted seconds and those there are, and of both one after the other."""
+    found = f"{spearmanr([row.predicted_seconds for row in rows], [row.seconds for row in rows]).statistic:.2f}"
+    if not any(row.communication for row in rows):
+        return found
+    serially = spearmanr([row.predicted_serially for row in rows], [row.serially for row in rows]).statistic
+    return f"{found}, one after the other {serially:.2f},"
 
 
 def page(rows: Sequence[Row]) -> str:
     head = (PAGE.parent / "prediction.head.md").read_text()
     titles = ("model", "sharding", "collectives", "predicted MiB", "compiled MiB", "peak off")
-    titles += ("predicted ms", "serially", "ms")
+    titles += ("predicted ms", "ms", "predicted ms, serially", "ms, serially")
     sections = [head.strip(), "## Summary\n\n" + summary(rows)]
     for target, (machine, axes, _) in TARGETS.items():
         lines = [f"## {machine}, {axes}", "", " | ".join(titles), " | ".join("---" for _ in titles)]

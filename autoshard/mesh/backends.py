@@ -19,8 +19,7 @@ class Backend:
     name: str  # a `jax.Device.platform`
     reduce_scatters: bool = True  # whether it makes an all_reduce and a slice a reduce_scatter
     tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array are padded to
-    # kind -> share of its time that runs behind compute, where nothing waits for it: gathers of weights, which can
-    # start early, and reductions of gradients, which can end late
+    # kind -> share of its time that runs behind compute, where nothing waits for it
     hides: Mapping[str, float] = field(default_factory=dict)
     combined_kinds: frozenset[str] = frozenset({"all_reduce"})  # of which many become one, where nothing waits for them
     combines_below: float = math.inf  # bytes: gradients of this size and more are all_reduced alone
@@ -55,7 +54,7 @@ GPU = Backend(
 TPU = Backend(
     "tpu",
     tile=(8, 128),
-    hides={"all_gather": 0.65, "reduce_scatter": 0.5},
+    hides={"all_gather": 0.65},  # docs/benchmarks/prediction.md: of programs with gathers of weights alone
     scatters_globally=False,
     combines_below=2**26,
     hoists_sums=True,

@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ import numpy as np
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import Collective
+from autoshard.report.module import Instruction, Module, attribute
 
 _KINDS = {
     "all-gather": "all_gather",
@@ -47,25 +48,12 @@ _BETWEEN_SLICES = {  # what the network does
     "ONE_TO_ONE": "collective_permute",
     "REDUCE_SCATTER": "reduce_scatter",
 }
-# "  ROOT %name = f32[8,4]{1,0} all-gather(..."; a shape holds no lower-case word before a parenthesis
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
 _WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")
 _PRODUCTS = ("/dot_general", "/conv_general_dilated")
 _LABEL = re.compile(r"([^/:(\"]+:\d+|unknown line)#(\d+)")  # Equation.label
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    """One line of a computation."""
-
-    name: str
-    shape: str
-    opcode: str
-    rest: str  # operands and attributes, from the opening parenthesis on
 
 
 def read_collectives(
@@ -90,12 +78,65 @@ def read_collectives(
     >>> print(*read_collectives(hlo, {"x": 4, "y": 2}))
     1 x all_gather over x: 128 bytes (unknown line)
     """
-    module = _Module.of(hlo_text)
+    module = Module.of(hlo_text)
+    found: dict[Any, Collective] = {}
+    products: dict[tuple, dict[Any, _Turn]] = defaultdict(dict)  # name, place and axes -> by channel
+    for part in collectives_in(module, hlo_text, mesh_shape, device_order):
+        one, computation = part.collective, part.computation
+        if part.is_turn:
+            loop = _WINDOWED.search(computation)
+            times = one.count // module.turns[computation] if loop else one.count
+            turns = products[one.why, part.frame, one.axes]
+            turns[part.channel or len(turns)] = _Turn(
+                replace(one, bytes=one.bytes // one.count * times, count=times),
+                loop and (computation, loop["kind"]),
+                module.operand(part.instruction, computation).opcode == "broadcast",
+            )
+        else:
+            key = part.key or len(found)
+            if key not in found or one.count < found[key].count:
+                found[key] = one
+    for (_, _, axes), turns in products.items():
+        for one in _windowed(list(turns.values()), math.prod(mesh_shape[axis] for axis in axes)):
+            found[len(found)] = one
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class Part:
+    """A collective, or one of the instructions that it stands in."""
+
+    collective: Collective  # with all runs of this instruction
+    computation: str
+    instruction: Instruction
+    channel: str | None
+    frame: str | None  # the stack frame that asks for it
+    rotates: bool  # whether everybody hands on to another what it has
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for all parts of one collective; None if it has but one.
+
+        They share a channel; so do all that a `shard_map` writes, which differ in something else.
+        """
+        one = self.collective
+        if self.channel is None:
+            return None
+        return self.channel, self.instruction.opcode == "recv", one.kind, one.axes, one.bytes // one.count, one.why
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether it is a collective-permute of a windowed einsum, from everybody to the next."""
+        return self.rotates and bool(_WINDOWED.search(self.computation) or self.collective.why.endswith(_PRODUCTS))
+
+
+def collectives_in(
+    module: Module, hlo_text: str, mesh_shape: MeshShape, device_order: Sequence[int] | None = None
+) -> Iterator[Part]:
+    """Every instruction of a module in which a collective stands, in program order; see `read_collectives`."""
     lines = source_lines(hlo_text)
     devices = math.prod(mesh_shape.values())
     order = np.arange(devices) if device_order is None else np.asarray(device_order)
-    found: dict[Any, Collective] = {}
-    products: dict[tuple, dict[Any, _Turn]] = defaultdict(dict)  # name, place and axes -> by channel
     partitions = _partitions(hlo_text) or devices
     for computation, instruction, runs in module.executed():
         opcode = instruction.opcode.removesuffix("-start")
@@ -113,29 +154,16 @@ def read_collectives(
             kind, size = "reduce_scatter", size // groups.shape[-1]
         said = instruction.rest
         if "metadata=" not in said and computation in module.callers:
-            said = module.callers[computation].rest
+            said = module.callers[computation][1].rest
         name = re.search(r'op_name="([^"]*)"', said)
-        one = Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else "")
-        loop = _WINDOWED.search(computation)
-        channel = _attribute(instruction.rest, "channel_id")
-        rotates = kind == "collective_permute" and len(groups) == partitions  # everybody hands on to another
-        if rotates and (loop or one.why.endswith(_PRODUCTS)):
-            times = runs // module.turns[computation] if loop else runs
-            turns = products[one.why, _attribute(said, "stack_frame_id"), axes]
-            turns[channel or len(turns)] = _Turn(
-                replace(one, bytes=size * times, count=times),
-                loop and (computation, loop["kind"]),
-                module.operand(instruction, computation).opcode == "broadcast",
-            )
-            continue
-        # copies of one collective share a channel; so do all that a `shard_map` writes, which differ in something else
-        key = (channel, opcode == "recv", kind, axes, size, one.why) if channel else len(found)
-        if key not in found or one.count < found[key].count:
-            found[key] = one
-    for (_, _, axes), turns in products.items():
-        for one in _windowed(list(turns.values()), math.prod(mesh_shape[axis] for axis in axes)):
-            found[len(found)] = one
-    return tuple(found.values())
+        yield Part(
+            Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else ""),
+            computation,
+            instruction,
+            channel=attribute(instruction.rest, "channel_id"),
+            frame=attribute(said, "stack_frame_id"),
+            rotates=kind == "collective_permute" and len(groups) == partitions,
+        )
 
 
 @dataclass(frozen=True)
@@ -182,11 +210,7 @@ def estimated_cycles(hlo_text: str) -> int:
 
     Collectives have no cycles, nor has what waits for them.
     """
-    return sum(
-        runs * int(cycles[1])
-        for _, instruction, runs in _Module.of(hlo_text).executed(into_fusions=False)
-        if (cycles := re.search(r'"estimated_cycles":"(\d+)"', instruction.rest))
-    )
+    return sum(runs * instruction.cycles for _, instruction, runs in Module.of(hlo_text).executed(into_fusions=False))
 
 
 def peak_bytes(compiled: Any) -> int:
@@ -213,111 +237,7 @@ def _platform(compiled: Any) -> str:
     return devices.pop() if devices else ""
 
 
-@dataclass(frozen=True)
-class _Module:
-    """A module's computations: name -> instructions."""
-
-    computations: Mapping[str, Sequence[_Instruction]]
-    entry: str
-    turns: dict[str, int] = field(default_factory=dict)  # body of a loop -> how often it runs in a run of the loop
-    callers: dict[str, _Instruction] = field(default_factory=dict)  # computation -> who runs it
-
-    @classmethod
-    def of(cls, hlo_text: str) -> _Module:
-        computations: dict[str, list[_Instruction]] = {}
-        entry = current = None
-        for line in hlo_text.splitlines():
-            if match := _COMPUTATION.match(line):
-                current = computations.setdefault(match["name"], [])
-                if match["entry"]:
-                    entry = match["name"]
-            elif line == "}":
-                current = None
-            elif current is not None and (match := _INSTRUCTION.match(line)):
-                current.append(_Instruction(**match.groupdict()))
-        if entry is None:
-            raise MeshError("this text has no ENTRY computation; it is not that of a compiled HLO module")
-        return cls(computations, entry)
-
-    def executed(self, into_fusions: bool = True) -> Iterator[tuple[str, _Instruction, int]]:
-        """(computation, instruction, how often it runs), in program order; reducers and the like are left out."""
-
-        def below(computation: str, runs: int) -> Iterator[tuple[str, _Instruction, int]]:
-            for instruction in self.computations[computation]:
-                yield computation, instruction, runs
-                if into_fusions or instruction.opcode != "fusion":
-                    for callee, times in self.callees(instruction):
-                        self.callers[callee] = instruction
-                        yield from below(callee, runs * times)
-
-        return below(self.entry, 1)
-
-    def operand(self, instruction: _Instruction, computation: str) -> _Instruction:
-        """What gives an instruction its first operand; itself if that is not of its computation."""
-        name = next(iter(_operands(instruction)), None)
-        return next((i for i in self.computations[computation] if i.name == name), instruction)
-
-    def callees(self, instruction: _Instruction) -> Iterator[tuple[str, int]]:
-        """The computations an instruction runs, and how often each."""
-        if instruction.opcode == "while":
-            condition, body = _attribute(instruction.rest, "condition"), _attribute(instruction.rest, "body")
-            trips = self.turns[body] = self.trips(instruction, condition, body)
-            yield from ((condition, trips), (body, trips))
-        elif instruction.opcode == "conditional":
-            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
-            both = (_attribute(instruction.rest, "true_computation"), _attribute(instruction.rest, "false_computation"))
-            names = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else both
-            yield from ((name, 1) for name in names)
-        elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
-            callee = _attribute(instruction.rest, "to_apply") or _attribute(instruction.rest, "calls")
-            yield callee, 1
-
-    def trips(self, loop: _Instruction, condition: str, body: str) -> int:
-        """How often a loop runs: XLA's note, or the constant its counter is held against; 1 where neither is there."""
-        if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
-            return int(known[1])
-        compare = list(self.computations[condition])
-        for fusion in [instruction for instruction in compare if instruction.opcode == "fusion"]:
-            compare += self.computations[_attribute(fusion.rest, "calls")]
-        limits = [number for i in compare if (number := _scalar(i)) is not None]
-        directions = [_attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
-        if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
-            return 1
-        last = limits[0] + (directions[0] == "LE")
-        return -(-last // self.step(condition, body))
-
-    def step(self, condition: str, body: str) -> int:
-        """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""
-        tests = self.computations[condition]
-        counters = {_attribute(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
-        inside = {i.name: i for i in self.computations[body]}
-        root = self.computations[body][-1]
-        if len(counters) != 1 or root.opcode != "tuple":
-            return 1
-        handed_on = inside.get(_operands(root)[int(counters.pop())])
-        if handed_on is None or handed_on.opcode != "add":
-            return 1
-        steps = [_scalar(inside[name]) for name in _operands(handed_on) if name in inside]
-        return next((step for step in steps if step), 1)
-
-
-def _scalar(instruction: _Instruction) -> int | None:
-    """The value of an integer constant."""
-    if instruction.opcode != "constant" or not re.match(r"[su](8|16|32|64)\[\]", instruction.shape):
-        return None
-    return int(instruction.rest.split(")")[0])
-
-
-def _attribute(rest: str, key: str) -> str | None:
-    match = re.search(rf"\b{key}=%?([^\s,)}}]+)", rest)
-    return match[1] if match else None
-
-
-def _operands(instruction: _Instruction) -> list[str]:
-    return re.findall(r"%([^\s,()]+)", instruction.rest.partition(")")[0])
-
-
-def _groups(instruction: _Instruction, opcode: str, devices: int) -> np.ndarray:
+def _groups(instruction: Instruction, opcode: str, devices: int) -> np.ndarray:
     """Partitions that talk to each other, [group, member]."""
     rest = instruction.rest
     if opcode == "collective-permute":
@@ -387,7 +307,7 @@ def _partitions(hlo_text: str) -> int | None:
     return int(said[1]) if said else None
 
 
-def _slices(instruction: _Instruction, partitions: int) -> np.ndarray:
+def _slices(instruction: Instruction, partitions: int) -> np.ndarray:
     """Slices that talk to each other, [group, member], each by the first of its partitions.
 
     ``"{1,2}x{0:3}"`` is chips 0 to 3 of slices 1 and 2, ``{{100000,300000},...}`` chip 0 of slices 1 and 3, and
@@ -403,7 +323,7 @@ def _slices(instruction: _Instruction, partitions: int) -> np.ndarray:
     return (np.array(slices, dtype=int).reshape(len(slices), len(slices[0]) if slices else 0) - 1) * partitions
 
 
-def _result_shape(instruction: _Instruction) -> str:
+def _result_shape(instruction: Instruction) -> str:
     """The text of the result's shape; a ``-start`` has (operands, results, ...), but all-reduce's only the results."""
     if instruction.opcode == "recv":
         return _elements(instruction.shape)[0]
@@ -454,9 +374,9 @@ def source_lines(hlo_text: str) -> dict[int, str]:
             table[int(number)] = entry
 
     def place(frame: int) -> tuple[str, str]:
-        location = tables["FileLocations"][int(_attribute(tables["StackFrames"][frame], "file_location_id"))]
-        file = tables["FileNames"][int(_attribute(location, "file_name_id"))].strip('"')
-        return file, f"{file.rsplit('/', 1)[-1]}:{_attribute(location, 'line')}"
+        location = tables["FileLocations"][int(attribute(tables["StackFrames"][frame], "file_location_id"))]
+        file = tables["FileNames"][int(attribute(location, "file_name_id"))].strip('"')
+        return file, f"{file.rsplit('/', 1)[-1]}:{attribute(location, 'line')}"
 
     places = {}
     for frame in tables["StackFrames"]:
@@ -467,7 +387,7 @@ def source_lines(hlo_text: str) -> dict[int, str]:
             if "site-packages" not in file:
                 places[frame] = line
                 break
-            caller = int(_attribute(tables["StackFrames"][caller], "parent_frame_id")) - 1  # XLA counts these from 1 on
+            caller = int(attribute(tables["StackFrames"][caller], "parent_frame_id")) - 1  # XLA counts these from 1 on
     return places
 
 
@@ -477,6 +397,6 @@ def _source_line(rest: str, lines: dict[int, str]) -> str:
     if re.search(r'op_name="[^"]*\barguments\[\d+\]', rest):  # written by lower.py for what comes before all lines
         return "unknown line"
     if file := re.search(r'source_file="([^"]*)"', rest):
-        return f"{file[1].rsplit('/', 1)[-1]}:{_attribute(rest, 'source_line')}"
-    frame = _attribute(rest, "stack_frame_id")
+        return f"{file[1].rsplit('/', 1)[-1]}:{attribute(rest, 'source_line')}"
+    frame = attribute(rest, "stack_frame_id")
     return lines.get(int(frame), "unknown line") if frame else "unknown line"

@@ -18,11 +18,14 @@ from autoshard.errors import MeshError, PlanError
 from autoshard.layout import MeshShape, shards
 from autoshard.mesh.backends import backend_of
 from autoshard.mesh.collectives import Collective
+from autoshard.mesh.presets import chip_of
 from autoshard.mesh.targets import compiler_options, target_mesh
+from autoshard.mesh.topology import Topology
 from autoshard.plans import Plan, Prediction
 from autoshard.program import Program
 from autoshard.report.hlo import equation_of, peak_bytes, read_collectives, source_lines
-from autoshard.report.text import bytes_text, collectives_text, table_text
+from autoshard.report.schedule import Schedule, schedule_of
+from autoshard.report.text import bytes_text, collectives_text, seconds_text, table_text
 
 _TOLERANCE = 0.20  # share by which the peak may be off
 _REMATERIALIZED = re.compile(
@@ -55,6 +58,7 @@ class Compiled:
     collectives: tuple[Collective, ...]
     peak_bytes: int
     rematerializations: tuple[Rematerialization, ...]
+    schedule: Schedule | None  # of TPU programs
 
     def named(self, program: Program) -> Compiled:
         """The same with reasons in the words of the program that was compiled."""
@@ -78,6 +82,8 @@ class Verification:
     collectives: tuple[Collective, ...]  # what was compiled, one by one
     rematerializations: tuple[Rematerialization, ...]
     unpredicted: str = ""  # why nothing is predicted, if so
+    predicted_seconds: float = 0.0  # of the compiled program
+    schedule: Schedule | None = None  # what it takes by XLA's own estimate, for TPU
 
     @property
     def collectives_agree(self) -> bool:
@@ -99,6 +105,9 @@ class Verification:
             foreseen, found = (side.get((kind, axes), 0) for side in (self.predicted, self.actual))
             rows.append((kind, ", ".join(axes), *self._beside(foreseen, found, foreseen == found)))
         rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
+        if self.schedule:
+            foreseen = "" if self.unpredicted else seconds_text(self.predicted_seconds)
+            rows.append(("estimated time", "", foreseen, seconds_text(self.schedule.step_seconds), ""))
         sections = [table_text(("Per step and device", "over axes", " predicted", " compiled", ""), rows)]
         if self.unpredicted:
             sections.append(f"Nothing is predicted: {self.unpredicted}")
@@ -157,6 +166,8 @@ def verification(
         collectives=found.collectives,
         rematerializations=found.rematerializations,
         unpredicted=unpredicted,
+        predicted_seconds=predicted.program_seconds if predicted else 0.0,
+        schedule=found.schedule,
     )
 
 
@@ -166,8 +177,11 @@ def mesh_of(shardings: Any) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None) -> Compiled:
+def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: Topology | None = None) -> Compiled:
     """What XLA makes of a program that was lowered for `mesh`; by default that of the shardings it is jitted with.
+
+    Args:
+        topology: what communication costs there; by default, as data sheets say.
 
     Raises:
         MeshError: these name no mesh.
@@ -180,12 +194,16 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None) -> Compiled:
         raise MeshError("no argument or result of the function has a NamedSharding to take the mesh from; pass mesh=")
     text, log = program.as_text(), "".join(warnings)
     lines = source_lines(text) if _REMATERIALIZED.search(log) else {}
+    chip, schedule = chip_of(mesh.devices.flat[0].device_kind), None
+    if chip and chip.clock:
+        schedule = schedule_of(text, dict(mesh.shape), topology or Topology.of(mesh), chip.clock)
     return Compiled(
         program=program,
         mesh=mesh,
         collectives=read_collectives(text, dict(mesh.shape)),
         peak_bytes=peak_bytes(program),
         rematerializations=tuple(rematerializations_in(log, lines)),
+        schedule=schedule,
     )
 
 

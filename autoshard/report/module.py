@@ -1,0 +1,142 @@
+"""The text of a compiled HLO module, as instructions: what runs what, and how often.
+
+A loop body runs as often as the loop turns; when XLA does not know how often, once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoshard.errors import MeshError
+
+# "  ROOT %name = f32[8,4]{1,0} all-gather(..."; a shape holds no lower-case word before a parenthesis
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str  # operands and attributes, from the opening parenthesis on
+
+    @property
+    def cycles(self) -> int:
+        """For how many cycles XLA expects a TPU to compute; 0 for CPU and GPU, where it is mute."""
+        said = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(said[1]) if said else 0
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module's computations: name -> instructions."""
+
+    computations: Mapping[str, Sequence[Instruction]]
+    entry: str
+    turns: dict[str, int] = field(default_factory=dict)  # body of a loop -> how often it runs in a run of the loop
+    callers: dict[str, tuple[str, Instruction]] = field(default_factory=dict)  # computation -> what runs it, and where
+
+    @classmethod
+    def of(cls, hlo_text: str) -> Module:
+        computations: dict[str, list[Instruction]] = {}
+        entry = current = None
+        for line in hlo_text.splitlines():
+            if match := _COMPUTATION.match(line):
+                current = computations.setdefault(match["name"], [])
+                if match["entry"]:
+                    entry = match["name"]
+            elif line == "}":
+                current = None
+            elif current is not None and (match := _INSTRUCTION.match(line)):
+                current.append(Instruction(**match.groupdict()))
+        if entry is None:
+            raise MeshError("this text has no ENTRY computation; it is not that of a compiled HLO module")
+        return cls(computations, entry)
+
+    def executed(self, into_fusions: bool = True) -> Iterator[tuple[str, Instruction, int]]:
+        """(computation, instruction, how often it runs), in program order; reducers and the like are left out."""
+
+        def below(computation: str, runs: int) -> Iterator[tuple[str, Instruction, int]]:
+            for instruction in self.computations[computation]:
+                yield computation, instruction, runs
+                if into_fusions or instruction.opcode != "fusion":
+                    for callee, times in self.callees(instruction):
+                        self.callers[callee] = computation, instruction
+                        yield from below(callee, runs * times)
+
+        return below(self.entry, 1)
+
+    def outermost(self, computation: str, instruction: Instruction) -> tuple[str, Instruction]:
+        """The instruction that runs this one, as part of a fusion say, in a computation that runs by itself."""
+        while computation in self.callers and self.callers[computation][1].opcode not in ("conditional", "while"):
+            computation, instruction = self.callers[computation]
+        return computation, instruction
+
+    def operand(self, instruction: Instruction, computation: str) -> Instruction:
+        """What gives an instruction its first operand; itself if that is not of its computation."""
+        name = next(iter(operands(instruction)), None)
+        return next((i for i in self.computations[computation] if i.name == name), instruction)
+
+    def callees(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
+        """The computations an instruction runs, and how often each."""
+        if instruction.opcode == "while":
+            condition, body = attribute(instruction.rest, "condition"), attribute(instruction.rest, "body")
+            trips = self.turns[body] = self.trips(instruction, condition, body)
+            yield from ((condition, trips), (body, trips))
+        elif instruction.opcode == "conditional":
+            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
+            both = (attribute(instruction.rest, "true_computation"), attribute(instruction.rest, "false_computation"))
+            names = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else both
+            yield from ((name, 1) for name in names)
+        elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
+            callee = attribute(instruction.rest, "to_apply") or attribute(instruction.rest, "calls")
+            yield callee, 1
+
+    def trips(self, loop: Instruction, condition: str, body: str) -> int:
+        """How often a loop runs: XLA's note, or the constant its counter is held against; 1 where neither is there."""
+        if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
+            return int(known[1])
+        compare = list(self.computations[condition])
+        for fusion in [instruction for instruction in compare if instruction.opcode == "fusion"]:
+            compare += self.computations[attribute(fusion.rest, "calls")]
+        limits = [number for i in compare if (number := _scalar(i)) is not None]
+        directions = [attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
+        if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
+            return 1
+        last = limits[0] + (directions[0] == "LE")
+        return -(-last // self.step(condition, body))
+
+    def step(self, condition: str, body: str) -> int:
+        """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""
+        tests = self.computations[condition]
+        counters = {attribute(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
+        inside = {i.name: i for i in self.computations[body]}
+        root = self.computations[body][-1]
+        if len(counters) != 1 or root.opcode != "tuple":
+            return 1
+        handed_on = inside.get(operands(root)[int(counters.pop())])
+        if handed_on is None or handed_on.opcode != "add":
+            return 1
+        steps = [_scalar(inside[name]) for name in operands(handed_on) if name in inside]
+        return next((step for step in steps if step), 1)
+
+
+def _scalar(instruction: Instruction) -> int | None:
+    """The value of an integer constant."""
+    if instruction.opcode != "constant" or not re.match(r"[su](8|16|32|64)\[\]", instruction.shape):
+        return None
+    return int(instruction.rest.split(")")[0])
+
+
+def attribute(rest: str, key: str) -> str | None:
+    match = re.search(rf"\b{key}=%?([^\s,)}}]+)", rest)
+    return match[1] if match else None
+
+
+def operands(instruction: Instruction) -> list[str]:
+    return re.findall(r"%([^\s,()]+)", instruction.rest.partition(")")[0])

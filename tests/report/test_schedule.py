@@ -1,0 +1,130 @@
+"""Seconds of compiled TPU programs in the order of their operations: small modules written as libtpu writes them."""
+
+import pytest
+
+from autoshard import topology
+from autoshard.mesh.collectives import seconds
+from autoshard.report.schedule import schedule_of
+
+MESH = {"x": 4, "y": 4}
+MACHINE = topology("v5e:4x4", MESH)
+CLOCK = 1e9
+GROUPS = {"x": "replica_groups={{0,4,8,12},{1,5,9,13},{2,6,10,14},{3,7,11,15}}",
+          "y": "replica_groups={{0,1,2,3},{4,5,6,7},{8,9,10,11},{12,13,14,15}}"}  # fmt: skip
+ROWS = 1 << 20
+GATHERED = f"bf16[{ROWS}]"
+PIECE = f"bf16[{ROWS // 4}]"
+TAKES = {axis: seconds("all_gather", (axis,), 2 * ROWS, MESH, MACHINE) for axis in MESH}
+
+
+def work(name: str, cycles: int, operand: str = "p") -> str:
+    config = f'backend_config={{"estimated_cycles":"{cycles}"}}'
+    return f"%{name} = f32[8]{{0}} fusion(%{operand}), kind=kLoop, calls=%body_of_{name}, {config}"
+
+
+def start(name: str, axis: str, channel: int) -> str:
+    shape = f"({PIECE}{{0}}, {GATHERED}{{0}})"
+    return f"%{name} = {shape} all-gather-start(%q), channel_id={channel}, {GROUPS[axis]}, dimensions={{0}}"
+
+
+def done(name: str, begun: str) -> str:
+    return f"%{name} = {GATHERED}{{0}} all-gather-done(%{begun})"
+
+
+def gather(name: str, axis: str, channel: int) -> str:
+    return f"%{name} = {GATHERED}{{0}} all-gather(%q), channel_id={channel}, {GROUPS[axis]}, dimensions={{0}}"
+
+
+def module(*entry: str, **others: str) -> str:
+    """The text of a module; fusions that compute have bodies of their own."""
+    bodies = {f"body_of_w{n}": "  ROOT %r = f32[8]{0} parameter(0)" for n in range(9)} | others
+    texts = [f"%{name} (a: f32[8]) -> f32[8] {{\n{text}\n}}" for name, text in bodies.items()]
+    parameters = "%p = f32[8]{0} parameter(0)", f"%q = {PIECE}{{0}} parameter(1)"
+    lines = "\n".join(f"  {line}" for line in (*parameters, *entry))
+    return "HloModule m, num_partitions=16\n\n" + "\n\n".join(texts) + f"\n\nENTRY %main () -> f32[8] {{\n{lines}\n}}\n"
+
+
+def found(*entry: str, **others: str):
+    return schedule_of(module(*entry, **others), MESH, MACHINE, CLOCK)
+
+
+def cycles(share: float) -> int:
+    """So many that they last this share of a gather over one axis."""
+    return round(share * TAKES["x"] * CLOCK)
+
+
+def near(value: float):
+    return pytest.approx(value, rel=1e-4)
+
+
+def test_alone_it_is_waited_for():
+    schedule = found(work("w1", 1000), gather("g", "x", 1), work("w2", 500))
+    assert schedule.compute_seconds == near(1.5e-6)
+    assert schedule.communication == schedule.exposed == {"all_gather": near(TAKES["x"])}
+    assert schedule.step_seconds == near(1.5e-6 + TAKES["x"])
+
+
+@pytest.mark.parametrize("share, exposed", [(0.25, 0.75), (1.0, 0.0), (3.0, 0.0)])
+def test_between_start_and_done_it_is_hidden(share, exposed):
+    schedule = found(start("s", "x", 1), work("w1", cycles(share)), done("d", "s"), work("w2", 1000))
+    assert schedule.exposed["all_gather"] == pytest.approx(exposed * TAKES["x"], abs=1e-9)
+    assert schedule.step_seconds == near(max(share, 1.0) * TAKES["x"] + 1e-6)
+
+
+@pytest.mark.parametrize("axis, exposed", [("x", 1.5), ("y", 0.5)])
+def test_links_of_one_axis_carry_one_after_the_other(axis, exposed):
+    schedule = found(
+        start("s", "x", 1), start("t", axis, 2), work("w1", cycles(0.5)), done("d", "s"), done("e", "t")
+    )
+    assert schedule.communication["all_gather"] == near(2 * TAKES["x"])
+    assert schedule.exposed["all_gather"] == near(exposed * TAKES["x"])
+
+
+def part(axis: str) -> str:
+    return "  " + gather("inside", axis, 7)
+
+
+def in_fusion(name: str, count: int) -> str:
+    config = f'backend_config={{"estimated_cycles":"{count}"}}'
+    return f"%{name} = {GATHERED}{{0}} fusion(%q), kind=kCustom, calls=%calls_{name}, {config}"
+
+
+def test_parts_in_several_fusions_are_one():
+    """It begins with the first of them, and is done with the last."""
+    fusions = in_fusion("f1", 0), in_fusion("f2", cycles(0.5)), in_fusion("f3", 0)
+    schedule = found(*fusions, calls_f1=part("x"), calls_f2=part("x"), calls_f3=part("x"))
+    assert schedule.communication == {"all_gather": near(TAKES["x"])}
+    assert schedule.exposed["all_gather"] == near(0.5 * TAKES["x"])
+
+
+def loop(turns: int) -> str:
+    known = f'backend_config={{"known_trip_count":{{"n":"{turns}"}}}}'
+    return f"%loop = (s32[]) while(%p), condition=%condition, body=%turn, {known}"
+
+
+CONDITION = "  ROOT %c = pred[] parameter(0)"
+
+
+def test_loops_turn():
+    turn = "  " + "\n  ".join([work("w1", 1000), gather("g", "y", 1)])
+    schedule = found(loop(5), condition=CONDITION, turn=turn)
+    assert schedule.compute_seconds == near(5e-6)
+    assert schedule.communication == schedule.exposed == {"all_gather": near(5 * TAKES["y"])}
+    assert schedule.step_seconds == near(5e-6 + 5 * TAKES["y"])
+
+
+def test_parts_in_a_loop_are_of_the_one_outside():
+    """A gather that goes on beside a loop stands in the loop's body, too."""
+    turn = "  " + in_fusion("f2", cycles(0.125))
+    bodies = {"calls_f1": part("x"), "calls_f2": part("x"), "calls_f3": part("x")}
+    schedule = found(in_fusion("f1", 0), loop(4), in_fusion("f3", 0), condition=CONDITION, turn=turn, **bodies)
+    assert schedule.communication == {"all_gather": near(TAKES["x"])}
+    assert schedule.exposed["all_gather"] == near(0.5 * TAKES["x"])
+
+
+def test_what_shards_write_shares_a_channel():
+    """All collectives of `shard_map` have one channel, and differ in where they come from."""
+    names = ['metadata={op_name="jit(f)/a"}', 'metadata={op_name="jit(f)/b"}']
+    first, second = (f"{gather(f'g{n}', 'x', 1)}, {name}" for n, name in enumerate(names))
+    schedule = found(first, work("w1", cycles(1.0)), second)
+    assert schedule.exposed == {"all_gather": near(2 * TAKES["x"])}
