@@ -38,7 +38,7 @@ from autoshard import AutoshardError, Collective, Plan, evaluate, plan, topology
 from autoshard.mesh.collectives import total_seconds  # noqa: E402
 from autoshard.mesh.presets import CHIPS, parse_machine  # noqa: E402
 from autoshard.mesh.targets import compiler_options, target_mesh  # noqa: E402
-from autoshard.report.hlo import estimated_cycles, peak_bytes, read_collectives  # noqa: E402
+from autoshard.report.hlo import peak_bytes, read_collectives  # noqa: E402
 from autoshard.report.schedule import Schedule, schedule_of  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "prediction.md"
@@ -62,6 +62,7 @@ TARGETS = {
     "gpu": Target("h100:2x8", {"data": 2, "model": 8}, LARGE),
 }
 
+MATTERS = 0.01  # share of a step
 GATHERS_WEIGHTS = ("FSDP", OWN)  # shardings whose gathers are of weights alone, or nearly
 
 
@@ -215,11 +216,6 @@ def measured_seconds(plans: Mapping[str, Plan], workload: Workload) -> dict[str,
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 
-def compute_seconds(hlo: str, machine: str) -> float:
-    """XLA's own estimate of the work of a TPU program."""
-    return estimated_cycles(hlo) / CHIPS[parse_machine(machine).chip].clock
-
-
 def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
     found: Counter = Counter()
     for one in collectives:
@@ -270,12 +266,19 @@ def summary(rows: Sequence[Row]) -> str:
         timed = [row for row in chosen if row.seconds]
         if timed:
             lines.append(f"  - all models together: Spearman {spearman(timed)}")
-        weights = [row for row in chosen if row.sharding in GATHERS_WEIGHTS]
-        for kind in sorted({kind for row in weights for kind in row.communication}):
-            taken = sum(row.communication.get(kind, 0.0) for row in weights)
-            exposed = sum(row.exposed.get(kind, 0.0) for row in weights)
-            lines.append(f"  - under {' and '.join(GATHERS_WEIGHTS)}, {1 - exposed / taken:.0%} of {kind}s is hidden")
+        for kind in sorted({kind for row in chosen for kind in row.communication}):
+            shares = hidden_shares(chosen, kind)
+            if len(shares) > 2:
+                median = statistics.median(shares)
+                lines.append(f"  - {kind}s behind compute: {median:.0%} in the median of {len(shares)} programs")
     return "\n".join(lines)
+
+
+def hidden_shares(rows: Sequence[Row], kind: str) -> list[float]:
+    """How much of the time of these collectives nothing waits for, where weights are gathered and where it matters."""
+    rows = [row for row in rows if row.sharding in GATHERS_WEIGHTS]
+    rows = [row for row in rows if row.communication.get(kind, 0.0) > MATTERS * row.serially]
+    return [1 - row.exposed[kind] / row.communication[kind] for row in rows]
 
 
 def spearman(rows: Sequence[Row]) -> str:

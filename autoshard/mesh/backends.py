@@ -26,6 +26,7 @@ class Backend:
     scatters_globally: bool = True  # has reduce_scatters over all devices; otherwise it all_reduces, and slices
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
+    recopies: int = 0  # how often an all_to_all copies its operand, to cut it into pieces or to put these together
     convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     rounds_first: bool = False  # what is only converted to a smaller type after it is moved, before that
@@ -45,6 +46,7 @@ CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=T
 GPU = Backend(
     "gpu",
     combined_kinds=frozenset({"all_gather", "all_reduce", "reduce_scatter"}),
+    recopies=1,
     hoists_sums=True,
     sums_first=True,
     rounds_first=True,
@@ -57,6 +59,7 @@ TPU = Backend(
     hides={"all_gather": 0.65},  # docs/benchmarks/prediction.md: of programs with gathers of weights alone
     scatters_globally=False,
     combines_below=2**26,
+    recopies=2,
     hoists_sums=True,
     sums_first=True,
     rounds_operands=True,

@@ -45,7 +45,8 @@ def schedule_of(hlo_text: str, mesh_shape: MeshShape, topology: Topology, clock:
     simulation = _Simulation(module, mesh_shape, topology, clock)
     simulation.place(collectives_in(module, hlo_text, mesh_shape))
     simulation.run(module.entry, 1)
-    return Schedule(simulation.compute, dict(simulation.communication), dict(simulation.exposed))
+    exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
+    return Schedule(simulation.compute, dict(simulation.communication), exposed)
 
 
 class _Span(NamedTuple):
@@ -104,24 +105,27 @@ class _Simulation:
     def run(self, computation: str, runs: int) -> float:
         """Seconds of one of so many runs of a computation."""
         now = 0.0
-        free: dict[str, float] = defaultdict(float)  # mesh axis -> when its links are
+        links: dict[str, tuple[float, str]] = defaultdict(lambda: (0.0, ""))  # axis -> until when they carry what
         begin, end = ({getattr(span, side): [] for span in self.spans[computation]} for side in ("begin", "end"))
         for span in self.spans[computation]:
             begin[span.begin].append(span)
             end[span.end].append(span)
-        done: dict[int, float] = {}
+        begun: dict[int, tuple[float, str]] = {}  # span -> when it is done, and what kind it waits for
         for instruction in self.module.computations[computation]:
             for span in begin.get(instruction.name, ()):
-                over = max([now, *(free[axis] for axis in span.axes)]) + span.seconds
-                free.update(dict.fromkeys(span.axes, over))
-                done[id(span)] = over
+                free, before = max(links[axis] for axis in span.axes)
+                done = max(now, free) + span.seconds
+                begun[id(span)] = done, before
+                links.update(dict.fromkeys(span.axes, (done, span.kind)))
                 self.communication[span.kind] += span.seconds * runs
             if instruction.opcode in ("conditional", "while"):
                 now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
             now += instruction.cycles / self.clock
             self.compute += instruction.cycles / self.clock * runs
             for span in end.get(instruction.name, ()):
-                waits = max(0.0, done.pop(id(span)) - now)
-                self.exposed[span.kind] += waits * runs
+                done, before = begun.pop(id(span))
+                waits = max(0.0, done - now)
+                self.exposed[span.kind] += min(waits, span.seconds) * runs
+                self.exposed[before] += max(0.0, waits - span.seconds) * runs
                 now += waits
         return now

@@ -286,7 +286,9 @@ class Prices:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
             penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
             latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among) if combined else 0.0
-            self._collectives[key] = (textbook - latency) * penalty + (0.0 if combined else LAUNCH_SECONDS)
+            copies = self.backend.recopies if kind == "all_to_all" else 0
+            through = copies * 2 * size / self.topology.memory_bandwidth
+            self._collectives[key] = (textbook - latency) * penalty + through + (0.0 if combined else LAUNCH_SECONDS)
         return self._collectives[key]
 
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:

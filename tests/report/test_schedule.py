@@ -80,6 +80,13 @@ def test_links_of_one_axis_carry_one_after_the_other(axis, exposed):
     assert schedule.exposed["all_gather"] == near(exposed * TAKES["x"])
 
 
+def test_what_holds_up_another_is_exposed_itself():
+    reduce = f"%r = f32[{ROWS}]{{0}} all-reduce(%p), channel_id=2, {GROUPS['x']}, to_apply=%add"
+    schedule = found(start("s", "x", 1), reduce, done("d", "s"))
+    reduced = seconds("all_reduce", ("x",), 4 * ROWS, MESH, MACHINE)
+    assert schedule.exposed == {"all_gather": near(TAKES["x"]), "all_reduce": near(reduced)}
+
+
 def part(axis: str) -> str:
     return "  " + gather("inside", axis, 7)
 

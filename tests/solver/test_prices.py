@@ -191,8 +191,16 @@ def test_what_is_combined_pays_no_latency():
         assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
         table = asked.table(value(8, 8), [X], [NONE])
         np.testing.assert_allclose(table, [[asked.exposed(value(8, 8), X, NONE)]])
-    late = prices(backend=GPU, weights=[0])
-    assert late.resharding(value(8, 8), X, Y) == pytest.approx(RESHARDINGS["all_to_all"][2])  # this kind is not
+    late, waited_for = prices(backend=GPU, weights=[0]), prices(backend=GPU)
+    assert late.resharding(value(8, 8), X, Y) == waited_for.resharding(value(8, 8), X, Y)  # this kind is not combined
+
+
+@pytest.mark.parametrize("backend, copies", [(CPU, 0), (GPU, 1), (TPU, 2)])
+def test_all_to_alls_copy_pieces(backend, copies):
+    """64 bytes are read and written each time."""
+    through = copies * 2 * 64 / TOPOLOGY.memory_bandwidth
+    found = prices(backend=backend).resharding(value(8, 8), X, Y)
+    assert found == pytest.approx(RESHARDINGS["all_to_all"][2] + through)
 
 
 def test_what_needs_no_reduction_talks_to_nobody():
