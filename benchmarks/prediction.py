@@ -278,7 +278,7 @@ def hidden_shares(rows: Sequence[Row], kind: str) -> list[float]:
     """How much of the time of these collectives nothing waits for, where weights are gathered and where it matters."""
     rows = [row for row in rows if row.sharding in GATHERS_WEIGHTS]
     rows = [row for row in rows if row.communication.get(kind, 0.0) > MATTERS * row.serially]
-    return [1 - row.exposed[kind] / row.communication[kind] for row in rows]
+    return [max(0.0, 1 - row.exposed[kind] / row.communication[kind]) for row in rows]
 
 
 def spearman(rows: Sequence[Row]) -> str:
