@@ -161,12 +161,15 @@ def test_a_large_gradient_is_reduced_alone(below, waits):
     assert (ends == formulation.groups[gradient].ends) == waits
 
 
+PLAIN = {"fused": False, "users": (), "copied_for": None, "made": None}  # of a `Change`
+
+
 def test_a_gather_of_an_inner_dim_is_transposed():
     formulation = formulated(jnp.sin, f32(4, 6, 8), mesh=LINE, topology=TOPOLOGY)
     value = formulation.program.results[0]
     whole, inside, ahead = ((), (), ()), ((), (), ("x",)), (("x",), (), ())
     hop = (0, [inside, ahead]), (1, [whole])
-    change = Change(value, (0, 2), *hop, counts_left=False, counts_wanted=True, fused=False, readers=None)
+    change = Change(value, (0, 2), *hop, counts_left=False, counts_wanted=True, **PLAIN)
     formulation = replace(formulation, changes=[change], lives=[])
     # beside the gathered copy: the half that was gathered, and once the whole with its dims the other way round
     assert formulation.peak_bytes([0, 0]) == int(HEAP * 4 * (96 + 192))
@@ -175,7 +178,7 @@ def test_a_gather_of_an_inner_dim_is_transposed():
 
 @pytest.mark.parametrize("source, made, together", [
     ((("x",), ()), None, False),
-    ((("x",), ()), 1, True),  # not stored until it is used, and resharded as soon as it is made
+    ((("x",), ()), 1, True),  # not stored until it is used, and resharded as soon as it is there
     (((), ("x",)), 1, True),
     ((("x",), ()), 5, False),
 ])
@@ -183,9 +186,9 @@ def test_what_is_not_stored_is_resharded_when_it_is_made(source, made, together)
     formulation = formulated(lambda x: jnp.sin(jnp.cos(x)), f32(8, 6), mesh=LINE, topology=TOPOLOGY)
     target = source[::-1]
     hop = (0, [source]), (1, [target])
-    flags = {"counts_left": True, "counts_wanted": False, "fused": False, "readers": None}
-    change = Change(formulation.program.results[0], (3, 4), *hop, **flags, made=made)
-    other = Live(0, 2, 3, np.array([1000]))
+    flags = PLAIN | {"made": made}
+    change = Change(formulation.program.results[0], (4, 5), *hop, counts_left=True, counts_wanted=False, **flags)
+    other = Live(0, 3, 4, np.array([1000]))
     formulation = replace(formulation, changes=[change], lives=[other])
     program = formulation.program
     formulation = replace(formulation, program=replace(program, equations=program.equations * 3))
@@ -210,12 +213,35 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
     choice[last.node] = last.wants.index(rows if last_wants_rows else whole)
     hop = (len(choice) - 1, [rows]), (shared.node, shared.layouts)
     end = last.group.point
-    flags = {"counts_left": False, "counts_wanted": False, "fused": False, "readers": None}
-    change = Change(sine, (0, end + 1), *hop, **flags)
+    flags = PLAIN | {"users": formulation.readers[sine.id]}
+    change = Change(sine, (0, end + 1), *hop, counts_left=False, counts_wanted=False, **flags)
     other = Live(0, end, end + 1, np.full(99, 10**6))
     formulation = replace(formulation, changes=[change], lives=[other])
     copy = HEAP * formulation.prices.copy_bytes(sine, whole)
     assert formulation.peak_bytes(choice) == int(10**6 + copy * (not last_wants_rows))
+
+
+@pytest.mark.parametrize("rows, still_there", [(True, True), (False, False)])
+def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
+    """A sine, by rows, that one product reads at the end: by columns, it is moved when it is made, and x can go."""
+    def fn(x, w):
+        y = x @ w
+        sine = jnp.sin(y)
+        return sine @ (jnp.cos(w @ w) @ w), y
+
+    formulation = formulated(fn, f32(8, 8), f32(8, 8), mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    by_rows, by_columns = (("x",), ()), ((), ("x",))
+    sine = next(group for group in formulation.groups if group.equations[-1].primitive == "sin")
+    made, product = sine.made[0].value, formulation.readers[sine.made[0].value.id][0]
+    assert sine.repeated and sine.last == product.group.point > sine.point + 1
+    choice = zeros(formulation)
+    node, option = chosen(formulation, sine.index, by_rows)
+    choice[node] = option
+    choice[product.node] = product.wants.index(by_rows if rows else by_columns)
+    moved = [one for one in formulation.changes if formulation._is_moved_at_once(one, choice)]
+    last = formulation._last_runs(moved)[sine.index]
+    assert [one.value for one in moved] == [made] * (not rows)
+    assert last == (product.group.point if still_there else sine.point)
 
 
 def test_a_slice_that_a_loop_reads_holds_the_whole():
