@@ -269,12 +269,15 @@ def _validate_costs(problem: Problem) -> None:
     times = Counter(map(id, tables))  # many are one object
     distinct = list({id(table): table for table in tables}.values())
     flat = _flat(distinct)
-    if not (flat > -np.inf).all():  # NaN compares false
+    if not flat.min(initial=0.0) > -np.inf:  # NaN compares false
         place, least = next((k, table.min()) for k, table in enumerate(tables) if not (table > -np.inf).all())
         nodes = len(problem.costs)
         where = problem.name(place) if place < nodes else _edge_name(problem, place - nodes)
         raise SolverError(f"{where}: a cost is {least}; costs are numbers or +inf")
     with np.errstate(over="ignore"):
+        most = np.abs(flat).max(initial=0.0, where=flat < np.inf)
+        if np.isfinite(most * sum(table.size for table in tables)):
+            return
         count = np.repeat([times[id(table)] for table in distinct], [table.size for table in distinct])
         total = (np.abs(np.where(flat < np.inf, flat, 0.0)) * count).sum()
     if not np.isfinite(total):
