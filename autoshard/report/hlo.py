@@ -13,7 +13,7 @@ What TPU programs have besides:
   einsum"), or that loop unrolled. It counts as the all_gather or reduce_scatter that it stands for.
 - Between slices a collective is a pair of ``send`` and ``recv`` to the host, whose attributes tell its kind. The module
   is that of one slice, the outermost part of the mesh: what goes on inside it and between slices are two collectives.
-- Each operation says how many cycles XLA expects it to take.
+- Each operation says how many cycles XLA expects it to take (`schedule.py`).
 """
 
 from __future__ import annotations
@@ -203,14 +203,6 @@ def equation_of(why: str) -> int | None:
     """The index of the equation of ours that a collective read from a compiled module belongs to."""
     labels = _LABEL.findall(why)
     return int(labels[-1][1]) if labels else None
-
-
-def estimated_cycles(hlo_text: str) -> int:
-    """Cycles that XLA expects a TPU to compute in one run of a compiled module; 0 for CPU and GPU, where it is mute.
-
-    Collectives have no cycles, nor has what waits for them.
-    """
-    return sum(runs * instruction.cycles for _, instruction, runs in Module.of(hlo_text).executed(into_fusions=False))
 
 
 def peak_bytes(compiled: Any) -> int:

@@ -58,16 +58,15 @@ class Module:
             raise MeshError("this text has no ENTRY computation; it is not that of a compiled HLO module")
         return cls(computations, entry)
 
-    def executed(self, into_fusions: bool = True) -> Iterator[tuple[str, Instruction, int]]:
+    def executed(self) -> Iterator[tuple[str, Instruction, int]]:
         """(computation, instruction, how often it runs), in program order; reducers and the like are left out."""
 
         def below(computation: str, runs: int) -> Iterator[tuple[str, Instruction, int]]:
             for instruction in self.computations[computation]:
                 yield computation, instruction, runs
-                if into_fusions or instruction.opcode != "fusion":
-                    for callee, times in self.callees(instruction):
-                        self.callers[callee] = computation, instruction
-                        yield from below(callee, runs * times)
+                for callee, times in self.callees(instruction):
+                    self.callers[callee] = computation, instruction
+                    yield from below(callee, runs * times)
 
         return below(self.entry, 1)
 

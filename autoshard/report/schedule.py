@@ -118,7 +118,7 @@ class _Simulation:
                 begun[id(span)] = done, before
                 links.update(dict.fromkeys(span.axes, (done, span.kind)))
                 self.communication[span.kind] += span.seconds * runs
-            if instruction.opcode in ("conditional", "while"):
+            if instruction.opcode != "fusion":  # whose cycles are noted on it
                 now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
             now += instruction.cycles / self.clock
             self.compute += instruction.cycles / self.clock * runs

@@ -15,7 +15,8 @@ from oracles import tally
 import autoshard
 from autoshard.errors import MeshError
 from autoshard.mesh.targets import compiler_options, target_mesh
-from autoshard.report.hlo import estimated_cycles, read_collectives
+from autoshard.report.hlo import read_collectives
+from autoshard.report.schedule import schedule_of
 
 EXTRAS = {"v5e": "libtpu", "v5p": "libtpu", "h100": "jax_cuda13_plugin"}  # chip -> what compiles for it
 
@@ -261,8 +262,9 @@ def test_loops_of_tpu_programs():
     assert reduced.bytes == 6 * 256 * 128 * 4
     assert (gathered.kind, gathered.axes, gathered.count) == ("all_gather", ("y",), 1)
     twice = compiled_for("v5e:4x4", axes, scanned, (P("x"), P(None, "y")), P("x"), f32(1024, 512), f32(12, 512, 512))
-    layer = (estimated_cycles(twice) - estimated_cycles(hlo)) / 6
-    assert 0 < layer * 6 < estimated_cycles(hlo) < layer * 12
+    short, long = (schedule_of(text, axes, autoshard.topology("v5e:4x4", axes), 1.5e9) for text in (hlo, twice))
+    layer = (long.compute_seconds - short.compute_seconds) / 6
+    assert 0 < layer * 6 < short.compute_seconds < layer * 12
 
 
 TOKENS, MODEL, HIDDEN = 65536, 4096, 16384

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
-from autoshard.report.hlo import equation_of, estimated_cycles, peak_bytes, read_collectives
+from autoshard.report.hlo import equation_of, peak_bytes, read_collectives
 
 P = PartitionSpec
 
@@ -369,17 +369,6 @@ def test_how_often_loops_run_that_xla_says_nothing_of(test, step, trips):
     hlo = computation("%less", LESS) + computation("%test", *test) + computation("%body", *body)
     hlo += entry("%w = (f32[8]{0}, s32[]) while(%p), condition=%test, body=%body")
     check(hlo, MESH, [("all_reduce", ("x",), trips, trips * 32)])
-
-
-def cycles(number, what="fusion(%p), kind=kLoop, calls=%inside"):
-    return f'%f = f32[8]{{0}} {what}, backend_config={{"window_config":{{"estimated_cycles":"{number}"}}}}'
-
-
-def test_cycles_are_those_of_whole_fusions_as_often_as_they_run():
-    inside = computation("%inside", cycles(70, "convolution(%p, %p)"))
-    body = computation("%body", cycles(100), cycles(20, "copy(%p)"))
-    assert estimated_cycles(inside + TEST + body + entry(cycles(5), loop("body", 3))) == 5 + 3 * 120
-    assert estimated_cycles(compiled(jnp.sin, XY, P("x"), P("x"), (16, 8)).as_text()) == 0  # CPU says nothing
 
 
 FRAMES = """HloModule jit_step, is_scheduled=true

@@ -1,5 +1,8 @@
 """Seconds of compiled TPU programs in the order of their operations: small modules written as libtpu writes them."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autoshard import topology
@@ -110,6 +113,18 @@ def loop(turns: int) -> str:
 
 
 CONDITION = "  ROOT %c = pred[] parameter(0)"
+
+
+def test_what_is_inside_a_fusion_has_been_counted():
+    inside = '  %c = f32[8]{0} convolution(%a, %a), backend_config={"estimated_cycles":"70"}'
+    assert found(work("f", 1000), work("w2", 20), body_of_f=inside).compute_seconds == near(1.02e-6)
+    called = "%called = f32[8]{0} call(%p), to_apply=%aside"
+    assert found(called, aside=f"  {work('w1', 70)}").compute_seconds == near(70e-9)
+
+
+def test_programs_for_cpu_say_nothing():
+    text = jax.jit(jnp.sin).lower(np.zeros(8, np.float32)).compile().as_text()
+    assert schedule_of(text, MESH, MACHINE, CLOCK).step_seconds == 0
 
 
 def test_loops_turn():
