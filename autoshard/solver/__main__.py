@@ -25,6 +25,7 @@ from autoshard.solver.solve import solve
 
 SILENCE = 2.0  # s without a word, and between two lines where lines cannot be overwritten ...
 PAUSE = 10.0  # ... or this, if the stage is the same
+ENDING = 0.3  # s of the time limit that are kept to write the choice and to end the process
 
 
 def main(arguments: Sequence[str] | None = None, start: float | None = None) -> int:
@@ -73,7 +74,7 @@ def _solve_file(file: Path, start: float, options: argparse.Namespace) -> str:
         gc.freeze()  # what was read stays; to look at it again and again takes longer than to read it
         solution = solve(
             problem,
-            time_limit=max(0.0, options.time_limit - (read - start)),
+            time_limit=max(0.0, options.time_limit - (read - start) - ENDING),
             iterations=options.iterations,
             seed=options.seed,
             threads=options.threads,

@@ -105,7 +105,7 @@ def test_progress_after_a_second(monkeypatch, file, capsys, terminal):
 
     def slow_solve(problem, *, time_limit, iterations, seed, threads, progress):
         """A `solve` that goes on when what it tells has been written."""
-        assert 0 < time_limit <= 7 and iterations == 9 and seed == 3 and threads == 1
+        assert 0 < time_limit <= 7 - command.ENDING and iterations == 9 and seed == 3 and threads == 1
         for stage, cost, bound in (("simplify", np.inf, -np.inf), ("moves", 4e6, -np.inf), ("proof", 3e6, 2e6)):
             progress(Progress(stage, cost, bound, 1.0))
             for _ in range(1000):
