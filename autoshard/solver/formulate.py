@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,6 +106,11 @@ class Change:
         (left, lefts), (wanted, wants) = self.left, self.wanted
         return lefts[choice[left]], wants[choice[wanted]]
 
+    def copied_to(self, choice: Sequence[int]) -> list[Reader]:
+        """The users of the resharded copy: who wants the value as it is left reads that."""
+        left, _ = self.layouts(choice)
+        return [reader for reader in self.users if reader.wants[choice[reader.node]] != left]
+
     def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
         """Past the last use by these users, with the last point at which each group runs."""
         uses = ((reader.group, reader.use) for reader in users if reader.use)
@@ -147,7 +152,9 @@ class Formulation:
         reshards as soon as it is made, unless that makes it larger; it is not made again then.
         """
         at_once = {change for change in self.changes if self._is_moved_at_once(change, choice)}
-        last = self._last_runs(at_once)
+        last = self._last_runs(
+            {(change.value.id, reader.node) for change in at_once for reader in change.copied_to(choice)}
+        )
         for change in self.changes:
             left, wanted = change.layouts(choice)
             start, end = change.used
@@ -155,9 +162,8 @@ class Formulation:
                 yield (change.used_until(change.users, last), end), -self.prices.local_bytes(change.value, wanted)
             if left == wanted:
                 continue
-            if not change.counts_wanted:  # who wants it as it is left reads that
-                copied = [reader for reader in change.users if reader.wants[choice[reader.node]] != left]
-                end = change.used_until(copied, last)
+            if not change.counts_wanted:
+                end = change.used_until(change.copied_to(choice), last)
             before = self.prices.local_bytes(change.value, left)
             after = self.prices.copy_bytes(change.value, wanted, change.copied_for)
             if kinds := self._collectives_of(change, choice):
@@ -181,9 +187,12 @@ class Formulation:
         after = self.prices.copy_bytes(change.value, wanted, change.copied_for)
         return after <= self.prices.local_bytes(change.value, left)
 
-    def _last_runs(self, at_once: Iterable[Change]) -> list[int]:
-        """Per group the last point at which it runs, if these values are moved as soon as they are made."""
-        moved = {(change.value.id, reader.node) for change in at_once for reader in change.users}
+    def _last_runs(self, moved: Container[tuple[int, int]]) -> list[int]:
+        """Per group the last point at which it runs.
+
+        Args:
+            moved: (value, node that reads it) where a copy is read that is made as soon as the value is.
+        """
         last = [group.last for group in self.groups]
         for group in reversed(self.groups):
             if group.repeated:

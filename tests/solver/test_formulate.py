@@ -239,8 +239,9 @@ def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
     choice[node] = option
     choice[product.node] = product.wants.index(by_rows if rows else by_columns)
     moved = [one for one in formulation.changes if formulation._is_moved_at_once(one, choice)]
-    last = formulation._last_runs(moved)[sine.index]
     assert [one.value for one in moved] == [made] * (not rows)
+    readers = {(one.value.id, reader.node) for one in moved for reader in one.copied_to(choice)}
+    last = formulation._last_runs(readers)[sine.index]
     assert last == (product.group.point if still_there else sine.point)
 
 
