@@ -412,7 +412,7 @@ def finite(problem: Problem, ceiling: float) -> Problem:
         return cut[id(costs)]
 
     edges = tuple(Edge(edge.i, edge.j, below(edge.costs)) for edge in problem.edges)
-    return replace(problem, costs=tuple(map(below, problem.costs)), edges=edges)
+    return replace(problem, costs=tuple(map(below, problem.costs)), edges=edges, checked=True)
 
 
 class Prices:

@@ -15,7 +15,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -76,9 +76,11 @@ class Problem:
     lives: tuple[Live, ...]
     limit: float | None  # bytes; None: as much as it takes
     names: tuple[str, ...] = ()  # one per node, or none at all; for messages
+    checked: InitVar[bool] = False  # whether it is made of the arrays of a problem, which need no second look
 
-    def __post_init__(self):
-        _validate(self)
+    def __post_init__(self, checked: bool):
+        if not checked:
+            _validate(self)
 
     def __repr__(self) -> str:
         options = sum(map(len, self.costs))

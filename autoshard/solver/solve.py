@@ -355,7 +355,7 @@ class _Search:
         if len(one.problem.costs) > KINDS * len(known.problem.costs):
             return False
         for limit in dict.fromkeys([None, known.problem.limit]):
-            alike = _Known(replace(one.problem, limit=limit))
+            alike = _Known(replace(one.problem, limit=limit, checked=True))
             alike.prove(_least_sum(alike.problem))
             alike.tolerance = lambda alike=alike: CLOSER * CLOSE * max(0.0, alike.bound)
             try:

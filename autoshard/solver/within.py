@@ -34,7 +34,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
     """
     given, limit, bound = formulation.problem.limit, formulation.problem.limit * USABLE, 0.0
-    problem = replace(formulation.problem, limit=limit)
+    problem = replace(formulation.problem, limit=limit, checked=True)
     deadline = time.monotonic() + time_limit
     for _ in range(ROUNDS):
         try:
@@ -46,7 +46,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         if fits(peak, limit):
             return with_bound(solution, bound)
         held = verify(problem, solution.choice)[1]  # below the problem's limit, perhaps far
-        problem = replace(problem, limit=max(0.0, held + limit - peak))
+        problem = replace(problem, limit=max(0.0, held + limit - peak), checked=True)
     best, needed = None, math.inf
     for solution in _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit):
         peak = formulation.peak_bytes(solution.choice)
