@@ -63,10 +63,7 @@ class Step:
 
     def __init__(self, program: Program, plan: Plan, **jit_keywords: Any):
         emitter = _Emitter(program, plan.annotations, plan.mesh)
-        donated = [i in program.donated for i in range(len(program.arguments))]
-        ends = [i for i in range(1, len(donated)) if donated[i] != donated[i - 1]]
-        # runs of arguments that are all donated, or all not
-        self._runs = tuple(itertools.starmap(slice, itertools.pairwise([0, *ends, len(donated)])))
+        self._runs = program.argument_runs
 
         def run(*runs: tuple) -> list:
             return emitter.run(*itertools.chain(*runs))
@@ -75,7 +72,7 @@ class Step:
             run,
             in_shardings=tuple(tuple(plan.flat_in_shardings[run]) for run in self._runs),
             out_shardings=list(plan.flat_out_shardings),
-            donate_argnums=tuple(n for n, run in enumerate(self._runs) if any(donated[run])),
+            donate_argnums=tuple(n for n, run in enumerate(self._runs) if run.start in program.donated),
             **jit_keywords,
         )
 

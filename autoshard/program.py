@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -158,6 +159,16 @@ class Program:
     def argument_slots(self) -> tuple[tuple, dict[str, Any]]:
         """(args, kwargs), static arguments left out, with the index of each flat argument in its place."""
         return jax.tree.unflatten(self.in_tree, range(len(self.arguments)))
+
+    @property
+    def argument_runs(self) -> tuple[slice, ...]:
+        """Runs of flat arguments that are all donated, or all not.
+
+        The lowered step gets each as a tuple. XLA calls the second argument of the first ``runs[0][1]``.
+        """
+        donated = [i in self.donated for i in range(len(self.arguments))]
+        ends = [i for i in range(1, len(donated)) if donated[i] != donated[i - 1]]
+        return tuple(itertools.starmap(slice, itertools.pairwise([0, *ends, len(donated)])))
 
     @property
     def result_slots(self) -> Any:

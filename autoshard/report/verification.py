@@ -258,6 +258,8 @@ def _named(one: Collective, program: Program) -> Collective:
 
 def _argument_of(name: str, program: Program) -> str | None:
     """The argument that lower.py calls so."""
+    if found := re.search(r"\bruns\[(\d+)\]\[(\d+)\]", name):
+        return program.arguments[program.argument_runs[int(found[1])].start + int(found[2])].name
     found = re.search(r"\barguments\[(\d+)\]", name)
     return program.arguments[int(found[1])].name if found else None
 

@@ -12,6 +12,7 @@ from oracles import SMALL, mesh_of, tally, v5e
 
 import autoshard
 from autoshard import ArgumentError, Collective, MeshError, Plan, PlanError
+from autoshard.program import trace
 from autoshard.report import verification as module
 from autoshard.report.hlo import peak_bytes, read_collectives
 from autoshard.report.verification import Rematerialization, as_all_reduces, rematerializations_in, traffic
@@ -224,6 +225,22 @@ WARNED = Rematerialization(
     target="devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate",
     line=f"test_verification.py:{turned.__code__.co_firstlineno + 1}",
 )
+
+
+@pytest.mark.parametrize("donated, name, called", [
+    ((), "runs[0][2]", "x"),
+    ((0,), "runs[0][1]", "state/b"),
+    ((0,), "jit(run)/runs[1][0]", "x"),
+    ((0,), "jit(run)/arguments[2]/sharding_constraint", "x"),
+    ((0,), "jit(run)/dot_general", None),
+])
+def test_arguments_have_their_users_names(donated, name, called):
+    """XLA calls them by where the lowered step has them."""
+    def step(state, x):
+        return jax.tree.map(lambda leaf: leaf * x, state)
+
+    program = trace(step, ({"a": np.ones(2), "b": np.ones(2)}, np.ones(2)), {}, donate_argnums=donated)
+    assert module._argument_of(name, program) == called
 
 
 def test_rematerializations_are_named_and_the_warning_is_still_there(capfd):
