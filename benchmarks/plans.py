@@ -54,7 +54,7 @@ class Row:
     machine: str
     model: str
     sharding: str
-    fits: bool  # into the memory of the machine
+    fits: bool  # into the memory of the machine, or within the limit
     peak: int | None  # bytes; None if XLA does not compile it for that memory
     bytes: Mapping[str, int]  # by kind of collective
     compute: float  # s
@@ -145,7 +145,7 @@ def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Ro
             machine=machine,
             model=model,
             sharding=found.sharding,
-            fits=program.peak is not None and program.peak <= options["topology"].memory_bytes,
+            fits=program.peak is not None and program.peak <= (found.limit or options["topology"].memory_bytes),
             peak=program.peak,
             bytes=by_kind(there),
             compute=compute,
@@ -275,7 +275,7 @@ def swept(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.limit is not None:
             times = f"{row.predicted * 1e3:.4g} | {row.apart * 1e3:.4g}"
-            peak = mib(row.peak) if row.fits else "does not fit"
+            peak = mib(row.peak) if row.fits else f"{mib(row.peak)}, over the limit"
             lines.append(f"{row.machine} | {row.model} | {mib(row.limit)} | {peak} | {times}")
     return "\n".join(lines)
 
