@@ -54,6 +54,7 @@ KINDS = 0.25  # ... if no more than this share of the nodes are different
 CLOSE = 0.01  # the gap that is small enough for a problem of the planner
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
+HOPELESS = 0.02  # the same while the gap is not small enough: to solve the whole problem takes longer
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
 LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
 
@@ -397,7 +398,7 @@ class _Search:
             if gap <= CLOSER * CLOSE:
                 return
             if count % 10 == 0:
-                if known.bound - before < STALLED * gap * abs(known.cost):
+                if known.bound - before < (STALLED if gap <= CLOSE else HOPELESS) * gap * abs(known.cost):
                     return
                 before = known.bound
             self.check_time()
