@@ -19,17 +19,15 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
-from prediction import OWN, by_kind, compiled, mib
+from prediction import OWN, by_kind, compiled, mib, tpu_schedule
 from rows import read_rows, write_rows
 from shardings import SHARDINGS, InShardings, constraint_of, names_of
 from workloads import LARGE, TRAINED, Abstract, Workload
 
 from autoshard import AutoshardError, MemoryLimitError, Prediction, evaluate, plan, topology
 from autoshard.mesh.collectives import total_seconds
-from autoshard.mesh.presets import CHIPS, parse_machine
 from autoshard.mesh.targets import target_mesh
 from autoshard.report.hlo import read_collectives
-from autoshard.report.schedule import schedule_of
 from autoshard.solver.within import USABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "plans.md"
@@ -135,7 +133,7 @@ def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Ro
             there = read_collectives(program.hlo, axes) if program.hlo else ()
             schedule = None
             if on_tpu and program.hlo:
-                schedule = schedule_of(program.hlo, axes, options["topology"], CHIPS[parse_machine(machine).chip].clock)
+                schedule = tpu_schedule(program.hlo, machine, axes)
             # XLA gives no estimate for GPU
             compute = schedule.compute_seconds if schedule else found.predicted().compute_seconds
         except AutoshardError as error:

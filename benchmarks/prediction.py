@@ -142,8 +142,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         foreseen = made.predicted.collectives
         schedule = Schedule(0.0, {}, {})
         if found.hlo and target == "tpu":
-            clock = CHIPS[parse_machine(machine).chip].clock
-            schedule = schedule_of(found.hlo, axes, topology(machine, axes), clock)
+            schedule = tpu_schedule(found.hlo, machine, axes)
         yield Row(
             target=target,
             model=model,
@@ -162,6 +161,11 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
             exposed=schedule.exposed,
             fits=made.predicted.peak_bytes <= made.memory,
         )
+
+
+def tpu_schedule(hlo: str, machine: str, axes: dict[str, int]) -> Schedule:
+    """What a TPU program takes by XLA's own estimate, at the links of the topology."""
+    return schedule_of(hlo, axes, topology(machine, axes), CHIPS[parse_machine(machine).chip].clock)
 
 
 def plans_of(workload: Workload, options: dict, shardings: Sequence[str] | None) -> Iterator[tuple[str, Plan]]:
