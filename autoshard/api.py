@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import operator
@@ -10,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -19,7 +18,7 @@ from autoshard.arguments import Dynamic, Static, abstract, not_an_array, place, 
 from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape, layout_of, spec_of
-from autoshard.lower import Lowering
+from autoshard.lower import Lowering, Step
 from autoshard.mesh.topology import Topology
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
@@ -126,48 +125,18 @@ class _Compiled:
 
     plan: Plan
     program: Program
-    step: Any  # under jax.jit: flat arguments -> flat results
+    step: Step
 
 
-_TYPE = operator.attrgetter("aval")
+class _Call(NamedTuple):
+    """What a call was made with, and ran."""
 
-
-class _Call:
-    """What a call was made with, and ran. One made with the same can run it without looking at any array further."""
-
-    def __init__(self, where: tuple, leaves: list, compiled: _Compiled):
-        self.where = where  # the types of static arguments, these, and the tree of the others
-        self.types, self.shardings = _types(leaves), [leaf.sharding for leaf in leaves]
-        self.compiled = compiled
-
-    def takes(self, where: tuple, leaves: list) -> bool:
-        """Whether these arguments are of the same types and lie as those of the call.
-
-        The results of one compiled step have their type from call to call as the same object. What has it has been
-        made by that step; should it have been moved since, `jax.jit` refuses it. So its sharding, which takes longer
-        to ask for than all the rest, need not be looked at.
-        """
-        if where != self.where:
-            return False
-        try:
-            if all(map(operator.is_, map(_TYPE, leaves), self.types)):
-                return True
-            types = _types(leaves)
-            for leaf, type_, expected, sharding in zip(leaves, types, self.types, self.shardings, strict=True):
-                if type_ is not expected and (type_ != expected or leaf.sharding != sharding):
-                    return False
-            self.types = types
-            return True
-        except AttributeError:  # not all are arrays on devices
-            return False
+    signature: tuple  # types of static arguments, these, and names of keyword arguments
+    compiled: _Compiled
 
 
 def _kinds(static: tuple) -> tuple[type, ...]:
     return tuple(type(value) for _, value in static)
-
-
-def _types(leaves: list) -> list:
-    return list(map(_TYPE, leaves))
 
 
 class Autosharded:
@@ -182,19 +151,24 @@ class Autosharded:
         self._jit_keywords = {name: value for name, value in jit_keywords.items() if name not in TRACE_KEYWORDS}
         self._static = Static.of(fn, jit_keywords)
         self._compiled: dict[tuple, _Compiled] = {}
-        self._last: _Call | None = None
+        self._last: _Call | None = None  # if all arguments lay as planned
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static, dynamic = self._static.split(args, kwargs)
+        signature = _kinds(static), static, tuple(dynamic[1])  # what is of another type is not compared
+        last, refused = self._last, False
+        if last is not None and last.signature == signature:
+            try:
+                with jax.no_tracing(True):  # run only what has been compiled, for arguments that lie as these do
+                    return last.compiled.step(*dynamic[0], **dynamic[1])
+            except jax.errors.JaxRuntimeError:
+                raise
+            except RuntimeError:
+                refused = True
         leaves, in_tree = jax.tree.flatten(dynamic)
-        where = _kinds(static), static, in_tree  # what is of another type is not compared
-        last = self._last
-        if last is not None and last.takes(where, leaves):
-            with contextlib.suppress(ValueError):  # it has been moved
-                return jax.tree.unflatten(last.compiled.program.out_tree, last.compiled.step(*leaves))
         compiled = self._prepare(static, dynamic, leaves, in_tree)
         if not isinstance(compiled.plan.mesh, Mesh):
             raise MeshError(
@@ -202,9 +176,10 @@ class Autosharded:
                 "Give autoshard a mesh of devices (jax.make_mesh) to run it."
             )
         placed = place(leaves, compiled.plan, compiled.program.donated)
-        with contextlib.suppress(AttributeError):  # traced, not run
-            self._last = _Call(where, placed, compiled)
-        return jax.tree.unflatten(compiled.program.out_tree, compiled.step(*placed))
+        untouched = all(map(operator.is_, leaves, placed))
+        self._last = _Call(signature, compiled) if untouched and not refused else None
+        args, kwargs = jax.tree.unflatten(in_tree, placed)
+        return compiled.step(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step is sharded for arguments like these: arrays or ShapeDtypeStructs."""

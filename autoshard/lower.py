@@ -55,32 +55,32 @@ class _Held:
 
 
 class Step:
-    """The annotated step under `jax.jit`: flat arguments to flat results, sharded and donated as planned.
+    """The annotated step under `jax.jit`, sharded and donated as planned.
 
-    `jax.jit` gets the arguments in a few tuples, since it looks at each argument of its own for longer than at a leaf
-    of one (`benchmarks/calling.py`).
+    It is called as the function that was traced, static arguments left out, and with arguments of the same types.
     """
 
     def __init__(self, program: Program, plan: Plan, **jit_keywords: Any):
         emitter = _Emitter(program, plan.annotations, plan.mesh)
-        self._runs = program.argument_runs
+        slots, self._names = program.lowered_slots, sorted(program.argument_slots[1])
 
-        def run(*runs: tuple) -> list:
-            return emitter.run(*itertools.chain(*runs))
+        def run(*args: Any) -> Any:
+            return jax.tree.unflatten(program.out_tree, emitter.run(*jax.tree.leaves(args)))
 
+        donated = (not program.donated.isdisjoint(jax.tree.leaves(slot)) for slot in slots)
         self._jitted = jax.jit(
             run,
-            in_shardings=tuple(tuple(plan.flat_in_shardings[run]) for run in self._runs),
-            out_shardings=list(plan.flat_out_shardings),
-            donate_argnums=tuple(n for n, run in enumerate(self._runs) if run.start in program.donated),
+            in_shardings=(*plan.in_shardings, *(plan.keyword_shardings[name] for name in self._names)),
+            out_shardings=plan.out_shardings,
+            donate_argnums=tuple(n for n, given in enumerate(donated) if given),
             **jit_keywords,
         )
 
-    def __call__(self, *leaves: Any) -> list:
-        return self._jitted(*[leaves[run] for run in self._runs])
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._jitted(*args, *[kwargs[name] for name in self._names])
 
-    def trace(self, *leaves: Any) -> jax.stages.Traced:
-        return self._jitted.trace(*[leaves[run] for run in self._runs])
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._jitted.trace(*args, *[kwargs[name] for name in self._names])
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,9 @@ class Lowering:
             jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
             for value, sharding in zip(self.program.arguments, self.plan.flat_in_shardings, strict=True)
         ]
+        args, kwargs = jax.tree.unflatten(self.program.in_tree, arguments)
         platforms = None if isinstance(self.plan.mesh, Mesh) else ("tpu",)
-        return self.step.trace(*arguments).lower(lowering_platforms=platforms)
+        return self.step.trace(*args, **kwargs).lower(lowering_platforms=platforms)
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import math
 import os
 import re
@@ -161,14 +160,13 @@ class Program:
         return jax.tree.unflatten(self.in_tree, range(len(self.arguments)))
 
     @property
-    def argument_runs(self) -> tuple[slice, ...]:
-        """Runs of flat arguments that are all donated, or all not.
+    def lowered_slots(self) -> tuple:
+        """As `argument_slots`, of the lowered step, which takes keyword arguments by position, in order of name.
 
-        The lowered step gets each as a tuple. XLA calls the second argument of the first ``runs[0][1]``.
+        XLA calls the argument "w" of the first that is a dict ``args[0]['w']``.
         """
-        donated = [i in self.donated for i in range(len(self.arguments))]
-        ends = [i for i in range(1, len(donated)) if donated[i] != donated[i - 1]]
-        return tuple(itertools.starmap(slice, itertools.pairwise([0, *ends, len(donated)])))
+        positional, keyword = self.argument_slots
+        return *positional, *(keyword[name] for name in sorted(keyword))
 
     @property
     def result_slots(self) -> Any:

@@ -3,13 +3,16 @@
     python benchmarks/calling.py [--leaves 500] [--devices 1 8]
 
 A step over many small arrays and some work, donated and carried over, as a train step's state is. Both are called in
-turns, in blocks; printed are medians, the median of the ratios of neighbouring blocks, and what our side of a call
-takes: a call with a step in place of the compiled one that does nothing.
+turns, in blocks. Where a compiled program and its arrays happen to lie makes several percent, so there are several of
+each. Printed are medians, the ratio of ours to `jax.jit`, that of other programs of `jax.jit` to the first ones, to
+show how much of it is noise, and what our side of a call takes: a call with a step that does nothing in place of the
+compiled one.
 """
 
 import argparse
 import dataclasses
-import itertools
+import functools
+import random
 import statistics
 import time
 
@@ -17,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-BLOCK, ROUNDS = 20, 25
+BLOCK, ROUNDS = 40, 15
+PROGRAMS = 8  # of each kind, one after the other
 
 
 def main() -> None:
@@ -27,15 +31,17 @@ def main() -> None:
     parser.add_argument("--work", type=int, default=160, help="rows of the matrix that every step multiplies by itself")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(options.devices))
-    print(f"{'devices':>8}{'leaves':>8}{'jax.jit ms':>12}{'ours ms':>10}{'ratio':>8}{'our side us':>13}")
+    columns = ("devices", "leaves", "jax.jit ms", "ours ms", "ratio", "jit to itself", "our side us")
+    print(" | ".join(columns))
     for count in options.devices:
-        plain, ours, ratio, side = measured(count, options.leaves, options.work)
-        columns = f"{plain * 1e3:>12.3f}{ours * 1e3:>10.3f}{ratio:>8.3f}{side * 1e6:>13.1f}"
-        print(f"{count:>8}{options.leaves:>8}{columns}")
+        plain, ours, ratio, noise, side = measured(count, options.leaves, options.work)
+        times = f"{plain * 1e3:.3f} | {ours * 1e3:.3f} | {ratio:.3f} | {noise:.3f} | {side * 1e6:.1f}"
+        print(f"{count} | {options.leaves} | {times}")
 
 
-def measured(devices: int, leaves: int, work: int) -> tuple[float, float, float, float]:
-    """Seconds of one call of `jax.jit`, and of the decorated step; their ratio; seconds of our side alone."""
+def measured(devices: int, leaves: int, work: int) -> tuple[float, float, float, float, float]:
+    """Seconds of one call of `jax.jit`, and of the decorated step; their ratio, and that of `jax.jit` to itself;
+    seconds of our side alone."""
     from autoshard import autoshard
 
     mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
@@ -51,46 +57,48 @@ def measured(devices: int, leaves: int, work: int) -> tuple[float, float, float,
             "matrix": jnp.asarray(rng.normal(size=(work, work)) * 0.01, jnp.float32),
         }
 
-    batch = jnp.ones((8, 8))
-    ours = autoshard(step, mesh=mesh, donate_argnums=0)
-    plan = ours.plan(state(), batch)
-    in_shardings, out_shardings = plan.in_shardings, plan.out_shardings
-    plain = jax.jit(step, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=0)
-    batch = jax.device_put(batch, in_shardings[1])
-    states = {fn: jax.device_put(state(), in_shardings[0]) for fn in (plain, ours)}
-    times: dict = {plain: [], ours: []}
-    for _ in range(ROUNDS + 1):  # the first compiles
-        for fn, taken in times.items():
-            carried = states[fn]
-            start = time.perf_counter()
-            for _ in range(BLOCK):
-                carried, _ = fn(carried, batch)
-            jax.block_until_ready(carried)
-            taken.append((time.perf_counter() - start) / BLOCK)
-            states[fn] = carried
-    by_jit, by_us = (taken[1:] for taken in times.values())
-    ratio = statistics.median(itertools.starmap(lambda a, b: b / a, zip(by_jit, by_us, strict=True)))
-    side = our_side(ours, states[ours], batch)
-    return statistics.median(by_jit), statistics.median(by_us), ratio, side
+    times: dict[str, list[float]] = {"plain": [], "ours": [], "itself": []}
+    sides = []
+    for _ in range(PROGRAMS):
+        batch = jnp.ones((8, 8))
+        ours = autoshard(step, mesh=mesh, donate_argnums=0)
+        plan = ours.plan(state(), batch)
+        options = {"in_shardings": plan.in_shardings, "out_shardings": plan.out_shardings, "donate_argnums": 0}
+        steps = {"ours": ours} | {
+            name: jax.jit(functools.wraps(step)(lambda *args: step(*args)), **options) for name in ("plain", "itself")
+        }
+        batch = jax.device_put(batch, plan.in_shardings[1])
+        states = {name: jax.device_put(state(), plan.in_shardings[0]) for name in steps}
+        taken: dict[str, list[float]] = {name: [] for name in steps}
+        for n in range(ROUNDS + 1):  # the first compiles
+            for name, fn in random.Random(n).sample(sorted(steps.items()), len(steps)):
+                carried = states[name]
+                start = time.perf_counter()
+                for _ in range(BLOCK):
+                    carried, _ = fn(carried, batch)
+                jax.block_until_ready(carried)
+                taken[name].append((time.perf_counter() - start) / BLOCK)
+                states[name] = carried
+        for name, blocks in taken.items():
+            times[name].append(statistics.median(blocks[1:]))
+        sides.append(our_side(ours, states["ours"], batch))
+    by_jit, by_us, by_itself = map(statistics.median, times.values())
+    return by_jit, by_us, by_us / by_jit, by_itself / by_jit, statistics.median(sides)
 
 
 def our_side(decorated, state, batch) -> float:
-    """Seconds of a call that runs nothing: less those of flattening and unflattening, which `jax.jit` does too."""
-    results, tree = jax.tree.flatten((state, batch.sum()))
-    call = decorated._last
-    call.compiled = dataclasses.replace(call.compiled, step=lambda *leaves: results)
+    """Seconds of a call that runs nothing."""
+    results, call = (state, batch.sum()), decorated._last
+    compiled = dataclasses.replace(call.compiled, step=lambda *args: results)
+    decorated._last = call._replace(compiled=compiled)
 
-    def seconds(fn) -> float:
-        def block() -> float:
-            start = time.perf_counter()
-            for _ in range(BLOCK):
-                fn()
-            return (time.perf_counter() - start) / BLOCK
+    def block() -> float:
+        start = time.perf_counter()
+        for _ in range(BLOCK):
+            decorated(state, batch)
+        return (time.perf_counter() - start) / BLOCK
 
-        return statistics.median(block() for _ in range(ROUNDS))
-
-    flat = seconds(lambda: jax.tree.unflatten(tree, jax.tree.flatten((state, batch))[0]))
-    return seconds(lambda: decorated(state, batch)) - flat
+    return statistics.median(block() for _ in range(ROUNDS))
 
 
 if __name__ == "__main__":

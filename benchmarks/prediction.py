@@ -207,16 +207,15 @@ def compiled(lowered: jax.stages.Lowered, mesh: Any, cache: Path | None) -> Comp
 def measured_seconds(plans: Mapping[str, Plan], workload: Workload) -> dict[str, float]:
     """Median seconds of a step on the devices at hand, per plan; the plans take turns."""
     model = workload.model()
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((model.state, model.batches(0)))]  # every plan has its own
-    arguments = {name: jax.device_put(leaves, list(made.flat_in_shardings)) for name, made in plans.items()}
+    given = jax.tree.map(np.asarray, (model.state, model.batches(0)))  # every plan has its own
+    arguments = {name: jax.device_put(given, made.in_shardings) for name, made in plans.items()}
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(ROUNDS + 1):  # the first compiles
         for name, made in plans.items():
             start = time.perf_counter()
-            results = jax.block_until_ready(made.lowering.step(*arguments[name]))
+            state, _ = jax.block_until_ready(made.lowering.step(*arguments[name]))
             times[name].append(time.perf_counter() - start)
-            for argument, result in made.carried.items():
-                arguments[name][argument] = results[result]
+            arguments[name] = state, arguments[name][1]
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}
 
 

@@ -286,16 +286,15 @@ ELSEWHERE = {name: place for name, place in PLACES.items() if name not in ("nump
 
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_results_that_have_been_moved_are_placed_again(donating, place):
-    """They are of the very types that the step made, so only `jax.jit` sees that they lie elsewhere."""
+    """They are of the types that the step made, so only `jax.jit` sees that they lie elsewhere."""
     state, plan = WEIGHTS, donating.plan(WEIGHTS, BATCH)
+    batch = jax.device_put(BATCH, plan.in_shardings[1])
     for _ in range(3):
-        state, _ = donating(state, BATCH)
+        state, _ = donating(state, batch)
+    assert donating._last is not None  # the next call asks jax.jit first
     moved = ELSEWHERE[place](state, plan)
-    if place in ("replicated", "another sharding"):
-        types = [leaf.aval for leaf in jax.tree.leaves(moved)]
-        assert all(found is made for found, made in zip(types, donating._last.types, strict=False))
     values = arrays(moved)
-    again, _ = donating(moved, BATCH)
+    again, _ = donating(moved, batch)
     assert_same(again, jax.jit(step)(dict(zip(sorted(WEIGHTS), values, strict=True)), BATCH)[0])
     for leaf, value in zip(jax.tree.leaves(moved), values, strict=True):
         np.testing.assert_array_equal(leaf, value)
@@ -331,6 +330,72 @@ def test_what_lies_as_planned_is_not_touched(donating, monkeypatch):
             state, _ = donating(state, batch)
         with pytest.raises(AssertionError, match="was moved"):
             donating(state, BATCH)
+
+
+def test_only_jit_looks_at_arguments_that_lie_as_before(monkeypatch):
+    decorated = sharded(step)
+    placed = jax.device_put((WEIGHTS, BATCH), decorated.plan(WEIGHTS, BATCH).in_shardings)
+    expected = decorated(*placed)
+
+    def looked(*args, **kwargs):
+        raise AssertionError("looked at")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decorated, "_prepare", looked)
+        assert_same(decorated(*placed), expected)
+        for other in ((WEIGHTS, placed[1]), (placed[0], placed[1][:8]), (list(placed[0].values()), placed[1])):
+            with pytest.raises(AssertionError, match="looked at"):
+                decorated(*other)
+
+
+@pytest.mark.parametrize("keywords, args, kwargs", STATIC)
+def test_what_is_not_an_array_is_looked_at_too(keywords, args, kwargs):
+    """Calls whose arrays lie alike, with other static arguments, or arguments by other names."""
+    decorated = sharded(scaled, **keywords)
+    jitted = jax.jit(scaled, **keywords)
+    lie = NamedSharding(OPTIONS["mesh"], P())
+    args = tuple(jax.device_put(jnp.asarray(arg), lie) if isinstance(arg, np.ndarray) else arg for arg in args)
+    others = [{}, {}, {}, {"shift": 2.0}, {}, *([{"mode": "add"}, {}] if "mode" in kwargs else ())]
+    for other in others:
+        expected = jitted(*args, **kwargs | other)
+        assert_same(decorated(*args, **kwargs | other), expected)
+
+
+def test_a_step_that_calls_back_runs_again_and_again():
+    """`jax.jit` has no fast path for some effects."""
+    seen = []
+
+    def shown(x):
+        jax.debug.callback(lambda total: seen.append(float(total)), x.sum(), ordered=True)
+        return x + 1
+
+    decorated = autoshard.autoshard(shown, mesh=mesh_of({"x": 1}))
+    x = jax.device_put(jnp.zeros(4), NamedSharding(mesh_of({"x": 1}), P()))
+    for _ in range(6):
+        x = decorated(x)
+    jax.effects_barrier()
+    assert seen == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0]
+
+
+def test_what_fails_as_it_runs_runs_once():
+    seen = []
+
+    def fails(x):
+        def look(value):
+            seen.append(float(value))
+            if value > 1:
+                raise ValueError("too large")
+            return value
+
+        return jax.pure_callback(look, jax.ShapeDtypeStruct((), jnp.float32), x.sum()) + x
+
+    decorated = autoshard.autoshard(fails, mesh=mesh_of({"x": 1}))
+    lie = NamedSharding(mesh_of({"x": 1}), P())
+    for _ in range(3):
+        jax.block_until_ready(decorated(jax.device_put(jnp.zeros(4), lie)))
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="too large"):
+        jax.block_until_ready(decorated(jax.device_put(jnp.ones(4), lie)))
+    assert seen == [0.0, 0.0, 0.0, 4.0]
 
 
 def test_one_device_is_a_mesh_too():

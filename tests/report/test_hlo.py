@@ -427,7 +427,7 @@ def test_lines(said, line):
         ("jit(run)/unknown line#3/mul", 3),
         ("jit(step)/transpose(jvp())/(reduce_sum:dot_general)", None),
         ("arguments[12]", None),
-        ("runs[1][12]", None),
+        (r"args[1][\'w\']", None),
         ("", None),
     ],
 )

@@ -227,19 +227,21 @@ WARNED = Rematerialization(
 )
 
 
-@pytest.mark.parametrize("donated, name, called", [
-    ((), "runs[0][2]", "x"),
-    ((0,), "runs[0][1]", "state/b"),
-    ((0,), "jit(run)/runs[1][0]", "x"),
-    ((0,), "jit(run)/arguments[2]/sharding_constraint", "x"),
-    ((0,), "jit(run)/dot_general", None),
+@pytest.mark.parametrize("name, called", [
+    ("args[1]", "x"),
+    (r"args[0][\'b\']", "state/b"),
+    ("jit(run)/args[0]['a']", "state/a"),
+    ("args[2]['scale']", "options/scale"),
+    ("jit(run)/arguments[2]/sharding_constraint", "x"),
+    ("jit(run)/dot_general", None),
 ])
-def test_arguments_have_their_users_names(donated, name, called):
+def test_arguments_have_their_users_names(name, called):
     """XLA calls them by where the lowered step has them."""
-    def step(state, x):
-        return jax.tree.map(lambda leaf: leaf * x, state)
+    def step(state, x, *, options):
+        return jax.tree.map(lambda leaf: leaf * x * options["scale"], state)
 
-    program = trace(step, ({"a": np.ones(2), "b": np.ones(2)}, np.ones(2)), {}, donate_argnums=donated)
+    ones = np.ones(2)
+    program = trace(step, ({"a": ones, "b": ones}, ones), {"options": {"scale": ones}})
     assert module._argument_of(name, program) == called
 
 
