@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from autoshard.arguments import Dynamic, Static, abstract, not_an_array, place, type_of
 from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
+from autoshard.garbage import uncollected
 from autoshard.layout import MeshShape, layout_of, spec_of
 from autoshard.lower import Lowering, Step
 from autoshard.mesh.topology import Topology
@@ -125,7 +126,10 @@ class _Compiled:
 
     plan: Plan
     program: Program
-    step: Step
+
+    @property
+    def step(self) -> Step:
+        return self.plan.lowering.step
 
 
 class _Call(NamedTuple):
@@ -197,8 +201,7 @@ class Autosharded:
 
     def finish(self, program: Program, plan: Plan) -> _Compiled:
         """The program under `jax.jit` as the plan says."""
-        lowering = Lowering.of(program, plan, **self._jit_keywords)
-        return _Compiled(replace(plan, lowering=lowering), program, lowering.step)
+        return _Compiled(replace(plan, lowering=Lowering(program, plan, self._jit_keywords)), program)
 
     def _planned(self, args: tuple, kwargs: dict) -> _Compiled:
         static, dynamic = self._static.split(args, kwargs)
@@ -211,11 +214,12 @@ class Autosharded:
         except TypeError as error:
             raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
         if compiled is None:
-            program = self._trace(static, in_tree, key[-1])
-            if self._given:
-                made = _bound(self._given, program, self._options)
-            else:
-                made = _planned(program, self._options, self.finish)
+            with uncollected():
+                program = self._trace(static, in_tree, key[-1])
+                if self._given:
+                    made = _bound(self._given, program, self._options)
+                else:
+                    made = _planned(program, self._options, self.finish)
             compiled = self._compiled[key] = self.finish(program, made)
         return compiled
 

@@ -13,6 +13,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -89,17 +90,16 @@ class Lowering:
 
     program: Program
     plan: Plan
-    step: Step
     jit_keywords: Mapping[str, Any]
 
-    @classmethod
-    def of(cls, program: Program, plan: Plan, **jit_keywords: Any) -> Lowering:
-        return cls(program, plan, Step(program, plan, **jit_keywords), jit_keywords)
+    @cached_property
+    def step(self) -> Step:
+        return Step(self.program, self.plan, **self.jit_keywords)
 
     def __call__(self, mesh: Mesh | AbstractMesh | None = None) -> jax.stages.Lowered:
         """For the plan's mesh, or another of the same axes; on a mesh without devices, lowered for TPU."""
         if mesh is not None and mesh is not self.plan.mesh:
-            return Lowering.of(self.program, self.plan.on(mesh), **self.jit_keywords)()
+            return Lowering(self.program, self.plan.on(mesh), self.jit_keywords)()
         arguments = [
             jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
             for value, sharding in zip(self.program.arguments, self.plan.flat_in_shardings, strict=True)

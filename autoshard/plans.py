@@ -369,6 +369,7 @@ class _Choice:
     def __init__(self, formulation: Formulation, choice: Sequence[int]):
         self.formulation, self.choice = formulation, choice
         self.program, self.prices = formulation.program, formulation.prices
+        self.argument_of = {result: argument for argument, result in self.program.carried.items()}
         arguments = zip(self.program.arguments, formulation.arguments, strict=True)
         self.kept = {value.id: options[choice[i]] for i, (value, options) in enumerate(arguments)}
         self.homes: dict[int, Layout] = {value: kept.home for value, kept in self.kept.items()}
@@ -419,9 +420,8 @@ class _Choice:
         value, name = self.program.results[index], self.program.result_names[index]
         if isinstance(value, np.ndarray):
             return Placed(name, value.shape, str(value.dtype), ((),) * value.ndim, value.nbytes)
-        arguments = {result: argument for argument, result in self.program.carried.items()}
-        if index in arguments:
-            return self.placed(value, name, self.homes[self.program.arguments[arguments[index]].id])
+        if index in self.argument_of:
+            return self.placed(value, name, self.homes[self.program.arguments[self.argument_of[index]].id])
         return self.placed(value, name)
 
     def prediction(self) -> Prediction:

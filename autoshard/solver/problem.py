@@ -10,11 +10,9 @@ ASPLOS/EuroSys 2025 contest on intra-operator parallelism, whose instances `Prob
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from autoshard.errors import SolverError
+from autoshard.garbage import uncollected
 from autoshard.solver import contest
 
 
@@ -129,7 +128,7 @@ class Problem:
         """
         path = Path(path)
         try:
-            with _uncollected():
+            with uncollected():
                 return cls._of(contest.read(path))
         except SolverError as error:
             raise SolverError(f"{path}: {error}") from error
@@ -222,18 +221,6 @@ def relative_gap(cost: float, bound: float) -> float:
         return 0.0
     largest = max(abs(cost), abs(bound))
     return (cost - bound) / largest if math.isfinite(largest) else math.inf
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Garbage waits until this is left: looking for it among so many new objects takes as long as making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _validate(problem: Problem) -> None:

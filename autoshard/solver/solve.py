@@ -55,6 +55,7 @@ CLOSE = 0.01  # the gap that is small enough for a problem of the planner
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
 HOPELESS = 0.02  # the same while the gap is not small enough: to solve the whole problem takes longer
+CHOOSING = 10  # sweeps between two choices in which layers may differ
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
 LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
 
@@ -390,14 +391,14 @@ class _Search:
             relaxation.prices.set(small.prices.values)
         before = known.bound
         for count in itertools.count(1):
-            known.prove(relaxation.sweep(forward=count % 2 == 1))
+            known.prove(relaxation.sweep(forward=count % 2 == 1, choose=count % CHOOSING == 0))
             better = relaxation.better(known.cost)
             if better is not None:
                 known.offer(better)
             gap = relative_gap(known.cost, known.bound)
             if gap <= CLOSER * CLOSE:
                 return
-            if count % 10 == 0:
+            if count % CHOOSING == 0:
                 if known.bound - before < (STALLED if gap <= CLOSE else HOPELESS) * gap * abs(known.cost):
                     return
                 before = known.bound
