@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
-from prediction import OWN, by_kind, compiled, mib, tpu_schedule
+from prediction import OWN, by_kind, compiled, mib, scheduled
 from rows import read_rows, write_rows
 from shardings import SHARDINGS, InShardings, constraint_of, names_of
 from workloads import LARGE, TRAINED, Abstract, Workload
@@ -59,7 +59,7 @@ class Row:
     communication: float  # s, one collective after the other
     predicted: float | None = None  # s, of our plans
     limit: int | None = None  # bytes that a plan was made for, if not those of the machine
-    scheduled: float | None = None  # s, of TPU programs: as XLA has put their operations
+    scheduled: float | None = None  # s, as XLA has put the program's operations; None if it does not compile
 
     @property
     def apart(self) -> float:
@@ -68,8 +68,8 @@ class Row:
 
     @property
     def overlapped(self) -> float:
-        """Seconds with what overlaps on TPU, and on GPU if everything does."""
-        return self.scheduled or max(self.compute, self.communication)
+        """Seconds with what the program's schedule lets overlap."""
+        return self.scheduled or self.apart
 
 
 def main() -> None:
@@ -118,7 +118,6 @@ class Program(NamedTuple):
 def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Row]:
     axes = MACHINES[machine]
     mesh = target_mesh(machine, axes)
-    on_tpu = mesh.devices.flat[0].platform == "tpu"
     workload = for_devices(MODELS[model], mesh.size)
     options = {"mesh": mesh, "topology": topology(machine, axes), "donate_argnums": 0}
     if chosen.memory:
@@ -131,10 +130,7 @@ def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Ro
         try:
             program = compiled(found.lowered, mesh, chosen.cache)
             there = read_collectives(program.hlo, axes) if program.hlo else ()
-            schedule = None
-            if on_tpu and program.hlo:
-                schedule = tpu_schedule(program.hlo, machine, axes)
-            # XLA gives no estimate for GPU
+            schedule = scheduled(program.hlo, machine, axes) if program.hlo else None
             compute = schedule.compute_seconds if schedule else found.predicted().compute_seconds
         except AutoshardError as error:
             print(f"{found.sharding}: {error}", file=sys.stderr)

@@ -142,7 +142,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         foreseen = made.predicted.collectives
         schedule = Schedule(0.0, {}, {})
         if found.hlo and target == "tpu":
-            schedule = tpu_schedule(found.hlo, machine, axes)
+            schedule = scheduled(found.hlo, machine, axes)
         yield Row(
             target=target,
             model=model,
@@ -163,8 +163,8 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         )
 
 
-def tpu_schedule(hlo: str, machine: str, axes: dict[str, int]) -> Schedule:
-    """What a TPU program takes by XLA's own estimate, at the links of the topology."""
+def scheduled(hlo: str, machine: str, axes: dict[str, int]) -> Schedule:
+    """What a program takes on TPU by XLA's own estimate, on GPU by a roofline, at the links of the topology."""
     return schedule_of(hlo, axes, topology(machine, axes), CHIPS[parse_machine(machine).chip].clock)
 
 

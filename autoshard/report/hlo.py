@@ -31,7 +31,7 @@ import numpy as np
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import Collective
-from autoshard.report.module import Instruction, Module, attribute
+from autoshard.report.module import Instruction, Module, attribute, shape_bytes
 
 _KINDS = {
     "all-gather": "all_gather",
@@ -48,7 +48,6 @@ _BETWEEN_SLICES = {  # what the network does
     "ONE_TO_ONE": "collective_permute",
     "REDUCE_SCATTER": "reduce_scatter",
 }
-_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
 _WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")
@@ -149,7 +148,7 @@ def collectives_in(
         axes = _axes(groups, order, mesh_shape)
         if not axes:
             continue
-        size = _bytes(_result_shape(instruction))
+        size = shape_bytes(_result_shape(instruction))
         if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
             kind, size = "reduce_scatter", size // groups.shape[-1]
         said = instruction.rest
@@ -334,19 +333,6 @@ def _elements(shape: str) -> list[str]:
         else:
             elements[-1] += letter
     return elements
-
-
-def _bytes(shape: str) -> int:
-    """Bytes of all arrays of a shape, whatever its nesting."""
-    return sum(-(-_bits(dtype) * math.prod(int(n) for n in dims.replace("<=", "").split(",") if n) // 8)
-               for dtype, dims in _ARRAY.findall(shape))
-
-
-def _bits(dtype: str) -> int:
-    """Bits of one element: "bf16", "f8e4m3fn" and "c64" say it; pred takes a byte, a token nothing."""
-    if match := re.match(r"[a-z]+?(\d+)", dtype):
-        return int(match[1])
-    return 8 if dtype == "pred" else 0
 
 
 def source_lines(hlo_text: str) -> dict[int, str]:

@@ -5,6 +5,7 @@ A loop body runs as often as the loop turns; when XLA does not know how often, o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from autoshard.errors import MeshError
 
 # "  ROOT %name = f32[8,4]{1,0} all-gather(..."; a shape holds no lower-case word before a parenthesis
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
+_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
 
 
@@ -139,3 +141,41 @@ def attribute(rest: str, key: str) -> str | None:
 
 def operands(instruction: Instruction) -> list[str]:
     return re.findall(r"%([^\s,()]+)", instruction.rest.partition(")")[0])
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of all arrays of a shape, whatever its nesting."""
+    return sum(-(-_bits(dtype) * math.prod(_numbers(dims)) // 8) for dtype, dims in _ARRAY.findall(shape))
+
+
+def dims_of(shape: str) -> list[int]:
+    """Of the first array of a shape.
+
+    >>> dims_of("(bf16[8192,3072]{1,0}, s8[33554432]{0})")
+    [8192, 3072]
+    """
+    return _numbers(_ARRAY.search(shape)[2])
+
+
+def dtype_of(shape: str) -> str:
+    """Of the first array of a shape, as NumPy calls it.
+
+    >>> dtype_of("bf16[8]{0}"), dtype_of("pred[]"), dtype_of("f8e4m3fn[2]")
+    ('bfloat16', 'bool', 'float8_e4m3fn')
+    """
+    dtype = _ARRAY.search(shape)[1]
+    kind, bits, rest = re.match(r"([a-z]+)(\d*)(\w*)", dtype).groups()
+    return {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex", "pred": "bool"}[kind] + bits + (
+        f"_{rest}" if rest else ""
+    )
+
+
+def _numbers(dims: str) -> list[int]:
+    return [int(n) for n in dims.replace("<=", "").split(",") if n]
+
+
+def _bits(dtype: str) -> int:
+    """Bits of one element: "bf16", "f8e4m3fn" and "c64" say it; pred takes a byte, a token nothing."""
+    if match := re.match(r"[a-z]+?(\d+)", dtype):
+        return int(match[1])
+    return 8 if dtype == "pred" else 0

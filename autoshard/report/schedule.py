@@ -1,6 +1,7 @@
-"""How long a compiled TPU program takes, in the order in which XLA has put its operations.
+"""How long a compiled TPU or GPU program takes, in the order in which XLA has put its operations.
 
-A device computes one operation after the other, each as many cycles as XLA expects. A collective takes what
+A device computes one operation after the other, each as many cycles as XLA expects, or on a GPU, for which XLA says
+nothing, as long as `roofline.py` says. A collective takes what
 `mesh/collectives.py` says, once those before it on the same mesh axes are done. One that starts in one instruction and
 ends in another, as a ``-start`` and a ``-done`` or as the first and the last fusion that it stands in, runs beside all
 that is between the two; for any other the device waits.
@@ -9,7 +10,7 @@ that is between the two; for any other the device waits.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from autoshard.mesh.collectives import seconds
 from autoshard.mesh.topology import Topology
 from autoshard.report.hlo import Part, collectives_in
 from autoshard.report.module import Instruction, Module, operands
+from autoshard.report.roofline import Roofline
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,24 @@ class Schedule:
         return self.compute_seconds + sum(self.exposed.values())
 
 
-def schedule_of(hlo_text: str, mesh_shape: MeshShape, topology: Topology, clock: float) -> Schedule:
-    """The schedule of a module compiled for TPU.
+def schedule_of(hlo_text: str, mesh_shape: MeshShape, topology: Topology, clock: float | None) -> Schedule:
+    """The schedule of a module compiled for TPU or GPU.
 
     Args:
         hlo_text: `compiled.as_text()`.
         mesh_shape: devices per axis of the mesh that the program was compiled for.
-        clock: cycles per second.
+        clock: cycles per second; None for GPU.
     """
     module = Module.of(hlo_text)
-    simulation = _Simulation(module, mesh_shape, topology, clock)
+    lasts = Roofline(module, topology).seconds if clock is None else lambda _, one: one.cycles / clock
+    simulation = _Simulation(module, mesh_shape, topology, lasts)
     simulation.place(collectives_in(module, hlo_text, mesh_shape))
     simulation.run(module.entry, 1)
     exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
     return Schedule(simulation.compute, dict(simulation.communication), exposed)
+
+
+_Lasts = Callable[[str, Instruction], float]  # computation and instruction of it -> seconds of one run
 
 
 class _Span(NamedTuple):
@@ -60,8 +66,8 @@ class _Span(NamedTuple):
 
 
 class _Simulation:
-    def __init__(self, module: Module, mesh_shape: MeshShape, topology: Topology, clock: float):
-        self.module, self.mesh_shape, self.topology, self.clock = module, mesh_shape, topology, clock
+    def __init__(self, module: Module, mesh_shape: MeshShape, topology: Topology, lasts: _Lasts):
+        self.module, self.mesh_shape, self.topology, self.lasts = module, mesh_shape, topology, lasts
         self.spans: dict[str, list[_Span]] = defaultdict(list)  # by computation
         self.compute = 0.0
         self.communication: Counter[str] = Counter()
@@ -110,6 +116,7 @@ class _Simulation:
         for span in self.spans[computation]:
             begin[span.begin].append(span)
             end[span.end].append(span)
+        waits_for = {span.begin for span in self.spans[computation] if span.begin == span.end}
         begun: dict[int, tuple[float, str]] = {}  # span -> when it is done, and what kind it waits for
         for instruction in self.module.computations[computation]:
             for span in begin.get(instruction.name, ()):
@@ -118,10 +125,11 @@ class _Simulation:
                 begun[id(span)] = done, before
                 links.update(dict.fromkeys(span.axes, (done, span.kind)))
                 self.communication[span.kind] += span.seconds * runs
-            if instruction.opcode != "fusion":  # whose cycles are noted on it
+            if instruction.opcode != "fusion":  # which lasts as long as it says itself
                 now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
-            now += instruction.cycles / self.clock
-            self.compute += instruction.cycles / self.clock * runs
+            lasts = 0.0 if instruction.name in waits_for else self.lasts(computation, instruction)
+            now += lasts
+            self.compute += lasts * runs
             for span in end.get(instruction.name, ()):
                 done, before = begun.pop(id(span))
                 waits = max(0.0, done - now)

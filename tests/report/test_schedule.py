@@ -150,3 +150,14 @@ def test_what_shards_write_shares_a_channel():
     first, second = (f"{gather(f'g{n}', 'x', 1)}, {name}" for n, name in enumerate(names))
     schedule = found(first, work("w1", cycles(1.0)), second)
     assert schedule.exposed == {"all_gather": near(2 * TAKES["x"])}
+
+
+def test_a_gpu_program_lasts_as_long_as_its_roofline():
+    """Of a gather that a sum of two vectors runs beside, what is longer than the sum is waited for."""
+    body = "  %a = f32[64]{0} parameter(0)\n  ROOT %r = f32[64]{0} add(%a, %a)"
+    added = "%w1 = f32[64]{0} fusion(%p), kind=kLoop, calls=%body_of_w1"
+    text = module(start("s", "x", 1), added, done("d", "s"), body_of_w1=body)
+    found = schedule_of(text, MESH, MACHINE, None)
+    sums = 2 * 64 * 4 / MACHINE.memory_bandwidth  # 256 bytes read, as many written
+    assert found.compute_seconds == pytest.approx(sums, rel=1e-9)
+    assert found.exposed["all_gather"] == pytest.approx(TAKES["x"] - sums, rel=1e-9)
