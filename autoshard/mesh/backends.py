@@ -33,6 +33,8 @@ class Backend:
     widens_last: bool = False  # what is converted to a larger type before it is moved, after that
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     sinks_broadcasts: bool = False  # what repeats something smaller does so inside the loop that uses it
+    sums_last: bool = False  # what nothing waits for is computed last of all, if it is summed over devices
+    stores_scattered: bool = False  # what scatters is no part of what reads it
     takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
 
 
@@ -51,7 +53,9 @@ GPU = Backend(
     sums_first=True,
     rounds_first=True,
     widens_last=True,
-    takes_in=_LOOPS,
+    sums_last=True,
+    stores_scattered=True,
+    takes_in=_LOOPS | {"gather"},
 )
 TPU = Backend(
     "tpu",
