@@ -34,6 +34,7 @@ class Backend:
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     sinks_broadcasts: bool = False  # what repeats something smaller does so inside the loop that uses it
     sums_last: bool = False  # what nothing waits for is computed last of all, if it is summed over devices
+    overwrites: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
     stores_scattered: bool = False  # what scatters is no part of what reads it
     takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
 
@@ -54,6 +55,7 @@ GPU = Backend(
     rounds_first=True,
     widens_last=True,
     sums_last=True,
+    overwrites=True,
     stores_scattered=True,
     takes_in=_LOOPS | {"gather"},
 )

@@ -427,11 +427,22 @@ class _Formulator:
             self._hold_for_last(value, group, readers, held)
         stored = held.stored and not kept
         if stored:
-            self._hold(holder, *held.used, self.prices.sizes(value, wants))
+            start, end = held.used
+            overwritten = self.backend.overwrites and self._is_overwritten(value, readers)
+            self._hold(holder, start, end - overwritten, self.prices.sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.repeated else None
         self.changes.append(Change(value, held.used, *hop, kept, stored, fused, readers, alone, made))
+
+    def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
+        """Whether its one reader is elementwise and writes a result over it: over the first operand that it can."""
+        group = readers[0].group
+        if len(readers) > 1 or group is None or not group.fuses or group.repeated:
+            return False
+        made = {one.value.bytes for one in group.made}
+        operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
+        return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
 
     def _hold_for_last(self, value: Value, group: Group, readers: Sequence[Reader], held: Holding) -> None:
         """What those that can wait still hold of a value, or of what it is made again of, once others have read it."""
