@@ -220,10 +220,10 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     if backend.sums_first:
         _note_summands(program, read_once, home)
     users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
-    carried = {value.id for value in map(program.results.__getitem__, program.carried.values()) if isinstance(value, Value)}
+    carried = {id(program.results[result]) for result in program.carried.values()}
     for group in reversed(groups):
         group.aside = all(user is group or user.aside for user in users[group.index]) and not any(
-            made.value.id in carried for made in group.made
+            id(made.value) in carried for made in group.made
         )
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
         group.ends = _end(group, readers, home, len(program.equations))

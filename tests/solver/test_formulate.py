@@ -174,10 +174,9 @@ def test_gradients_that_wait_hold_what_they_read(backend):
     formulation = formulated(
         two_layers, *args, donate=(0, 1), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend
     )
-    of_v = next(i for i, group in enumerate(formulation.groups) if group.can_wait and group.made[0].value.shape == (6, 4))
-    group = formulation.groups[of_v]
+    group = next(g for g in formulation.groups if g.can_wait and g.made[0].value.shape == (6, 4))
     for finish, waits in [("all_reduce", backend is GPU), (None, False)]:
-        node, option = chosen(formulation, of_v, ((), ()), finish)
+        node, option = chosen(formulation, group.index, ((), ()), finish)
         held = [live for live in formulation.lives if live.node == node and live.end == group.ends - 1]
         read = sum(live.usage[option] for live in held if live.start > group.point)
         assert read == pytest.approx(HEAP * 4 * (48 + 32) / 2 * waits)  # half of h, the other way round, and of g
