@@ -450,8 +450,7 @@ class _Formulator:
         if not waiting:
             return
         reader = max(waiting, key=lambda reader: reader.group.point)
-        finished = _finished if reader.group.contracts else _scattered  # an all_reduce goes with those of the softmax
-        summed = self.prices.once(finished, self._strategies(reader.group))
+        summed = self.prices.once(_finished, self._strategies(reader.group))
         end = reader.group.ends if reader.group.ends is not None else len(self.program.equations)
         for source in [value] if held.stored else self.prices.instead.get(value.id, ()):
             if source.shape == value.shape and not source.from_outside:
@@ -608,10 +607,6 @@ def _all_reduced(strategies: Sequence[Strategy]) -> np.ndarray:
 
 def _finished(strategies: Sequence[Strategy]) -> np.ndarray:
     return np.array([bool(strategy.finishes) for strategy in strategies])
-
-
-def _scattered(strategies: Sequence[Strategy]) -> np.ndarray:
-    return np.array([any(finish.kind == REDUCE_SCATTER for finish in strategy.finishes) for strategy in strategies])
 
 
 def _gathers_to(home: Layout, copy: Layout) -> bool:
