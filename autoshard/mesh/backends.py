@@ -33,6 +33,9 @@ class Backend:
     widens_last: bool = False  # what is converted to a larger type before it is moved, after that
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     sinks_broadcasts: bool = False  # what repeats something smaller does so inside the loop that uses it
+    sums_last: bool = False  # what nothing waits for is computed last of all, if it is summed over devices
+    overwrites: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
+    stores_scattered: bool = False  # what scatters is no part of what reads it
     takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
 
 
@@ -51,7 +54,10 @@ GPU = Backend(
     sums_first=True,
     rounds_first=True,
     widens_last=True,
-    takes_in=_LOOPS,
+    sums_last=True,
+    overwrites=True,
+    stores_scattered=True,
+    takes_in=_LOOPS | {"gather"},
 )
 TPU = Backend(
     "tpu",

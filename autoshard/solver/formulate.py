@@ -423,13 +423,39 @@ class _Formulator:
         self._connect(node, holder, table)
         if held.used is None:
             return
+        if self.backend.sums_last and not kept:
+            self._hold_for_last(value, group, readers, held)
         stored = held.stored and not kept
         if stored:
-            self._hold(holder, *held.used, self.prices.sizes(value, wants))
+            start, end = held.used
+            overwritten = self.backend.overwrites and self._is_overwritten(value, readers)
+            self._hold(holder, start, end - overwritten, self.prices.sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.repeated else None
         self.changes.append(Change(value, held.used, *hop, kept, stored, fused, readers, alone, made))
+
+    def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
+        """Whether its one reader is elementwise and writes a result over it: over the first operand that it can."""
+        group = readers[0].group
+        if len(readers) > 1 or group is None or not group.fuses or group.repeated:
+            return False
+        made = {one.value.bytes for one in group.made}
+        operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
+        return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
+
+    def _hold_for_last(self, value: Value, group: Group, readers: Sequence[Reader], held: Holding) -> None:
+        """What those that can wait still hold of a value, or of what it is made again of, once others have read it."""
+        waiting = [reader for reader in readers if reader.group and reader.group.can_wait]
+        if not waiting:
+            return
+        reader = max(waiting, key=lambda reader: reader.group.point)
+        summed = self.prices.once(_finished, self._strategies(reader.group))
+        end = reader.group.ends if reader.group.ends is not None else len(self.program.equations)
+        for source in [value] if held.stored else self.prices.instead.get(value.id, ()):
+            if source.shape == value.shape and not source.from_outside:
+                start = held.used[1] if held.stored else group.last + 1
+                self._hold(reader.node, start, end - 1, self.prices.sizes(source, reader.wants) * summed)
 
     def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
         """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
@@ -480,7 +506,8 @@ class _Formulator:
         waits = np.zeros(len(strategies), bool)
         if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
             waits = self.prices.once(_all_reduced, strategies) & (left < self.backend.combines_below)
-            self._hold(node, group.point, end - 1, np.maximum(left, unfinished) * waits)
+            start = end - 1 if self.backend.sums_last and group.can_wait else group.point
+            self._hold(node, start, end - 1, np.maximum(left, unfinished) * waits)
             self._hold(node, end - 1, end, (left + unfinished) * waits)
         first = held.used[0] if held.used else group.point
         self._hold(node, group.point, max(group.point + 1, first), unfinished * ~waits)
@@ -519,7 +546,7 @@ class _Formulator:
 
     def _hold(self, node: int, start: int, end: int, usage: np.ndarray) -> None:
         """Counts a temporary."""
-        if not usage.any():
+        if start >= end or not usage.any():
             return
         self.lives.append(Live(node, start, end, usage * HEAP))
 
@@ -576,6 +603,10 @@ def _without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) ->
 
 def _all_reduced(strategies: Sequence[Strategy]) -> np.ndarray:
     return np.array([any(finish.kind == ALL_REDUCE for finish in strategy.finishes) for strategy in strategies])
+
+
+def _finished(strategies: Sequence[Strategy]) -> np.ndarray:
+    return np.array([bool(strategy.finishes) for strategy in strategies])
 
 
 def _gathers_to(home: Layout, copy: Layout) -> bool:

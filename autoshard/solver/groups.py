@@ -96,6 +96,7 @@ class Group:
     fuses: bool  # whether elementwise producers may join
     uses: list[Use] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    aside: bool = False  # whether it leads to results alone that take no argument's place: a loss
     late: bool = False  # whether what it makes goes into results only, through nothing but elementwise groups
     ends: int | None = None  # the point at which the program is over, if late, or the loop that hands on all it makes
     point: int = 0  # the program point at which it runs
@@ -145,6 +146,13 @@ class Group:
         return contracts(self.equations[0])
 
     @property
+    def can_wait(self) -> bool:
+        """Whether it reduces something, for nothing but gradients or a loss."""
+        if self.contracts:
+            return self.ends is not None
+        return self.aside and self.trips == 1 and bool(self.reduction)
+
+    @property
     def picks(self) -> int:
         """How many arrays per result XLA gathers of a reduction that it cannot all_reduce; 0 if it can.
 
@@ -190,10 +198,12 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         for operand, value in enumerate(equation.inputs):
             if isinstance(value, Value):
                 readers[value.id].append((equation, operand))
+    scattered = _scattered(program, readers) if backend.stores_scattered else frozenset()
     home: dict[int, Group] = {}  # equation index -> its group
     groups: list[Group] = []
     for equation, rule in zip(reversed(program.equations), reversed(rules), strict=True):
-        host = _host(equation, rule, readers, home)
+        alone = any(output.id in scattered for output in equation.outputs)
+        host = None if alone else _host(equation, rule, readers, home)
         if host is None:
             host = _new_group(len(groups), equation, rule)
             groups.append(host)
@@ -210,11 +220,16 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     if backend.sums_first:
         _note_summands(program, read_once, home)
     users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
+    carried = {id(program.results[result]) for result in program.carried.values()}
     for group in reversed(groups):
+        group.aside = all(user is group or user.aside for user in users[group.index]) and not any(
+            id(made.value) in carried for made in group.made
+        )
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
         group.ends = _end(group, readers, home, len(program.equations))
     _schedule(groups)
-    of_results = [any(made.value.id in needed_outside for made in group.made) for group in groups]
+    stored = needed_outside | scattered
+    of_results = [any(made.value.id in stored for made in group.made) for group in groups]
     for group, is_result in zip(groups, of_results, strict=True):
         group.folded = not is_result and not backend.takes_in and _is_folded(group, users[group.index])
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
@@ -327,6 +342,18 @@ def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
                 if mapping.setdefault(factor, host_factor) != host_factor:
                     return None
     return mapping if len(set(mapping.values())) == len(mapping) else None
+
+
+def _scattered(program: Program, readers: Mapping[int, Sequence[tuple[Equation, int]]]) -> frozenset[int]:
+    """What XLA scatters into: what a scatter makes, or the one sum that reads this, which it makes in one."""
+    found = set()
+    for equation in program.equations:
+        if equation.primitive.startswith("scatter"):
+            (made,) = equation.outputs
+            users = [reader for reader, _ in readers[made.id]]
+            added = len(users) == 1 and users[0].primitive in ("add", "add_any") and equation.primitive == "scatter-add"
+            found.add(users[0].outputs[0].id if added else made.id)
+    return frozenset(found)
 
 
 def _note_hoisted(program: Program, read_once: set[int], home) -> None:

@@ -19,6 +19,10 @@ Program point `t` is the moment equation `t` runs. What holds memory:
 * a result that a reduction has yet to finish, until its first use: XLA runs reductions together where none waits for
   another. Where there is no reduce_scatter, the whole result too, until its last use.
 
+* on GPU what a gradient that is summed over devices is made of, until the end of the program or of the loop around it:
+  XLA computes these last. So it is with what a loss is picked from, unless XLA sums the picks with the softmax;
+* on GPU no operand of an elementwise group that writes its result over it, if nobody else reads that.
+
 What depends on the options that are chosen, slices and collectives, `formulate.py` counts. A value is not stored if XLA
 computes it again inside each of its readers (`Group.repeated`); then what it is computed from is held until the last of
 them. Values inside a group are never stored.

@@ -12,7 +12,7 @@ from programs import f32, formulated, model_program, random_choices, round_topol
 
 from autoshard.errors import ConflictError
 from autoshard.layout import layouts_of
-from autoshard.mesh.backends import CPU, TPU
+from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.plans import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import formulate as module
@@ -159,6 +159,44 @@ def test_a_large_gradient_is_reduced_alone(below, waits):
     node, option = chosen(formulation, gradient, ((), ()), "all_reduce")
     ends = max(live.end for live in formulation.lives if live.node == node and live.usage[option])
     assert (ends == formulation.groups[gradient].ends) == waits
+
+
+@pytest.mark.parametrize("backend", [CPU, GPU], ids=lambda backend: backend.name)
+def test_gradients_that_wait_hold_what_they_read(backend):
+    def two_layers(w, v, x):
+        h = x @ w
+        g = jnp.sin(h @ v)
+        new = v - h.T @ g
+        return w - x.T @ (g @ v.T), new
+
+    fixed = {0: ((), ()), 1: ((), ()), 2: (("x",), ())}
+    args = W, f32(6, 4), X
+    formulation = formulated(
+        two_layers, *args, donate=(0, 1), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend
+    )
+    group = next(g for g in formulation.groups if g.can_wait and g.made[0].value.shape == (6, 4))
+    for finish, waits in [("all_reduce", backend is GPU), (None, False)]:
+        node, option = chosen(formulation, group.index, ((), ()), finish)
+        held = [live for live in formulation.lives if live.node == node and live.end == group.ends - 1]
+        read = sum(live.usage[option] for live in held if live.start > group.point)
+        assert read == pytest.approx(HEAP * 4 * (48 + 32) / 2 * waits)  # half of h, the other way round, and of g
+
+
+def test_elementwise_work_overwrites_what_nobody_else_reads():
+    """On GPU the sine goes where the product was, unless the product is read again."""
+
+    def read_again(x, w, v):
+        h = x @ w
+        return (jnp.sin(h) @ v) @ (v.T @ h.T)
+
+    temporaries = [(forward, CPU, 48 + 48), (forward, GPU, 48), (read_again, CPU, 48 + 48), (read_again, GPU, 48 + 48)]
+    for fn, backend, size in temporaries:
+        fixed = dict.fromkeys(range(3), ((), ()))
+        formulation = formulated(fn, X, W, f32(6, 4), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
+        held = [live for live in formulation.lives if live.start <= 1 < live.end]
+        whole = len(formulation.program.equations)
+        at_sine = sum(live.usage[0] for live in held if live.end - live.start < whole)
+        assert at_sine == pytest.approx(HEAP * 4 * size), (fn.__name__, backend.name)
 
 
 PLAIN = {"fused": False, "users": (), "copied_for": None, "made": None}  # of a `Change`

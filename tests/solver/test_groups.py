@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from oracles import SMALL
 from programs import f32, grouped, model_program, traced
@@ -340,6 +341,7 @@ DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more 
     (lambda x: jnp.sin(x).sum(1), (GPU, TPU)),
     (lambda x: jnp.argmax(jnp.sin(x), 1), (GPU, TPU)),
     (lambda x: jnp.sin(x)[:2], (GPU, TPU)),
+    (lambda x: jnp.sin(x).at[jnp.arange(2)].get(mode="promise_in_bounds"), (GPU,)),
     (lambda x: jnp.sin(x) @ x, (TPU,)),
     (lambda x: jnp.sort(jnp.sin(x)), ()),
     (lambda x: (lambda h: (h.reshape(2, 2, 4) * 2, h))(jnp.sin(x)), ()),  # a result, which is stored
@@ -375,6 +377,40 @@ def test_elementwise_work_that_readers_take_in(fn, takers):
         sine = next(group for group in groups_for(backend, fn, SQUARE) if group.equations[0].primitive == "sin")
         assert sine.repeated == (backend in takers), backend.name
         assert not sine.folded or backend is CPU
+
+
+def row_gradient(x):
+    """Of a loss, rounded."""
+    labels = jnp.arange(4)
+    loss = lambda x: optax.losses.softmax_cross_entropy_with_integer_labels(x, labels).sum()  # noqa: E731
+    return jax.grad(loss)(x).astype(jnp.bfloat16)
+
+
+def test_what_is_scattered_is_stored():
+    """XLA scatters into the array that the scattered one is added to, and GPU fuses no reader into that."""
+    for backend in (CPU, GPU, TPU):
+        groups = groups_for(backend, row_gradient, SQUARE)
+        last = [e for group in groups for e in group.equations if e.primitive == "scatter-add"][-1]
+        (scatter,) = (group for group in groups if last in group.equations)
+        together = any(equation.primitive == "convert_element_type" for equation in scatter.equations)
+        assert together == (backend is not GPU), backend.name
+        assert not scatter.repeated
+        if backend is GPU:
+            assert scatter.equations[-1].primitive == "add_any"
+
+
+def test_what_can_wait():
+    """The gradient of a weight, and what only the loss is made of; not what other gradients are made of."""
+
+    def step(w, v, x):
+        h = x @ w
+        y = jnp.sin(h) @ v
+        g = jnp.cos(y) @ v.T
+        return w - x.T @ g, v - h.T @ y, (y * y).sum()
+
+    groups = groups_for(GPU, step, SQUARE, SQUARE, SQUARE)
+    reducing = [group for group in groups if group.contracts or group.reduction]
+    assert [group.can_wait for group in reducing] == [False, False, False, True, True, True]
 
 
 NORMALISED = [
