@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from autoshard.arguments import Dynamic, Static, abstract, not_an_array, place, type_of
 from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
-from autoshard.garbage import uncollected
 from autoshard.layout import MeshShape, layout_of, spec_of
 from autoshard.lower import Lowering, Step
 from autoshard.mesh.topology import Topology
@@ -31,6 +30,7 @@ from autoshard.report.text import bytes_text
 from autoshard.report.verification import Verification, compiled, mesh_of, verification
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
+from autoshard.solver.garbage import uncollected
 from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.solver.within import USABLE, solve_within
 from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole

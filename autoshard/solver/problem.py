@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.garbage import uncollected
 from autoshard.solver import contest
+from autoshard.solver.garbage import uncollected
 
 
 class InfeasibleError(SolverError):
