@@ -5,8 +5,8 @@ data parallel, FSDP and tensor parallel form, where they fit; and for each of th
 bytes, the cheapest plan that splits those otherwise. Plans that run the same bytes of each collective and peak at the
 same bytes are taken for one.
 
-A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its work, as XLA
-estimates them where it does (TPU), else as predicted, and of the collectives that it runs, one after the other.
+A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its schedule
+(`report/schedule.py`); on CPU those of the predicted work and of the collectives that it runs, one after the other.
 """
 
 from __future__ import annotations

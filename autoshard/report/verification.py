@@ -58,7 +58,7 @@ class Compiled:
     collectives: tuple[Collective, ...]
     peak_bytes: int
     rematerializations: tuple[Rematerialization, ...]
-    schedule: Schedule | None  # of TPU programs
+    schedule: Schedule | None  # of TPU and GPU programs
 
     def named(self, program: Program) -> Compiled:
         """The same with reasons in the words of the program that was compiled."""
@@ -83,7 +83,7 @@ class Verification:
     rematerializations: tuple[Rematerialization, ...]
     unpredicted: str = ""  # why nothing is predicted, if so
     predicted_seconds: float = 0.0  # of the compiled program
-    schedule: Schedule | None = None  # what it takes by XLA's own estimate, for TPU
+    schedule: Schedule | None = None  # what it takes on TPU by XLA's own estimate, on GPU by a roofline
 
     @property
     def collectives_agree(self) -> bool:
@@ -194,8 +194,9 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: To
         raise MeshError("no argument or result of the function has a NamedSharding to take the mesh from; pass mesh=")
     text, log = program.as_text(), "".join(warnings)
     lines = source_lines(text) if _REMATERIALIZED.search(log) else {}
-    chip, schedule = chip_of(mesh.devices.flat[0].device_kind), None
-    if chip and chip.clock:
+    device, schedule = mesh.devices.flat[0], None
+    chip = chip_of(device.device_kind)
+    if chip and (chip.clock or not chip.torus_dims) and device.platform != "cpu":
         schedule = schedule_of(text, dict(mesh.shape), topology or Topology.of(mesh), chip.clock)
     return Compiled(
         program=program,
