@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from autoshard.arguments import Dynamic, Static, abstract, not_an_array, place, type_of
 from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
+from autoshard.jaxprs import calls_back
 from autoshard.layout import MeshShape, layout_of, spec_of
 from autoshard.lower import Lowering, Step
 from autoshard.mesh.topology import Topology
@@ -131,6 +132,10 @@ class _Compiled:
     def step(self) -> Step:
         return self.plan.lowering.step
 
+    @functools.cached_property
+    def calls_back(self) -> bool:
+        return calls_back(self.program.jaxpr)
+
 
 class _Call(NamedTuple):
     """What a call was made with, and ran."""
@@ -181,7 +186,9 @@ class Autosharded:
             )
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
-        self._last = _Call(signature, compiled) if untouched and not refused else None
+        # Python that is called back may have something to trace.
+        again = untouched and not refused and not compiled.calls_back
+        self._last = _Call(signature, compiled) if again else None
         args, kwargs = jax.tree.unflatten(in_tree, placed)
         return compiled.step(*args, **kwargs)
 

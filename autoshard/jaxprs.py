@@ -149,6 +149,16 @@ def on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def calls_back(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether a program calls Python as it runs, be it somewhere deep inside."""
+    eqns = jaxpr.jaxpr.eqns if isinstance(jaxpr, ClosedJaxpr) else jaxpr.eqns
+    params = [value for eqn in eqns for value in eqn.params.values()]
+    params += [one for value in params if isinstance(value, tuple | list) for one in value]  # branches
+    return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in eqns) or any(
+        calls_back(one) for one in params if isinstance(one, Jaxpr | ClosedJaxpr)
+    )
+
+
 def is_array(aval: Any) -> bool:
     """Whether something of this type is an array: not a token, nor a reference to memory that changes in place."""
     return isinstance(aval, jax.core.ShapedArray)

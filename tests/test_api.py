@@ -377,6 +377,33 @@ def test_a_step_that_calls_back_runs_again_and_again():
     assert seen == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0]
 
 
+@pytest.mark.parametrize("inside", ["the step", "a scan", "a branch", "a shard_map"])
+def test_what_is_called_back_may_use_jax(inside):
+    """It runs in the midst of a call, and traces something new each time."""
+    mesh, sizes = mesh_of({"x": 1}), iter(range(20, 30))
+
+    def grown(x):
+        return np.asarray(x + jnp.arange(next(sizes)).size, np.float32)
+
+    def shown(x):
+        def called(x):
+            return jax.pure_callback(grown, jax.ShapeDtypeStruct((4,), jnp.float32), x)
+
+        if inside == "a scan":
+            return jax.lax.scan(lambda x, _: (called(x), None), x, length=1)[0]
+        if inside == "a branch":
+            return jax.lax.cond(x.sum() >= 0, called, jnp.zeros_like, x)
+        if inside == "a shard_map":
+            return jax.shard_map(called, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(x)
+        return called(x)
+
+    decorated = autoshard.autoshard(shown, mesh=mesh)
+    x = jax.device_put(jnp.zeros(4), NamedSharding(mesh, P()))
+    for _ in range(4):
+        x = jax.block_until_ready(decorated(x))
+    np.testing.assert_array_equal(x, np.full(4, 20 + 21 + 22 + 23))
+
+
 def test_what_fails_as_it_runs_runs_once():
     seen = []
 
