@@ -33,7 +33,7 @@ from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.garbage import uncollected
 from autoshard.solver.problem import InfeasibleError, Solution
-from autoshard.solver.within import USABLE, solve_within
+from autoshard.solver.within import solve_within
 from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole
 
 
@@ -68,7 +68,7 @@ def autoshard(
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
         memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
-            predicted to fill at most 85% of it, since predictions can be off.
+            predicted to fill at most 85% of it, on GPU 70%, since predictions can be off.
         topology: what the machine costs, or the name of a preset; guessed from the mesh by default.
         fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``.
         time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
@@ -427,7 +427,7 @@ def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Fi
     try:
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
-        raise _memory_error(program, error) from None
+        raise _memory_error(program, error, options.backend.usable) from None
     remarks = _remarks(formulation, dict(options.mesh.shape))
     if options.refine == 1:
         return make_plan(formulation, solution, options.mesh, *remarks)
@@ -461,14 +461,14 @@ def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
     )
 
 
-def _memory_error(program: Program, error: InfeasibleError) -> MemoryLimitError:
+def _memory_error(program: Program, error: InfeasibleError, usable: float) -> MemoryLimitError:
     largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
     listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
     needed = math.ceil(error.needed)
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
     return MemoryLimitError(
         f"no sharding fits in {bytes_text(error.limit)} per device; the smallest limit that does is "
-        f"{bytes_text(needed)}, of which {1 - USABLE:.0%} stay free, as far as predictions can be off.\n"
+        f"{bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
         f"Largest values, before sharding:\n{listed}\n"
         f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
         budget=error.limit,

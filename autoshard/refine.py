@@ -31,7 +31,7 @@ from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
-from autoshard.solver.within import USABLE, solve_within
+from autoshard.solver.within import solve_within
 
 
 def refined(formulation: Formulation, best: Solution, options: Options, made: Callable[[Solution], Plan]) -> Plan:
@@ -76,7 +76,7 @@ def compiled_seconds(plan: Plan, options: Options) -> float:
 
 def different(formulation: Formulation, best: Solution, options: Options) -> list[Solution]:
     """Up to `options.refine` solutions that differ in what they run or hold; `best` first, then the cheapest."""
-    limit = formulation.problem.limit * USABLE
+    limit = formulation.problem.limit * options.backend.usable
     found = {_figures(formulation, best): best}
     others = [*filter(None, solutions_of(formulation).values()), *_otherwise(formulation, best, options)]
     for solution in sorted(others, key=lambda solution: solution.cost):

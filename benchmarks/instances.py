@@ -25,14 +25,18 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from workloads import LARGE  # noqa: E402  (needs the path above)
 
 from autoshard import topology  # noqa: E402
-from autoshard.mesh.backends import GPU, TPU, Backend  # noqa: E402
+from autoshard.mesh.backends import (  # noqa: E402
+    CPU,
+    GPU,
+    TPU,
+    Backend,
+)
 from autoshard.program import Program, trace  # noqa: E402
 from autoshard.propagation import rules_for  # noqa: E402
 from autoshard.solver import Problem, Solution, solve  # noqa: E402
 from autoshard.solver.formulate import formulate  # noqa: E402
 from autoshard.solver.problem import InfeasibleError  # noqa: E402
 from autoshard.solver.verify import verify  # noqa: E402
-from autoshard.solver.within import USABLE  # noqa: E402
 
 FOLDER = Path(__file__).parent / "instances"
 PICOSECONDS = 1e12  # per second
@@ -116,7 +120,7 @@ def problems_of(model: str, target: str, time_limit: float) -> Iterator[tuple[st
         if error.needed >= cheapest:  # the cheapest is the leanest too
             return
         limit = error.needed + TIGHT * (cheapest - error.needed)
-        yield f"{stem}-tight.json.gz", problem_of(program, machine, limit / USABLE)
+        yield f"{stem}-tight.json.gz", problem_of(program, machine, limit / CPU.usable)
 
 
 def problem_of(program: Program, machine: Machine, memory: float) -> Problem:
@@ -135,7 +139,7 @@ def problem_of(program: Program, machine: Machine, memory: float) -> Problem:
         costs=tuple(np.round(costs * PICOSECONDS) for costs in problem.costs),
         edges=tuple(replace(edge, costs=np.round(edge.costs * PICOSECONDS)) for edge in problem.edges),
         lives=tuple(replace(live, usage=np.ceil(live.usage).astype(np.int64)) for live in problem.lives),
-        limit=int(memory * USABLE),
+        limit=int(memory * CPU.usable),
     )
 
 

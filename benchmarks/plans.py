@@ -25,10 +25,10 @@ from shardings import SHARDINGS, InShardings, constraint_of, names_of
 from workloads import LARGE, TRAINED, Abstract, Workload
 
 from autoshard import AutoshardError, MemoryLimitError, Prediction, evaluate, plan, topology
+from autoshard.mesh.backends import backend_of
 from autoshard.mesh.collectives import total_seconds
 from autoshard.mesh.targets import target_mesh
 from autoshard.report.hlo import read_collectives
-from autoshard.solver.within import USABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "plans.md"
 MACHINES = {
@@ -178,7 +178,7 @@ def our_own(workload: Workload, options: Mapping[str, Any], name: str, limit: in
 def under_limits(workload: Workload, options: Mapping[str, Any]) -> Iterator[Program]:
     """The step under plans for less and less memory, from what the free plan needs to the least that can be planned."""
     abstract = workload.abstract()
-    roomy = plan(*abstract, **options).predicted.peak_bytes / USABLE
+    roomy = plan(*abstract, **options).predicted.peak_bytes / backend_of(options["mesh"]).usable
     try:
         plan(*abstract, memory=0, **options)
     except MemoryLimitError as error:

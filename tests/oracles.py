@@ -14,7 +14,6 @@ from models import MODELS, Model, gpt
 
 from autoshard import Collective, Link, MemoryLimitError, Topology, plan
 from autoshard.mesh.backends import CPU
-from autoshard.solver.within import USABLE
 
 MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x2x2": {"x": 2, "y": 2, "z": 2}, "1": {"x": 1}}
 SMALL: dict[str, Callable[[], Model]] = {
@@ -89,7 +88,7 @@ def smallest_limit(model: Model, **options) -> float:
 
 def limit_between(model: Model, share: float, **options) -> float:
     """A memory limit this far from the least that will do (0) to the least that changes no plan (1)."""
-    free = plan(model.step, model.state, model.batches(0), **options).predicted.peak_bytes / USABLE
+    free = plan(model.step, model.state, model.batches(0), **options).predicted.peak_bytes / CPU.usable
     least = smallest_limit(model, **options)
     return least + share * (free - least)
 

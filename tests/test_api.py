@@ -18,7 +18,7 @@ from oracles import mesh_of, slow_chips, v5e
 
 import autoshard
 from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError
-from autoshard.solver.within import USABLE
+from autoshard.mesh.backends import CPU
 
 SHAPE = {"x": 4, "y": 2}
 OPTIONS = {"mesh": mesh_of(SHAPE), "topology": slow_chips(SHAPE), "time_limit": 10}
@@ -563,9 +563,9 @@ def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
     error = caught.value
     assert error.budget == 700 < error.needed
     plan = autoshard.plan(step, WEIGHTS, BATCH, **options, memory=error.needed)
-    assert plan.predicted.peak_bytes <= USABLE * error.needed
+    assert plan.predicted.peak_bytes <= CPU.usable * error.needed
     free = autoshard.plan(step, WEIGHTS, BATCH, **options)
-    assert USABLE * error.needed < free.predicted.peak_bytes
+    assert CPU.usable * error.needed < free.predicted.peak_bytes
     text, needed = str(error), f"{error.needed / 1024:.1f} KiB"
     assert text.startswith(f"no sharding fits in 700 B per device; the smallest limit that does is {needed}")
     assert "value float32[16, 32] 2.0 KiB (test_api.py:" in text and "Try memory='" in text

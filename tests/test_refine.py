@@ -13,12 +13,13 @@ import autoshard
 from autoshard import api, refine
 from autoshard.cache import key_of
 from autoshard.mesh import collectives
+from autoshard.mesh.backends import CPU
 from autoshard.options import options_of
 from autoshard.program import trace
 from autoshard.propagation import rules_for
 from autoshard.solver import prices
 from autoshard.solver.verify import fits
-from autoshard.solver.within import USABLE, solve_within
+from autoshard.solver.within import solve_within
 
 SHAPE = {"x": 4, "y": 2}
 MESH = mesh_of(SHAPE)
@@ -61,7 +62,7 @@ def test_what_is_compared_differs_fits_and_is_in_the_order_of_its_cost():
     figures = [refine._figures(formulation, solution) for solution in found]
     assert len(found) == 4 and len(set(figures)) == 4
     assert [solution.cost for solution in found] == sorted(solution.cost for solution in found)
-    assert all(fits(formulation.peak_bytes(solution.choice), limit * USABLE) for solution in found)
+    assert all(fits(formulation.peak_bytes(solution.choice), limit * CPU.usable) for solution in found)
     assert all(solution.bound == found[0].bound <= solution.cost for solution in found)
     assert found[0].status == "optimal" and found[-1].status == "feasible"
 

@@ -17,6 +17,7 @@ class Backend:
     """One compiler. The defaults are what all have in common."""
 
     name: str  # a `jax.Device.platform`
+    usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
     reduce_scatters: bool = True  # whether it makes an all_reduce and a slice a reduce_scatter
     tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array are padded to
     # kind -> share of its time that runs behind compute, where nothing waits for it
@@ -48,6 +49,7 @@ _LOOPS = frozenset({
 CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=True)
 GPU = Backend(
     "gpu",
+    usable=0.7,
     combined_kinds=frozenset({"all_gather", "all_reduce", "reduce_scatter"}),
     recopies=1,
     hoists_sums=True,

@@ -14,9 +14,6 @@ from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
-# The share of the limit that a plan may fill: of the plans that `benchmarks/predictions.py` compiles, one takes 14%
-# more than predicted, and a plan that does not fit is no plan.
-USABLE = 0.85
 ROUNDS = 8  # of solving under lower and lower limits
 SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.06, 1.03, 1.01, 1.0)  # times the least that any choice holds without
 # reshardings: limits to seek lean choices under
@@ -33,7 +30,8 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     Raises:
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
     """
-    given, limit, bound = formulation.problem.limit, formulation.problem.limit * USABLE, 0.0
+    usable = formulation.prices.backend.usable
+    given, limit, bound = formulation.problem.limit, formulation.problem.limit * usable, 0.0
     problem = replace(formulation.problem, limit=limit, checked=True)
     deadline = time.monotonic() + time_limit
     for _ in range(ROUNDS):
@@ -50,7 +48,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     best, needed = None, math.inf
     for solution in _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit):
         peak = formulation.peak_bytes(solution.choice)
-        needed = min(needed, peak / USABLE)
+        needed = min(needed, peak / usable)
         if fits(peak, limit) and (best is None or solution.cost < best.cost):
             best = solution
         if best is not None and time.monotonic() > deadline:

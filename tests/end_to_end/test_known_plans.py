@@ -15,7 +15,7 @@ from models import MODELS
 from oracles import TEXTBOOK, v5e
 
 from autoshard import MemoryLimitError, Plan, options, plan
-from autoshard.solver.within import USABLE
+from autoshard.mesh.backends import CPU
 
 LOSS = 4  # bytes of the loss, which is summed over whatever splits the batch
 
@@ -144,7 +144,7 @@ def test_less_memory_shards_optimizer_state_then_gradients_then_parameters():
     assert bytes_by(free, over=("x",)) == {"all_reduce": layers * width * width * 4}
     seconds, found = free.predicted.step_seconds, []
     for share in (0.76, 0.67, 0.56, 0.49):  # of what the free plan fills
-        made = plan(*arguments, memory=share * free.predicted.peak_bytes / USABLE, **options)
+        made = plan(*arguments, memory=share * free.predicted.peak_bytes / CPU.usable, **options)
         assert made.predicted.peak_bytes <= share * free.predicted.peak_bytes
         assert made.predicted.step_seconds >= seconds  # less memory never costs less time
         seconds = made.predicted.step_seconds

@@ -5,7 +5,7 @@ import pytest
 from oracles import MACHINES, MESHES, SMALL, assert_same_numbers, limit_between, mesh_of
 
 from autoshard import autoshard
-from autoshard.solver.within import USABLE
+from autoshard.mesh.backends import CPU
 
 # What the default run takes of the product: every model on slow chips, where everything is split, and under a limit;
 # every mesh and machine with some model.
@@ -49,7 +49,7 @@ def test_five_steps_equal_one_device(name, mesh, machine, memory):
     if memory == "tight":
         free = step.plan(*arguments)
         limit = limit_between(model, 0.5, **options)
-        if limit * USABLE >= free.predicted.peak_bytes:
+        if limit * CPU.usable >= free.predicted.peak_bytes:
             pytest.skip("everything is split already, so that no limit forces another plan")
         step = autoshard(model.step, memory=limit, **options)
         assert step.plan(*arguments).annotations != free.annotations

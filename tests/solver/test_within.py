@@ -9,11 +9,12 @@ import pytest
 from programs import f32, formulated, random_choices, round_topology
 
 from autoshard.errors import SolverError
+from autoshard.mesh.backends import CPU
 from autoshard.solver import within
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.solver.verify import verify
-from autoshard.solver.within import USABLE, solve_within
+from autoshard.solver.within import solve_within
 
 SECONDS = 10.0  # far more than any of these takes
 PLANE = {"x": 4, "y": 2}
@@ -62,7 +63,7 @@ def test_limits_from_what_is_needed_to_all_there_is(name):
     needed = least(name)
     free = formulation_of(name, 1e9)
     best = solve_within(free, SECONDS)
-    most = 1.01 * free.peak_bytes(best.choice) / USABLE  # small values are counted at their largest
+    most = 1.01 * free.peak_bytes(best.choice) / CPU.usable  # small values are counted at their largest
     assert needed < most
     costs = []
     for share in (0.0, 0.25, 0.5, 1.0):
@@ -84,7 +85,7 @@ def test_what_is_needed_does_not_depend_on_what_there_is():
 def test_what_is_needed_is_little():
     """No choice at random is leaner."""
     formulation = formulation_of("two layers", 1.0)
-    assert USABLE * least("two layers") <= min(map(formulation.peak_bytes, random_choices(formulation, 20))) * 1.01
+    assert CPU.usable * least("two layers") <= min(map(formulation.peak_bytes, random_choices(formulation, 20))) * 1.01
 
 
 def test_reshardings_count(monkeypatch):
@@ -99,7 +100,7 @@ def test_reshardings_count(monkeypatch):
                 solution = solve_within(formulation, SECONDS)
             except InfeasibleError:
                 continue
-            assert real(formulation, solution.choice) <= USABLE * formulation.problem.limit
+            assert real(formulation, solution.choice) <= CPU.usable * formulation.problem.limit
 
 
 def test_a_choice_over_the_limit_is_caught():
