@@ -42,7 +42,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         rule_texts,
         dict(options.mesh.shape),
         options.topology,
-        options.backend.name,
+        (options.backend.name, options.backend.slices),
         options.memory,
         sorted((path, str(spec)) for path, spec in options.fixed.items()),
         options.time_limit,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
-from prediction import OWN, by_kind, compiled, mib, scheduled
+from prediction import OWN, by_kind, compiled, device_ids, mib, scheduled
 from rows import read_rows, write_rows
 from shardings import SHARDINGS, InShardings, constraint_of, names_of
 from workloads import LARGE, TRAINED, Abstract, Workload
@@ -35,7 +35,7 @@ MACHINES = {
     "v5e:4x4": {"data": 4, "model": 4},
     "v5e:16x16": {"data": 16, "model": 16},
     "v5p:4x4x4": {"data": 16, "model": 4},
-    "2x v5e:4x4": {"data": 8, "model": 4},
+    "2x v5e:4x4": {"slices": 2, "data": 4, "model": 4},
     "h100:2x8": {"data": 2, "model": 8},
 }
 MODELS = LARGE | TRAINED
@@ -129,8 +129,8 @@ def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Ro
     for found in programs:
         try:
             program = compiled(found.lowered, mesh, chosen.cache)
-            there = read_collectives(program.hlo, axes) if program.hlo else ()
-            schedule = scheduled(program.hlo, machine, axes) if program.hlo else None
+            there = read_collectives(program.hlo, axes, device_ids=device_ids(mesh)) if program.hlo else ()
+            schedule = scheduled(program.hlo, machine, mesh) if program.hlo else None
             compute = schedule.compute_seconds if schedule else found.predicted().compute_seconds
         except AutoshardError as error:
             print(f"{found.sharding}: {error}", file=sys.stderr)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from scipy.stats import spearmanr
 
 jax.config.update("jax_platforms", "cpu")  # compilers for what is not there need JAX to look for nothing else
@@ -142,7 +143,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         foreseen = made.predicted.collectives
         schedule = Schedule(0.0, {}, {})
         if found.hlo and target == "tpu":
-            schedule = scheduled(found.hlo, machine, axes)
+            schedule = scheduled(found.hlo, machine, mesh)
         yield Row(
             target=target,
             model=model,
@@ -163,9 +164,14 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         )
 
 
-def scheduled(hlo: str, machine: str, axes: dict[str, int]) -> Schedule:
+def scheduled(hlo: str, machine: str, mesh: Mesh) -> Schedule:
     """What a program takes on TPU by XLA's own estimate, on GPU by a roofline, at the links of the topology."""
-    return schedule_of(hlo, axes, topology(machine, axes), CHIPS[parse_machine(machine).chip].clock)
+    axes, clock = dict(mesh.shape), CHIPS[parse_machine(machine).chip].clock
+    return schedule_of(hlo, axes, topology(machine, axes), clock, device_ids(mesh))
+
+
+def device_ids(mesh: Mesh) -> list[int]:
+    return [device.id for device in mesh.devices.flat]
 
 
 def plans_of(workload: Workload, options: dict, shardings: Sequence[str] | None) -> Iterator[tuple[str, Plan]]:

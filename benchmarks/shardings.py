@@ -1,8 +1,11 @@
 """Shardings as people write them by hand: `in_shardings` of a train step for `autoshard.evaluate` and `jax.jit`.
 
-The mesh has the axes data and model. A parallelism says how an array of the state lies, from its path and shape, so
-that an optimizer's moments and a norm's running means lie as their parameters; how the arrays of the batch lie; and how
-values inside the step do, by the names that models give their dims.
+The mesh has the axes data and model, and before them slices where a slow network joins several. These split, with data,
+the batch and what is made of it, and each has all of the state, as with MaxText's `dcn_data_parallelism`.
+
+A parallelism says how an array of the state lies, from its path and shape, so that an optimizer's moments and a norm's
+running means lie as their parameters; how the arrays of the batch lie; and how values inside the step do, by the names
+that models give their dims.
 """
 
 from __future__ import annotations
@@ -102,7 +105,7 @@ NAMES: Mapping[str, Names] = {
 
 def data_parallel(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
     """Every device has all of the state and its part of the batch."""
-    return _laid(state, lambda path, shape: replicated(len(shape))), _batch(batch, P(ALL))
+    return _laid(state, lambda path, shape: replicated(len(shape))), _batch(batch, P(ALL), mesh)
 
 
 def fsdp(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
@@ -111,12 +114,12 @@ def fsdp(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
     def layout(path: str, shape: tuple[int, ...]) -> Layout:
         return _largest_split(replicated(len(shape)), path, shape, ALL, mesh)
 
-    return _laid(state, layout), _batch(batch, P(ALL))
+    return _laid(state, layout), _batch(batch, P(ALL), mesh)
 
 
 def megatron(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
     """Devices along the model axis share a part of the batch and split layers in pairs (Shoeybi et al. 2019)."""
-    return _laid(state, lambda path, shape: _megatron_split(family, path, shape, mesh)), _batch(batch, P("data"))
+    return _laid(state, lambda path, shape: _megatron_split(family, path, shape, mesh)), _batch(batch, P("data"), mesh)
 
 
 def fsdp_megatron(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
@@ -125,12 +128,12 @@ def fsdp_megatron(family: str, state: Any, batch: Any, mesh: MeshShape) -> InSha
     def layout(path: str, shape: tuple[int, ...]) -> Layout:
         return _largest_split(_megatron_split(family, path, shape, mesh), path, shape, ("data",), mesh)
 
-    return _laid(state, layout), _batch(batch, P("data"))
+    return _laid(state, layout), _batch(batch, P("data"), mesh)
 
 
 def fsdp_megatron_sequence(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
     """FSDP and Megatron, with the batch's sequence split over the model axis."""
-    return fsdp_megatron(family, state, batch, mesh)[0], _batch(batch, SEQUENCE[family])
+    return fsdp_megatron(family, state, batch, mesh)[0], _batch(batch, SEQUENCE[family], mesh)
 
 
 def expert_parallel(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
@@ -142,14 +145,15 @@ def expert_parallel(family: str, state: Any, batch: Any, mesh: MeshShape) -> InS
             return _largest_split(_with(whole, -3, ("model",)), path, shape, ("data",), mesh)
         return _largest_split(whole, path, shape, ALL, mesh)
 
-    return _laid(state, layout), _batch(batch, P(ALL))
+    return _laid(state, layout), _batch(batch, P(ALL), mesh)
 
 
 def edge_parallel(family: str, state: Any, batch: Any, mesh: MeshShape) -> InShardings:
     """Every device has all nodes of a graph, its part of the edges, and sums what it sends with all others."""
     of_edges = ("edges", "senders", "receivers")
-    specs = {name: P(ALL) if name in of_edges else P() for name in batch}
-    return data_parallel(family, state, batch, mesh)[0], specs
+    whole = dict.fromkeys(batch, P())
+    split = _batch({name: batch[name] for name in of_edges}, P(ALL), mesh)
+    return data_parallel(family, state, batch, mesh)[0], whole | split
 
 
 SHARDINGS: dict[str, Callable[[str, Any, Any, MeshShape], InShardings]] = {
@@ -171,7 +175,7 @@ def shardings_of(family: str, state: Any, batch: Any, mesh: MeshShape) -> dict[s
         family: a row of `MEGATRON`.
         state: arrays or ShapeDtypeStructs.
         batch: the same.
-        mesh: the sizes of the axes data and model, in the mesh's order.
+        mesh: the sizes of the axes slices, data and model, in the mesh's order.
     """
     return {name: SHARDINGS[name](family, state, batch, mesh) for name in names_of(family)}
 
@@ -186,7 +190,7 @@ def constraint_of(name: str, mesh: Mesh) -> Callable[[jax.Array, tuple[str | Non
     names, sizes = NAMES[name], dict(mesh.shape)
 
     def constrain(x: jax.Array, dims: tuple[str | None, ...]) -> jax.Array:
-        entries = [names.get(dim, ()) for dim in dims]
+        entries = [_with_slices(names.get(dim, ()), sizes) for dim in dims]
         even = [() if size % _shards(axes, sizes) else axes for axes, size in zip(entries, x.shape, strict=True)]
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*even)))
 
@@ -201,9 +205,17 @@ def _laid(state: Any, layout: Callable[[str, tuple[int, ...]], Layout]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, x: spec_of(layout(slashed(path), x.shape)), state)
 
 
-def _batch(batch: Any, spec: P) -> Any:
+def _batch(batch: Any, spec: P, mesh: MeshShape) -> Any:
     """Labels have fewer dims than what they label."""
-    return jax.tree.map(lambda x: P(*spec[: len(x.shape)]), batch)
+    entries = [_with_slices(axes, mesh) for axes in spec]
+    return jax.tree.map(lambda x: P(*entries[: len(x.shape)]), batch)
+
+
+def _with_slices(axes: Any, mesh: MeshShape) -> Any:
+    """The axes of a dim of a value: slices split what data splits."""
+    if "slices" not in mesh or axes is P.UNCONSTRAINED or "data" not in axes:
+        return axes
+    return ("slices", *((axes,) if isinstance(axes, str) else axes))
 
 
 def _megatron_split(family: str, path: str, shape: tuple[int, ...], mesh: MeshShape) -> Layout:

@@ -97,6 +97,22 @@ def test_evaluate_takes_them(name):
     assert made.predicted.collectives
 
 
+SLICES = AbstractMesh((2, 2, 4), ("slices", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+
+
+@pytest.mark.parametrize("workload", ALL_OF_THEM, ids=lambda workload: workload.family)
+def test_slices_split_the_batch_with_data_and_nothing_of_the_state(workload):
+    _, state, batch = workload.abstract()
+    of_slices = shardings_of(workload.family, state, batch, dict(SLICES.shape))
+    for name, (of_state, of_batch) in shardings_of(workload.family, state, batch, {"data": 2, "model": 4}).items():
+        assert by_path(state, of_slices[name][0]) == by_path(state, of_state)
+        for path, (shape, spec) in by_path(batch, of_batch).items():
+            _, sliced = by_path(batch, of_slices[name][1])[path]
+            NamedSharding(SLICES, sliced).shard_shape(shape)  # fails if it is uneven
+            first = (spec[0],) if spec and isinstance(spec[0], str) else spec and spec[0]
+            assert sliced == (P(("slices", *first), *spec[1:]) if spec else spec)
+
+
 def constraints(workload, name, mesh=MESHES[1]):
     """The specs of all constraints in a step under the sharding of this name."""
     step, state, batch = workload.abstract(constraint_of(name, mesh))
@@ -119,6 +135,11 @@ NAMED = [  # workload, sharding, specs of inner values that are among its constr
 @pytest.mark.parametrize("workload, name, expected", NAMED)
 def test_experts_constrain_inner_values(workload, name, expected):
     assert expected <= set(constraints((LARGE | TRAINED)[workload], name))
+
+
+def test_slices_split_inner_values_with_data():
+    found = constraints(LARGE["moe"], "expert parallel", SLICES)
+    assert {P(("slices", *BOTH)), P("model", ("slices", "data"))} <= {P(*filter(None, spec)) for spec in found}
 
 
 def test_a_dim_that_does_not_divide_stays_whole():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -18,13 +18,14 @@ class Backend:
 
     name: str  # a `jax.Device.platform`
     usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
+    slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
     reduce_scatters: bool = True  # whether it makes an all_reduce and a slice a reduce_scatter
     tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array are padded to
     # kind -> share of its time that runs behind compute, where nothing waits for it
     hides: Mapping[str, float] = field(default_factory=dict)
     combined_kinds: frozenset[str] = frozenset({"all_reduce"})  # of which many become one, where nothing waits for them
     combines_below: float = math.inf  # bytes: gradients of this size and more are all_reduced alone
-    scatters_globally: bool = True  # has reduce_scatters over all devices; otherwise it all_reduces, and slices
+    scatters_globally: bool = True  # has reduce_scatters over all devices of a program; or it all_reduces, and slices
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     recopies: int = 0  # how often an all_to_all copies its operand, to cut it into pieces or to put these together
@@ -112,8 +113,14 @@ def _padded(size: int, multiple: int) -> int:
 def backend_of(mesh: Mesh | AbstractMesh, machine: str | None = None) -> Backend:
     """The compiler for the devices of a mesh; without devices, for a machine by name, or else for TPU."""
     if isinstance(mesh, Mesh):
-        return _BACKENDS.get(mesh.devices.flat[0].platform, GPU)
+        devices = mesh.devices.ravel().tolist()
+        slices = len({getattr(device, "slice_index", None) for device in devices})
+        return _joined(_BACKENDS.get(devices[0].platform, GPU), slices)
     if machine is None:
         return TPU
-    chip = parse_machine(machine).chip
-    return TPU if CHIPS[chip].torus_dims else _BACKENDS.get(chip, GPU)
+    parsed = parse_machine(machine)
+    return _joined(TPU, parsed.slices) if CHIPS[parsed.chip].torus_dims else _BACKENDS.get(parsed.chip, GPU)
+
+
+def _joined(backend: Backend, slices: int) -> Backend:
+    return replace(backend, slices=slices) if backend is TPU and slices > 1 else backend

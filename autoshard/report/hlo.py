@@ -13,6 +13,7 @@ What TPU programs have besides:
   einsum"), or that loop unrolled. It counts as the all_gather or reduce_scatter that it stands for.
 - Between slices a collective is a pair of ``send`` and ``recv`` to the host, whose attributes tell its kind. The module
   is that of one slice, the outermost part of the mesh: what goes on inside it and between slices are two collectives.
+  It numbers partitions of one slice, but names what talks to other slices by device ids.
 - Each operation says how many cycles XLA expects it to take (`schedule.py`).
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,8 @@ _BETWEEN_SLICES = {  # what the network does
     "ONE_TO_ONE": "collective_permute",
     "REDUCE_SCATTER": "reduce_scatter",
 }
+_MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+_SLICE = 100_000  # a device's id is that of its chip and so much times its slice's, counted from 1
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
 _WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")
@@ -56,7 +59,10 @@ _LABEL = re.compile(r"([^/:(\"]+:\d+|unknown line)#(\d+)")  # Equation.label
 
 
 def read_collectives(
-    hlo_text: str, mesh_shape: MeshShape, device_order: Sequence[int] | None = None
+    hlo_text: str,
+    mesh_shape: MeshShape,
+    device_order: Sequence[int] | None = None,
+    device_ids: Sequence[int] | None = None,
 ) -> tuple[Collective, ...]:
     """Every collective of a compiled module, in program order.
 
@@ -65,9 +71,11 @@ def read_collectives(
         mesh_shape: devices per axis of the mesh that the program was compiled for.
         device_order: `device_order[i]` is the position in the flattened mesh of the module's i-th partition; jit
             numbers partitions in mesh order, so by default it is i.
+        device_ids: ids of the devices of the flattened mesh; by default those of slices whose chips are numbered in
+            mesh order.
 
     Raises:
-        MeshError: the module's partitions are not those of the mesh.
+        MeshError: the module's partitions are not those of the mesh, or what goes on between slices cannot be read.
 
     >>> hlo = '''
     ... ENTRY %main (x: f32[2,4]) -> f32[8,4] {
@@ -80,7 +88,7 @@ def read_collectives(
     module = Module.of(hlo_text)
     found: dict[Any, Collective] = {}
     products: dict[tuple, dict[Any, _Turn]] = defaultdict(dict)  # name, place and axes -> by channel
-    for part in collectives_in(module, hlo_text, mesh_shape, device_order):
+    for part in collectives_in(module, hlo_text, mesh_shape, device_order, device_ids):
         one, computation = part.collective, part.computation
         if part.is_turn:
             loop = _WINDOWED.search(computation)
@@ -130,22 +138,29 @@ class Part:
 
 
 def collectives_in(
-    module: Module, hlo_text: str, mesh_shape: MeshShape, device_order: Sequence[int] | None = None
+    module: Module,
+    hlo_text: str,
+    mesh_shape: MeshShape,
+    device_order: Sequence[int] | None = None,
+    device_ids: Sequence[int] | None = None,
 ) -> Iterator[Part]:
     """Every instruction of a module in which a collective stands, in program order; see `read_collectives`."""
     lines = source_lines(hlo_text)
     devices = math.prod(mesh_shape.values())
     order = np.arange(devices) if device_order is None else np.asarray(device_order)
     partitions = _partitions(hlo_text) or devices
+    if device_ids is None:
+        device_ids = [(1 + i // partitions) * _SLICE + i % partitions for i in range(devices)]
+    places = {device: place for place, device in enumerate(device_ids)}
     for computation, instruction, runs in module.executed():
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode == "recv" and (between := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)):
-            kind, groups = _BETWEEN_SLICES[between[1]], _slices(instruction, partitions)
+        if opcode == "recv" and _MEGASCALE in instruction.rest:
+            kind, groups = _between_slices(instruction, places)
         elif opcode in _KINDS:
-            kind, groups = _KINDS[opcode], _groups(instruction, opcode, partitions)
+            kind, groups = _KINDS[opcode], order[_checked(_groups(instruction, opcode, partitions), devices)]
         else:
             continue
-        axes = _axes(groups, order, mesh_shape)
+        axes = _axes(groups, mesh_shape)
         if not axes:
             continue
         size = shape_bytes(_result_shape(instruction))
@@ -161,7 +176,7 @@ def collectives_in(
             instruction,
             channel=attribute(instruction.rest, "channel_id"),
             frame=attribute(said, "stack_frame_id"),
-            rotates=kind == "collective_permute" and len(groups) == partitions,
+            rotates=opcode == "collective-permute" and len(groups) == partitions,
         )
 
 
@@ -196,6 +211,12 @@ def _windowed(turns: Sequence[_Turn], places: int) -> Iterator[Collective]:
             yield replace(one, kind="all_gather", bytes=size * places, count=runs)
         else:
             yield replace(one, kind="reduce_scatter", bytes=size, count=runs)
+
+
+def rendezvous(instruction: Instruction) -> str | None:
+    """What a ``send`` and the ``recv`` of what comes back have in common."""
+    said = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.rest)
+    return said and said[1]
 
 
 def equation_of(why: str) -> int | None:
@@ -284,11 +305,15 @@ def _mesh_groups(match: re.Match) -> np.ndarray:
     return places.transpose(rest + members).reshape(-1, math.prod(dims[dim] for dim in members))
 
 
-def _axes(groups: np.ndarray, order: np.ndarray, mesh_shape: MeshShape) -> tuple[str, ...]:
-    """The mesh axes along which members of one group differ."""
-    if groups.size and groups.max() >= len(order):
-        raise MeshError(f"the module talks to partition {groups.max()}, but the mesh has {len(order)} devices")
-    coordinates = np.unravel_index(order[groups], tuple(mesh_shape.values()))
+def _checked(groups: np.ndarray, devices: int) -> np.ndarray:
+    if groups.size and groups.max() >= devices:
+        raise MeshError(f"the module talks to partition {groups.max()}, but the mesh has {devices} devices")
+    return groups
+
+
+def _axes(groups: np.ndarray, mesh_shape: MeshShape) -> tuple[str, ...]:
+    """The mesh axes along which members of one group, places in the flattened mesh, differ."""
+    coordinates = np.unravel_index(groups, tuple(mesh_shape.values()))
     return tuple(axis for axis, where in zip(mesh_shape, coordinates, strict=True) if (where != where[:, :1]).any())
 
 
@@ -298,20 +323,27 @@ def _partitions(hlo_text: str) -> int | None:
     return int(said[1]) if said else None
 
 
-def _slices(instruction: Instruction, partitions: int) -> np.ndarray:
-    """Slices that talk to each other, [group, member], each by the first of its partitions.
+def _between_slices(instruction: Instruction, places: Mapping[int, int]) -> tuple[str, np.ndarray]:
+    """The kind of a collective over the network, and the places in the mesh that talk to each other, [group, member].
 
-    ``"{1,2}x{0:3}"`` is chips 0 to 3 of slices 1 and 2, ``{{100000,300000},...}`` chip 0 of slices 1 and 3, and
-    ``{100000->300000}`` goes from one to the other.
+    ``"{1,2}x{0:3}"`` is each of the chips 0 to 3 of slices 1 and 2, ``{{100000,200000},...}`` chip 0 of both, and
+    ``{{100000->200000}}`` goes from one to the other.
     """
+    said = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
     target = instruction.rest.partition("_xla_megascale_target=")[2]
-    if every := re.match(r'"\{([\d,]+)\}x', target):
-        slices = [[int(n) for n in every[1].split(",")]]
+    if every := re.match(r'"\{([\d,]+)\}x\{(\d+):(\d+)\}"', target):
+        slices, chips = [int(n) for n in every[1].split(",")], range(int(every[2]), int(every[3]) + 1)
+        groups = [[one * _SLICE + chip for one in slices] for chip in chips]
+    elif listed := re.match(r"\{((?:\{\d+(?:(?:,|->)\d+)*\},?)*)\}", target):
+        groups = [[int(n) for n in re.findall(r"\d+", group)] for group in re.findall(r"\{([^}]+)\}", listed[1])]
     else:
-        listed = re.match(r"\{((?:\{[\d,>-]+\},?)*)\}", target)
-        groups = re.findall(r"\{([\d,>-]+)\}", listed[1]) if listed else []
-        slices = [[int(n) // 100000 for n in re.findall(r"\d+", group)] for group in groups]
-    return (np.array(slices, dtype=int).reshape(len(slices), len(slices[0]) if slices else 0) - 1) * partitions
+        groups = None
+    if said is None or said[1] not in _BETWEEN_SLICES or groups is None or len({len(group) for group in groups}) > 1:
+        raise MeshError(f"cannot read what goes on between slices in: {instruction.name} = {instruction.rest[:600]}")
+    if unknown := {device for group in groups for device in group} - places.keys():
+        raise MeshError(f"the module talks to devices {sorted(unknown)}, which the mesh does not have")
+    found = np.array([[places[device] for device in group] for group in groups], dtype=int)
+    return _BETWEEN_SLICES[said[1]], found.reshape(len(groups), len(groups[0]) if groups else 0)
 
 
 def _result_shape(instruction: Instruction) -> str:

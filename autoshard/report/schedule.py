@@ -3,21 +3,22 @@
 A device computes one operation after the other, each as many cycles as XLA expects, or on a GPU, for which XLA says
 nothing, as long as `roofline.py` says. A collective takes what
 `mesh/collectives.py` says, once those before it on the same mesh axes are done. One that starts in one instruction and
-ends in another, as a ``-start`` and a ``-done`` or as the first and the last fusion that it stands in, runs beside all
-that is between the two; for any other the device waits.
+ends in another, as a ``-start`` and a ``-done``, between slices as a ``send`` and a ``recv-done``, or as the first and
+the last fusion that it stands in, runs beside all that is between the two; for any other the device waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import seconds
 from autoshard.mesh.topology import Topology
-from autoshard.report.hlo import Part, collectives_in
+from autoshard.report.hlo import Part, collectives_in, rendezvous
 from autoshard.report.module import Instruction, Module, operands
 from autoshard.report.roofline import Roofline
 
@@ -35,18 +36,25 @@ class Schedule:
         return self.compute_seconds + sum(self.exposed.values())
 
 
-def schedule_of(hlo_text: str, mesh_shape: MeshShape, topology: Topology, clock: float | None) -> Schedule:
+def schedule_of(
+    hlo_text: str,
+    mesh_shape: MeshShape,
+    topology: Topology,
+    clock: float | None,
+    device_ids: Sequence[int] | None = None,
+) -> Schedule:
     """The schedule of a module compiled for TPU or GPU.
 
     Args:
         hlo_text: `compiled.as_text()`.
         mesh_shape: devices per axis of the mesh that the program was compiled for.
         clock: cycles per second; None for GPU.
+        device_ids: as for `read_collectives`.
     """
     module = Module.of(hlo_text)
     lasts = Roofline(module, topology).seconds if clock is None else lambda _, one: one.cycles / clock
     simulation = _Simulation(module, mesh_shape, topology, lasts)
-    simulation.place(collectives_in(module, hlo_text, mesh_shape))
+    simulation.place(collectives_in(module, hlo_text, mesh_shape, device_ids=device_ids))
     simulation.run(module.entry, 1)
     exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
     return Schedule(simulation.compute, dict(simulation.communication), exposed)
@@ -86,12 +94,21 @@ class _Simulation:
                     computation, instruction = self.module.outermost(part.computation, part.instruction)
                     places[computation].append(instruction)
             for computation, instructions in places.items():
-                starts = [one for one in instructions if one.opcode.endswith("-start")]
-                bounds = [(one.name, self._done(computation, one)) for one in starts]
+                starts = [one for one in instructions if one.opcode.endswith("-start") or one.opcode == "recv"]
+                bounds = [(self._begin(computation, one), self._done(computation, one)) for one in starts]
                 if not starts:
                     bounds = [(instructions[0].name, instructions[-1].name)]
                 one, length = same[0].collective, self._seconds(same[0])
                 self.spans[computation] += [_Span(one.kind, one.axes, length, begin, end) for begin, end in bounds]
+
+    def _begin(self, computation: str, start: Instruction) -> str:
+        """What comes from other slices is under way once this one has sent its part, be `recv` before or after."""
+        if start.opcode != "recv":
+            return start.name
+        for one in self.module.computations[computation]:
+            if one.opcode == "send" and rendezvous(one) == rendezvous(start):
+                return one.name
+        raise MeshError(f"nothing is sent for {start.name}, which waits for other slices, in {computation}")
 
     def _done(self, computation: str, start: Instruction) -> str:
         for one in self.module.computations[computation]:

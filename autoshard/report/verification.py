@@ -196,12 +196,13 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: To
     lines = source_lines(text) if _REMATERIALIZED.search(log) else {}
     device, schedule = mesh.devices.flat[0], None
     chip = chip_of(device.device_kind)
+    shape, ids = dict(mesh.shape), [device.id for device in mesh.devices.flat]
     if chip and (chip.clock or not chip.torus_dims) and device.platform != "cpu":
-        schedule = schedule_of(text, dict(mesh.shape), topology or Topology.of(mesh), chip.clock)
+        schedule = schedule_of(text, shape, topology or Topology.of(mesh), chip.clock, ids)
     return Compiled(
         program=program,
         mesh=mesh,
-        collectives=read_collectives(text, dict(mesh.shape)),
+        collectives=read_collectives(text, shape, device_ids=ids),
         peak_bytes=peak_bytes(program),
         rematerializations=tuple(rematerializations_in(log, lines)),
         schedule=schedule,

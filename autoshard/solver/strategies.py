@@ -133,7 +133,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
     for scattered_factor, axes in partial:
-        if not by_hand and not backend.scatters_globally and shards(axes, mesh) == math.prod(mesh.values()):
+        if not by_hand and not _scatters_at_once(axes, mesh, backend):
             continue
         for dim in range(len(shape)):
             scattered = _scattered(layout, axes, dim, shape, mesh)
@@ -149,24 +149,46 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
                 yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
 
 
+def _scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
+    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one."""
+    between, inside = _levels(axes, mesh, backend)
+    everybody = shards(inside, mesh) * backend.slices >= math.prod(mesh.values())
+    return backend.scatters_globally or not inside or not (between or everybody)
+
+
+def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of the axes that lie between slices, and those that go on inside one."""
+    between, count = set(), 1
+    for axis, size in mesh.items():
+        count *= size
+        if size > 1 and backend.slices % count == 0:
+            between.add(axis)
+    return tuple(axis for axis in axes if axis in between), tuple(axis for axis in axes if axis not in between)
+
+
 def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:
-    """One reduce_scatter of `local` elements; two, over minor axes first, where a backend has none over all devices."""
-    count = shards(axes, mesh)
-    whole = Finish(REDUCE_SCATTER, axes, 0, local // count)
-    if backend.scatters_globally or count < math.prod(mesh.values()):
+    """One reduce_scatter of `local` elements, or several, over minor axes first, where a backend does not have it."""
+    if _scatters_at_once(axes, mesh, backend):
+        yield Finish(REDUCE_SCATTER, axes, 0, local // shards(axes, mesh))
+        return
+    between, inside = _levels(axes, mesh, backend)
+    count = shards(inside, mesh)
+    whole = Finish(REDUCE_SCATTER, inside, 0, local // count)
+    rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
+    if _scatters_at_once(inside, mesh, backend):
         yield whole
-    elif len(axes) > 1:
-        yield Finish(REDUCE_SCATTER, axes[1:], 0, local // shards(axes[1:], mesh))
-        yield replace(whole, axes=axes[:1])
+    elif len(inside) > 1:
+        yield Finish(REDUCE_SCATTER, inside[1:], 0, local // shards(inside[1:], mesh))
+        yield replace(whole, axes=inside[:1])
+    elif rows == 1:  # a prime number of devices
+        yield whole
     else:
-        rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
-        if rows == 1:  # a prime number of devices
-            yield whole
-            return
         columns = count // rows
         places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
-        yield Finish(REDUCE_SCATTER, axes, 0, local // columns, tuple(places))
+        yield Finish(REDUCE_SCATTER, inside, 0, local // columns, tuple(places))
         yield replace(whole, groups=tuple(zip(*places, strict=True)))
+    if between:
+        yield Finish(REDUCE_SCATTER, between, 0, local // shards(axes, mesh))
 
 
 def _scattered(layout: Layout, axes: tuple[str, ...], dim: int, shape, mesh: MeshShape) -> Layout | None:

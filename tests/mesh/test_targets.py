@@ -239,6 +239,8 @@ BETWEEN = [  # axes of two slices, function, shardings, collectives
     ({"s": 2, "x": 4}, lambda a: a * 2, P("s"), P(), [("all_gather", ("s",))]),
     ({"s": 2, "x": 4}, lambda a: a * 2, P("s"), P(None, "s"), [("all_to_all", ("s",))]),
     ({"a": 4, "x": 2}, lambda a: a.sum(0), P("a"), P(), [("all_reduce", ("a",)), ("all_reduce", ("a",))]),
+    ({"s": 2, "x": 2, "y": 2}, lambda a: a * 2, P(("s", "x")), P(None, ("s", "x")), [("all_to_all", ("s", "x"))]),
+    ({"s": 2, "x": 2, "y": 2}, lambda a: a * 2, P(("s", "y")), P(None, ("s", "y")), [("all_to_all", ("s", "y"))]),
 ]
 
 
@@ -246,7 +248,37 @@ BETWEEN = [  # axes of two slices, function, shardings, collectives
 def test_what_goes_on_between_slices(axes, fn, source, target, expected):
     needs("v5e")
     hlo = compiled_for("2x v5e:2x2", axes, fn, (source,), target, ROWS)
-    assert [(one.kind, one.axes) for one in read_collectives(hlo, axes)] == expected
+    assert read_between(hlo, axes) == expected
+
+
+def read_between(hlo, axes):
+    ids = [device.id for device in target_mesh("2x v5e:2x2", axes).devices.flat]
+    return [(one.kind, one.axes) for one in read_collectives(hlo, axes, device_ids=ids)]
+
+
+STAGES = [  # axes of the reduce_scatters of a program for two slices, what TPU makes of them
+    ([("s", "x", "y")], [("all_reduce", ("x", "y")), ("reduce_scatter", ("s",))]),
+    ([("s", "x")], [("all_reduce", ("x",)), ("reduce_scatter", ("s",))]),
+    ([("y",), ("x",), ("s",)], [("reduce_scatter", ("y",)), ("reduce_scatter", ("x",)), ("reduce_scatter", ("s",))]),
+]
+
+
+@pytest.mark.parametrize("stages, expected", STAGES)
+def test_scatters_between_slices_are_alone(stages, expected):
+    """Together with some inside a slice they are an all_reduce there first: why we run them in stages."""
+    needs("v5e")
+    axes, everywhere = {"s": 2, "x": 2, "y": 2}, ("s", "x", "y")
+
+    def scattered(a):
+        for stage in stages:
+            a = jax.lax.psum_scatter(a, stage, tiled=True)
+        return a
+
+    target = P(tuple(axis for axis in everywhere if any(axis in stage for stage in stages)))
+    mesh = target_mesh("2x v5e:2x2", axes).abstract_mesh
+    step = jax.shard_map(scattered, mesh=mesh, in_specs=P(None, everywhere), out_specs=target, check_vma=False)
+    hlo = compiled_for("2x v5e:2x2", axes, step, (P(None, everywhere),), target, f32(4096, 8192))
+    assert read_between(hlo, axes) == expected
 
 
 def scanned(x, ws):

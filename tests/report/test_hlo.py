@@ -311,6 +311,7 @@ def test_other_texts_are_read_otherwise(trap, text, other):
         check(changed, MESH, expected)
 
 
+MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
 SLICES = {"a": 2, "b": 2, "y": 2}  # a and b go over four slices, and a module is that of one
 PAIRS = "{{100000,300000},{100001,300001},{200000,400000},{200001,400001}}"
 BETWEEN = [  # what the host is told, what it gives, what that is
@@ -330,7 +331,7 @@ BETWEEN = [  # what the host is told, what it gives, what that is
 def test_between_slices(target, kind, shape, expected):
     """A channel id stands for one thing on the host's side, and for another on the chip's."""
     told = f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"'
-    told = f"is_host_transfer=true, frontend_attributes={{{told}}}"
+    told = f"is_host_transfer=true, frontend_attributes={{{MEGASCALE},{told}}}"
     hlo = "HloModule jit_f, num_partitions=2\n\n" + entry(
         f"%inside = {shape} all-reduce(%p), channel_id=1, replica_groups={{{{0,1}}}}, to_apply=%add",
         f"%send = ({shape}, u32[], token[]) send(%p, %after), channel_id=2, {told}",
@@ -339,6 +340,52 @@ def test_between_slices(target, kind, shape, expected):
     )
     size = 16 if "bf16" in shape else 32
     check(hlo, SLICES, [("all_reduce", ("y",), 1, size)] + [expected] * (expected is not None))
+
+
+# What libtpu makes for two slices of 2x2 chips: what lay over s, x and y is gathered, and goes from one dim to another.
+TWO = {"s": 2, "x": 2, "y": 2}
+IDS = [100000, 100001, 100003, 100002, 200000, 200001, 200003, 200002]
+HOST = f"is_host_transfer=true, frontend_attributes={{{MEGASCALE},_xla_host_transfer_rendezvous="
+RECORDED = f"""HloModule jit__lambda, is_scheduled=true, replica_count=1, num_partitions=4
+
+ENTRY %main.1_spmd (param: f32[64,1024]) -> f32[512,1024] {{
+  %send = (f32[64,1024]{{1,0:T(8,128)}}, u32[], token[]) send(%fusion, %after-all), channel_id=2, {HOST}"all-gather.3_0",_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="ALL_GATHER",is_spmd_generated="true"}}
+  %recv = (f32[128,1024]{{1,0:T(8,128)}}, u32[], token[]) recv(%after-all), channel_id=1, {HOST}"all-gather.3_0",_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="ALL_GATHER",is_spmd_generated="true"}}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %recv-done = (f32[128,1024]{{1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  %all-gather.9 = f32[2,256,1024]{{2,1,0:T(8,128)S(1)}} all-gather(%bitcast), channel_id=1, replica_groups={{{{0,1,2,3}}}}, dimensions={{1}}, use_global_device_ids=true
+  %send.1 = (f32[128,4,256]{{2,0,1:T(8,128)}}, u32[], token[]) send(%bitcast.6, %after-all.1), channel_id=4, {HOST}"all-to-all_0",_xla_megascale_target={{{{100000,100003,200000,200003}},{{100001,100002,200001,200002}}}},_xla_megascale_transfer_type="ALL_TO_ALL",is_spmd_generated="true"}}
+  %recv.1 = (f32[128,4,256]{{2,0,1:T(8,128)}}, u32[], token[]) recv(%after-all.1), channel_id=3, {HOST}"all-to-all_0",_xla_megascale_target={{{{100000,100003,200000,200003}},{{100001,100002,200001,200002}}}},_xla_megascale_transfer_type="ALL_TO_ALL",is_spmd_generated="true"}}
+}}
+"""  # noqa: E501
+
+
+def of_two_slices(hlo):
+    return [(one.kind, one.axes, one.bytes) for one in read_collectives(hlo, TWO, device_ids=IDS)]
+
+
+def test_a_program_for_two_slices():
+    """A device's id tells its chip, which is not where it stands in its slice's part of the mesh."""
+    assert of_two_slices(RECORDED) == [
+        ("all_gather", ("s",), 2 * 64 * 1024 * 4),
+        ("all_gather", ("x", "y"), 2 * 256 * 1024 * 4),
+        ("all_to_all", ("s", "x"), 128 * 1024 * 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, other, message",
+    [
+        ('"ALL_TO_ALL"', '"SOME_TO_SOME"', "cannot read what goes on between slices in: recv.1 "),
+        ('_xla_megascale_transfer_type="ALL_GATHER",', "", "cannot read what goes on between slices in: recv "),
+        ('"{1,2}x{0:3}"', '"all"', "cannot read what goes on between slices in: recv "),
+        ("100003,200000,", "200000,", "cannot read what goes on between slices in: recv.1 "),  # groups of 3 and of 4
+        ("{1,2}x", "{1,3}x", r"talks to devices \[300000, 300001, 300002, 300003\]"),
+    ],
+)
+def test_what_goes_on_between_slices_is_not_passed_over(text, other, message):
+    with pytest.raises(MeshError, match=message):
+        of_two_slices(RECORDED.replace(text, other))
 
 
 LIMIT = "%limit = s32[]{:T(128)} constant(8)"

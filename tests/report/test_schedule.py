@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from autoshard import topology
+from autoshard.errors import MeshError
 from autoshard.mesh.collectives import seconds
 from autoshard.report.schedule import schedule_of
 
@@ -88,6 +89,52 @@ def test_what_holds_up_another_is_exposed_itself():
     schedule = found(start("s", "x", 1), reduce, done("d", "s"))
     reduced = seconds("all_reduce", ("x",), 4 * ROWS, MESH, MACHINE)
     assert schedule.exposed == {"all_gather": near(TAKES["x"]), "all_reduce": near(reduced)}
+
+
+SLICES = {"slices": 2, "x": 4, "y": 4}
+NETWORK = topology("2x v5e:4x4", SLICES)
+
+
+def between(*order: str) -> list[str]:
+    """A gather between slices, its instructions and work in this order."""
+    host = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
+    told = '_xla_host_transfer_rendezvous="all-gather_0",_xla_megascale_target="{1,2}x{0:15}"'
+    told = f'is_host_transfer=true, frontend_attributes={{{host},{told},_xla_megascale_transfer_type="ALL_GATHER"}}'
+    lines = {
+        "send": f"%send = ({PIECE}{{0}}, u32[], token[]) send(%q, %after), channel_id=2, {told}",
+        "recv": f"%recv = ({GATHERED}{{0}}, u32[], token[]) recv(%after), channel_id=1, {told}",
+        "send-done": "%send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true",
+        "recv-done": f"%recv-done = ({GATHERED}{{0}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true",
+        "in slice": gather("g", "x", 1),
+    }
+    return [lines[name] if name in lines else work(name, 10**5) for name in order]
+
+
+@pytest.mark.parametrize(
+    "order, hidden",  # of the gather between slices, 0.1 ms
+    [
+        (["send", "recv", "send-done", "recv-done", "w1"], 0),
+        (["send", "recv", "w1", "send-done", "recv-done"], 1),
+        (["send", "w1", "recv", "w2", "recv-done", "send-done"], 2),
+        (["w1", "recv", "w2", "send", "w3", "recv-done"], 1),
+    ],
+)
+def test_between_slices_it_runs_from_send_to_recv_done(order, hidden):
+    text = module(*between(*order))
+    schedule = schedule_of(text, SLICES, NETWORK, CLOCK)
+    takes = seconds("all_gather", ("slices",), 2 * ROWS, SLICES, NETWORK)
+    assert schedule.communication == {"all_gather": near(takes)}
+    assert schedule.exposed == {"all_gather": near(max(0, takes - hidden * 1e-4))}
+
+
+def test_the_network_and_the_links_of_a_slice_work_at_once():
+    schedule = schedule_of(module(*between("send", "recv", "in slice", "recv-done")), SLICES, NETWORK, CLOCK)
+    assert schedule.step_seconds == near(seconds("all_gather", ("slices",), 2 * ROWS, SLICES, NETWORK))
+
+
+def test_what_is_never_sent_does_not_come():
+    with pytest.raises(MeshError, match="nothing is sent for recv"):
+        schedule_of(module(*between("recv", "recv-done")), SLICES, NETWORK, CLOCK)
 
 
 def part(axis: str) -> str:

@@ -227,6 +227,33 @@ def test_stages(mesh, axes, devices, elements):
         assert [finish.elements for finish in scatters] == elements
 
 
+SLICES = [  # slices, mesh, axes of a reduce_scatter, those of each of its stages
+    (2, {"s": 2, "x": 3, "y": 4}, ("s",), [("s",)]),
+    (2, {"s": 2, "x": 3, "y": 4}, ("y",), [("y",)]),
+    (2, {"s": 2, "x": 3, "y": 4}, ("x", "y"), [("y",), ("x",)]),  # all of a slice
+    (2, {"s": 2, "x": 3, "y": 4}, ("s", "x"), [("x",), ("s",)]),
+    (2, {"s": 2, "x": 3, "y": 4}, ("s", "x", "y"), [("y",), ("x",), ("s",)]),
+    (6, {"s": 2, "x": 3, "y": 4}, ("s", "x"), [("s", "x")]),
+    (6, {"s": 2, "x": 3, "y": 4}, ("s", "y"), [("y",), ("y",), ("s",)]),
+    (1, {"s": 2, "x": 3, "y": 4}, ("x", "y"), [("x", "y")]),
+]
+
+
+@pytest.mark.parametrize("slices, mesh, axes, stages", SLICES)
+def test_stages_of_several_slices(slices, mesh, axes, stages):
+    (group,) = grouped(matmul, f32(24, 24), f32(24, 48))
+    found = [s.finishes for s in strategies_of(group, mesh, replace(TPU, slices=slices))]
+    found = [finishes for finishes in found if sorted({axis for f in finishes for axis in f.axes}) == sorted(axes)]
+    scattered = [finishes for finishes in found if finishes[-1].kind == REDUCE_SCATTER]
+    assert scattered
+    for finishes in scattered:
+        assert [finish.axes for finish in finishes] == stages
+        left = np.cumprod([finish.devices(mesh) for finish in finishes])
+        assert [finish.elements * count for finish, count in zip(finishes, left, strict=True)] == [
+            finishes[0].elements * left[0]
+        ] * len(stages)
+
+
 # On meshes and groups of any kind.
 
 
