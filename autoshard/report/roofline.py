@@ -97,8 +97,9 @@ class Roofline:
 
     def _product(self, computation: str, instruction: Instruction) -> float:
         left = dims_of(self._given(computation, instruction)[0])
-        summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', instruction.rest)[1]
-        return 2.0 * math.prod(dims_of(instruction.shape)) * math.prod(left[int(n)] for n in re.findall(r"\d+", summed))
+        said = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', instruction.rest)  # none of an outer product
+        summed = [left[int(n)] for n in re.findall(r"\d+", said[1])] if said else []
+        return 2.0 * math.prod(dims_of(instruction.shape)) * math.prod(summed)
 
     def _convolution(self, computation: str, instruction: Instruction, target: str) -> float:
         """Every element of the result, or of its cotangent, is a sum over the kernel of its channel."""

@@ -40,6 +40,7 @@ ENTRY = [
     f'%forward = (bf16[32,56,56,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%images, %kernel), {CONV}"{CUDNN}Forward"',
     f'%filter = (bf16[64,3,3,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%images, %images), {CONV}"{CUDNN}BackwardFilter"',
     f'%input = (bf16[32,56,56,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%images, %kernel), {CONV}"{CUDNN}BackwardInput"',
+    "%outer = f32[64,64]{1,0} dot(%vector, %vector)",
     "%begun = (f32[64]{0}, f32[1024]{0}) all-gather-start(%vector), replica_groups={}, dimensions={0}",
     "ROOT %element = f32[64]{0} get-tuple-element(%begun), index=0",
 ]  # fmt: skip
@@ -64,6 +65,7 @@ def module():
     ("forward", max((2 * IMAGES + KERNEL) / HBM, PRODUCTS / BF16)),
     ("filter", max((2 * IMAGES + KERNEL) / HBM, PRODUCTS / BF16)),
     ("input", max((2 * IMAGES + KERNEL) / HBM, PRODUCTS / BF16)),
+    ("outer", (2 * 256 + 4 * 64 * 64) / HBM),
     ("begun", 0.0),
     ("element", 0.0),
     ("vector", 0.0),
