@@ -97,7 +97,7 @@ class Roofline:
 
     def _product(self, computation: str, instruction: Instruction) -> float:
         left = dims_of(self._given(computation, instruction)[0])
-        said = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', instruction.rest)  # none of an outer product
+        said = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', instruction.rest)  # not of outer products
         summed = [left[int(n)] for n in re.findall(r"\d+", said[1])] if said else []
         return 2.0 * math.prod(dims_of(instruction.shape)) * math.prod(summed)
 
