@@ -425,10 +425,10 @@ class _Highs:
             finally:
                 ended.set()
 
-        # In a thread, since Python hears Ctrl-C only between two of its own instructions. Waiting is for the event,
-        # since an interrupted Thread.join takes the thread for ended.
-        threading.Thread(target=run).start()
+        # In a thread, since Python hears Ctrl-C only between two of its own instructions; it may hear one while that
+        # starts. Waiting is for the event, since an interrupted Thread.join takes the thread for ended.
         try:
+            threading.Thread(target=run).start()
             while not ended.wait(0.1):
                 if time.monotonic() > self._deadline + LAST_WORDS or self._stop.is_set():
                     self.stopped = True

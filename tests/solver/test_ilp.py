@@ -1,8 +1,10 @@
 """The integer program alone, on problems that nothing has simplified, against trying everything."""
 
+import threading
+
 import numpy as np
 import pytest
-from problems import answer, assert_same, random_problem
+from problems import answer, assert_same, hard_problem, random_problem
 
 from autoshard.solver import Problem, ilp
 from autoshard.solver.exhaustive import exhaustive
@@ -75,3 +77,20 @@ def test_the_oracle_can_fail(monkeypatch):
     with pytest.raises(AssertionError):
         for seed in range(200):
             assert_optimal(random_problem(seed, nodes=5))
+
+
+def test_ctrl_c_is_heard_while_highs_starts(monkeypatch):
+    """Its thread runs by then, and the process would wait for it to end."""
+    started = []
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            started.append(self)
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Thread", Interrupted)
+    outcome = cheapest(hard_problem(), None, time_limit=60.0, seed=0)
+    assert outcome.interrupted
+    started[0].join(timeout=20.0)
+    assert not started[0].is_alive()
