@@ -34,7 +34,7 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import Collective
 from autoshard.report.module import Instruction, Module, attribute, shape_bytes
 
-_KINDS = {
+KINDS = {  # opcode -> kind of collective
     "all-gather": "all_gather",
     "all-reduce": "all_reduce",
     "all-to-all": "all_to_all",
@@ -156,8 +156,8 @@ def collectives_in(
         opcode = instruction.opcode.removesuffix("-start")
         if opcode == "recv" and _MEGASCALE in instruction.rest:
             kind, groups = _between_slices(instruction, places)
-        elif opcode in _KINDS:
-            kind, groups = _KINDS[opcode], order[_checked(_groups(instruction, opcode, partitions), devices)]
+        elif opcode in KINDS:
+            kind, groups = KINDS[opcode], order[_checked(_groups(instruction, opcode, partitions), devices)]
         else:
             continue
         axes = _axes(groups, mesh_shape)

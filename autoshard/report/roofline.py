@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from autoshard.mesh.topology import Topology
+from autoshard.report.hlo import KINDS
 from autoshard.report.module import Instruction, Module, attribute, dims_of, dtype_of, operands, shape_bytes
 
 # what computes nothing, or is computed elsewhere
@@ -30,8 +31,9 @@ class Roofline:
         self.known: dict[str, Mapping[str, Instruction]] = {}
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
-        """Of one run of an instruction of this computation; 0 of one that starts or ends a collective."""
-        if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done")):
+        """Of one run of an instruction of this computation; 0 of a collective, and of what starts or ends one."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode in KINDS or opcode.endswith(("-start", "-done")):
             return 0.0
         moved = sum(self._moved(computation, instruction)) / self.topology.memory_bandwidth
         return max(moved, sum(self._computed(computation, instruction)))

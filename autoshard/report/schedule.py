@@ -1,10 +1,10 @@
 """How long a compiled TPU or GPU program takes, in the order in which XLA has put its operations.
 
 A device computes one operation after the other, each as many cycles as XLA expects, or on a GPU, for which XLA says
-nothing, as long as `roofline.py` says. A collective takes what
-`mesh/collectives.py` says, once those before it on the same mesh axes are done. One that starts in one instruction and
-ends in another, as a ``-start`` and a ``-done``, between slices as a ``send`` and a ``recv-done``, or as the first and
-the last fusion that it stands in, runs beside all that is between the two; for any other the device waits.
+nothing, as long as `roofline.py` says. A collective takes what `mesh/collectives.py` says, once those before it on the
+same mesh axes are done. One that starts in one instruction and ends in another, as a ``-start`` and a ``-done``,
+between slices as a ``send`` and a ``recv-done``, or as the first and the last fusion that it stands in, runs beside all
+that is between the two; for any other the device waits.
 """
 
 from __future__ import annotations
@@ -133,7 +133,6 @@ class _Simulation:
         for span in self.spans[computation]:
             begin[span.begin].append(span)
             end[span.end].append(span)
-        waits_for = {span.begin for span in self.spans[computation] if span.begin == span.end}
         begun: dict[int, tuple[float, str]] = {}  # span -> when it is done, and what kind it waits for
         for instruction in self.module.computations[computation]:
             for span in begin.get(instruction.name, ()):
@@ -144,7 +143,7 @@ class _Simulation:
                 self.communication[span.kind] += span.seconds * runs
             if instruction.opcode != "fusion":  # which lasts as long as it says itself
                 now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
-            lasts = 0.0 if instruction.name in waits_for else self.lasts(computation, instruction)
+            lasts = self.lasts(computation, instruction)
             now += lasts
             self.compute += lasts * runs
             for span in end.get(instruction.name, ()):

@@ -208,3 +208,12 @@ def test_a_gpu_program_lasts_as_long_as_its_roofline():
     sums = 2 * 64 * 4 / MACHINE.memory_bandwidth  # 256 bytes read, as many written
     assert found.compute_seconds == pytest.approx(sums, rel=1e-9)
     assert found.exposed["all_gather"] == pytest.approx(TAKES["x"] - sums, rel=1e-9)
+
+
+def test_a_fusion_that_a_collective_stands_in_computes_too():
+    """The cycles that XLA notes on it count, beside what the collective takes."""
+    fused = gather("g", "x", 1).replace("%g =", "  ROOT %g =").replace("%q", "%a")
+    body = f"  %a = {PIECE}{{0}} parameter(0)\n{fused}"
+    waits = found(work("w1", cycles(0.5), operand="q"), body_of_w1=body)
+    assert waits.compute_seconds == near(0.5 * TAKES["x"])
+    assert waits.exposed["all_gather"] == near(0.5 * TAKES["x"])
