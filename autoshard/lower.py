@@ -71,7 +71,7 @@ class Step:
         donated = (not program.donated.isdisjoint(jax.tree.leaves(slot)) for slot in slots)
         self._jitted = jax.jit(
             run,
-            in_shardings=(*plan.in_shardings, *(plan.keyword_shardings[name] for name in self._names)),
+            in_shardings=jax.tree.map(plan.flat_in_shardings.__getitem__, slots),
             out_shardings=plan.out_shardings,
             donate_argnums=tuple(n for n, given in enumerate(donated) if given),
             **jit_keywords,

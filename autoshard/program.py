@@ -161,12 +161,15 @@ class Program:
 
     @property
     def lowered_slots(self) -> tuple:
-        """As `argument_slots`, of the lowered step, which takes keyword arguments by position, in order of name.
-
-        XLA calls the argument "w" of the first that is a dict ``args[0]['w']``.
-        """
+        """As `argument_slots`, of the lowered step, which takes keyword arguments by position, in order of name."""
         positional, keyword = self.argument_slots
         return *positional, *(keyword[name] for name in sorted(keyword))
+
+    @cached_property
+    def lowered_names(self) -> Mapping[str, str]:
+        """What XLA calls arguments of the lowered step, ``args[0]['w']``, to the user's names, ``state/w``."""
+        paths, _ = jax.tree.flatten_with_path(self.lowered_slots)
+        return {f"args{jax.tree_util.keystr(path)}": self.arguments[index].name for path, index in paths}
 
     @property
     def result_slots(self) -> Any:

@@ -42,6 +42,7 @@ class Module:
     entry: str
     turns: dict[str, int] = field(default_factory=dict)  # body of a loop -> how often it runs in a run of the loop
     callers: dict[str, tuple[str, Instruction]] = field(default_factory=dict)  # computation -> what runs it, and where
+    named: dict[str, Mapping[str, Instruction]] = field(default_factory=dict)  # computation -> by name, once asked for
 
     @classmethod
     def of(cls, hlo_text: str) -> Module:
@@ -78,10 +79,16 @@ class Module:
             computation, instruction = self.callers[computation]
         return computation, instruction
 
+    def inside(self, computation: str) -> Mapping[str, Instruction]:
+        """The instructions of a computation by their names."""
+        if computation not in self.named:
+            self.named[computation] = {one.name: one for one in self.computations[computation]}
+        return self.named[computation]
+
     def operand(self, instruction: Instruction, computation: str) -> Instruction:
         """What gives an instruction its first operand; itself if that is not of its computation."""
         name = next(iter(operands(instruction)), None)
-        return next((i for i in self.computations[computation] if i.name == name), instruction)
+        return self.inside(computation).get(name, instruction)
 
     def callees(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
         """The computations an instruction runs, and how often each."""
@@ -116,7 +123,7 @@ class Module:
         """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""
         tests = self.computations[condition]
         counters = {attribute(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
-        inside = {i.name: i for i in self.computations[body]}
+        inside = self.inside(body)
         root = self.computations[body][-1]
         if len(counters) != 1 or root.opcode != "tuple":
             return 1

@@ -28,7 +28,6 @@ class Roofline:
 
     def __init__(self, module: Module, topology: Topology):
         self.module, self.topology = module, topology
-        self.known: dict[str, Mapping[str, Instruction]] = {}
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
         """Of one run of an instruction of this computation; 0 of a collective, and of what starts or ends one."""
@@ -38,14 +37,9 @@ class Roofline:
         moved = sum(self._moved(computation, instruction)) / self.topology.memory_bandwidth
         return max(moved, sum(self._computed(computation, instruction)))
 
-    def _inside(self, computation: str) -> Mapping[str, Instruction]:
-        if computation not in self.known:
-            self.known[computation] = {one.name: one for one in self.module.computations[computation]}
-        return self.known[computation]
-
     def _given(self, computation: str, instruction: Instruction) -> list[str]:
         """The shapes of the operands."""
-        inside = self._inside(computation)
+        inside = self.module.inside(computation)
         return [inside[name].shape for name in operands(instruction) if name in inside]
 
     # Memory.
@@ -58,7 +52,7 @@ class Roofline:
             yield shape_bytes(instruction.shape.partition("]")[0] + "]" if scratch else instruction.shape)
             return
         body = attribute(instruction.rest, "calls")
-        inside = self._inside(body)
+        inside = self.module.inside(body)
         yield from (self._read(one, inside) for one in inside.values() if one.opcode == "parameter")
         root = self.module.computations[body][-1]
         for one in [inside[name] for name in operands(root)] if root.opcode == "tuple" else [root]:

@@ -260,10 +260,8 @@ def _named(one: Collective, program: Program) -> Collective:
 
 def _argument_of(name: str, program: Program) -> str | None:
     """The argument that lower.py calls so, or XLA by its place in the lowered step."""
-    if found := re.search(r"\bargs(\[.*)", name.replace("\\'", "'")):
-        paths, _ = jax.tree.flatten_with_path(program.lowered_slots)
-        places = {jax.tree_util.keystr(path): program.arguments[index].name for path, index in paths}
-        return places.get(found[1])
+    if found := re.search(r"\bargs\[.*", name.replace("\\'", "'")):
+        return program.lowered_names.get(found[0])
     found = re.search(r"\barguments\[(\d+)\]", name)
     return program.arguments[int(found[1])].name if found else None
 
