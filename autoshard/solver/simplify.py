@@ -13,6 +13,7 @@ point. As each reduction makes others possible, they take turns until none appli
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,9 @@ from autoshard.solver.tables import min_plus, split
 from autoshard.solver.verify import ROUNDING
 
 LARGEST_FILL = 1024  # entries of a table that elimination may make where there was none, if it saves none
-LARGEST_COMPARISON = 1 << 22  # entries; dominance is not tried beyond
+LARGEST_COMPARISON = 1 << 18  # entries; dominance is not tried beyond
+LEAST = -1e300  # stands for minus infinity where that may meet infinity
+GLANCES = 4  # columns of each table that are looked at first: they show that most pairs of options are not ordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +131,7 @@ class _Graph:
         self.fixed = np.zeros(0)  # bytes per point that are held whatever is chosen
         self.removed: list[_Removed | Followed] = []
         self.constant: list[float] = []
+        self.firm: set[tuple[int, int]] = set()  # edges that neither come apart nor let one end decide the other
         if reduced:
             self.costs, self.labels = reduced.costs, reduced.labels
             self.removed, self.constant, self.fixed = [*reduced.followed], [*reduced.constants], reduced.fixed
@@ -165,6 +169,7 @@ class _Graph:
         if j in self.tables[i]:
             table = self.tables[i][j] + table
         self.tables[i][j], self.tables[j][i] = table, table.T
+        self.firm.discard(_pair(i, j))
         self.touch(i, j)
 
     def part(self, i: int, j: int) -> None:
@@ -191,6 +196,7 @@ class _Graph:
         for j, table in self.tables[node].items():
             self.tables[node][j] = table[options]
             self.tables[j][node] = self.tables[node][j].T
+            self.firm.discard(_pair(node, j))
             self.touch(j)
         lives, self.lives[node] = self.lives[node], {}
         for (start, end), usage in lives.items():
@@ -230,13 +236,14 @@ class _Graph:
             for j, table in tables.items():
                 self.costs[j] = self.costs[j] + table[0]
             return self.remove(node)
-        for j, table in list(tables.items()):
-            rows, columns, rest = split(table)
+        unknown = [j for j in tables if _pair(node, j) not in self.firm]
+        for j in unknown:
+            rows, columns, rest = split(tables[j])
             if not rest.any():
                 self.costs[node], self.costs[j] = self.costs[node] + rows, self.costs[j] + columns
                 self.part(node, j)
-        for j, table in list(tables.items()):
-            finite = np.isfinite(table)
+        for j in filter(tables.__contains__, unknown):
+            finite = np.isfinite(tables[j])
             follows = (finite.sum(axis=0) == 1).all()  # each option of j allows one of this node
             leads = (finite.sum(axis=1) == 1).all()
             if follows and not (leads and self.size(node) > self.size(j)):  # the smaller of two moves
@@ -244,6 +251,7 @@ class _Graph:
             if leads:
                 self.merge(j, node, finite.argmax(axis=1))
                 return self.touch(node)
+            self.firm.add(_pair(node, j))
         if not self.lives[node]:
             self.eliminate(node)
 
@@ -286,17 +294,21 @@ class _Graph:
         count = len(costs)
         if count < 2 or count**2 * max((table.shape[1] for table in tables.values()), default=1) > LARGEST_COMPARISON:
             return
-        worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a
+        worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a, at least
+        np.fill_diagonal(worse, np.inf)
         for usage in self.moments(node):
             worse[usage[None, :] > usage[:, None]] = np.inf
-        for table in tables.values():
-            if not np.isfinite(worse[~np.eye(count, dtype=bool)]).any():
+        glances = [_glance(table) for table in tables.values()]
+        ahead = [*itertools.accumulate(reversed(glances), initial=np.zeros_like(worse))][::-1]  # of tables to come
+        a, b = np.nonzero(worse + ahead[0] <= 0)
+        for table, rest in zip(tables.values(), ahead[1:], strict=True):
+            if not len(a):
                 return
-            a, b = table[:, None, :], table[None, :, :]
-            more = np.subtract(b, a, where=np.isfinite(a), out=np.full((count, count, table.shape[1]), -np.inf))
-            worse += more.max(axis=2)
-        beaten = worse <= 0
-        np.fill_diagonal(beaten, False)
+            worse[a, b] += _more(table[a], table[b]).max(axis=1)
+            left = worse[a, b] + rest[a, b] <= 0
+            a, b = a[left], b[left]
+        beaten = np.zeros((count, count), dtype=bool)
+        beaten[a, b] = True
         kept = np.ones(count, dtype=bool)
         for option in np.flatnonzero(beaten.any(axis=1))[::-1]:  # of options that beat each other, the first stays
             kept[option] = not (beaten[option] & kept).any()
@@ -402,7 +414,23 @@ class _Graph:
             lives=tuple(lives),
             limit=self.problem.limit,
             names=tuple(self.problem.names[node] for node in nodes) if self.problem.names else (),
+            checked=True,
         )
+
+
+def _pair(i: int, j: int) -> tuple[int, int]:
+    return (i, j) if i < j else (j, i)
+
+
+def _glance(table: np.ndarray) -> np.ndarray:
+    """[a, b]: by how much row b is more than row a in some columns, at most."""
+    columns = table.T[:: -(-table.shape[1] // GLANCES)]
+    return _more(columns[:, :, None], columns[:, None, :]).max(axis=0)
+
+
+def _more(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """By how much b is more than a; nothing is more than what is forbidden."""
+    return np.subtract(b, a, where=np.isfinite(a), out=np.full(np.broadcast(a, b).shape, LEAST))
 
 
 class _Queue:

@@ -1,5 +1,6 @@
 """Simplified problems have the same optimum, and their choices lead back to it. An unsound reduction is caught."""
 
+import itertools
 import time
 
 import numpy as np
@@ -42,6 +43,29 @@ def test_small_problems():
 
 def test_larger_problems():
     assert_sound(range(5000, 5300), nodes=9, options=3)
+
+
+def test_more_options_than_are_glanced_at():
+    assert_sound(range(7000, 7100), nodes=5, options=7)
+
+
+def test_no_option_is_left_that_another_one_beats():
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        costs = tuple(rng.integers(0, 9, 8).astype(float) for _ in range(3))
+        tables = [np.where(rng.random((8, 8)) < 0.1, np.inf, rng.integers(0, 3, (8, 8))) for _ in range(2)]
+        lives = tuple(Live(node, 0, 2, rng.integers(1, 5, 8)) for node in range(3))
+        graph = _Graph(Problem(costs, (Edge(0, 1, tables[0]), Edge(1, 2, tables[1])), lives, limit=4.0))
+        graph.compare(1)
+        beside = np.concatenate([graph.tables[1][0], graph.tables[1][2]], axis=1)
+        held = sum(graph.lives[1].values())
+        for a, b in itertools.permutations(range(len(beside)), 2):
+            more = [
+                max(-np.inf if x == np.inf else y - x for x, y in zip(*rows, strict=True))
+                for rows in ((beside[a, :8], beside[b, :8]), (beside[a, 8:], beside[b, 8:]))
+            ]
+            beaten = graph.costs[1][b] + sum(more) <= graph.costs[1][a] and held[b] <= held[a]
+            assert not beaten or a < b
 
 
 def _forget_points(graph) -> bool:
