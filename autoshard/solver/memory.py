@@ -193,6 +193,8 @@ def _used_beside(
         replaced: value -> the value that is written over it.
         around_loops: whether what one run of a loop's body does comes before the next run.
     """
+    if not replaced:
+        return set()
     home = {equation.index: group for group in groups for equation in group.equations}
     uses: dict[int, int] = defaultdict(int)  # value -> its using groups, one bit each
     own: dict[int, int] = defaultdict(int)  # group -> its bits
@@ -204,9 +206,10 @@ def _used_beside(
                 own[group.index] |= bit
                 uses[use.value.id] |= bit
     above: dict[int, int] = {}  # value -> bits of the groups it depends on
+    loops = any(equation.loop for equation in program.equations)
     before = None
     while above != before:  # once more for each loop around a loop: what it hands on is defined after it is read
-        before = dict(above)
+        before = dict(above) if loops else above
         for equation in program.equations:
             masks = [above.get(value.id, 0) if isinstance(value, Value) else 0 for value in equation.inputs]
             for output in equation.outputs:
