@@ -28,11 +28,14 @@ from autoshard.solver.tables import classes
 from autoshard.solver.verify import ROUNDING
 
 UNPRICED = 20  # rounds before memory gets its first price
-STEP = 0.3  # of the way to the known cost, as the slope of the bound points there: how far prices move in a round
-SMOOTHING = 0.7  # of the slope that comes from earlier rounds, since one choice says little
-PATIENCE = 15  # rounds of prices that do not raise the bound, after which steps get shorter
+AIM = 0.01  # of the bound: how much higher prices are to raise it at first ...
+RAISED = 0.3  # ... what share of that is a reason to aim twice as high ...
+SHORTER, SHORTEST = 0.5, 2e-4  # ... factor of the aim when prices do not raise it any more, and the last one
+STEP = 0.3  # of the way to the aim, as the slope of the bound points there: how far prices move in a round
+SMOOTHING = 0.7  # of the slope that comes from earlier rounds
+TEMPERATURE = 0.3  # of the aim per node, at which options are mixed
+PATIENCE = 10  # rounds of prices that do not raise the bound, after which they go back and aim lower
 LITTLE = 1e-2  # of the gap: a rise that does not count as one
-SHORTER, SHORTEST = 0.7, 0.05  # factor between step lengths; of the first length: the last one
 MOST = 1000  # rounds
 SLACK = 1e-11  # relative; what rounding may make of bytes, and of what they cost and get back
 PAUSE = 25  # rounds without prices between two looks at whether they pay ...
@@ -164,27 +167,38 @@ class Relaxation:
             colour.share = share[colour.nodes][colour.owner]
 
     def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...] | None, float]]:
-        """Sweeps forward and backward and sets prices as long as it pays; after each sweep a better choice and a bound.
+        """Sweeps forward and backward and sets prices as long as it pays; after each sweep a bound.
 
-        Prices follow the slope of the bound, in Polyak's steps: as far as the best known cost would be on that slope.
+        With it comes a choice if there is a better one, and now and then one that moves may make better.
+
+        Prices follow the slope of the bound, in Polyak's steps, as far as the bound that is aimed at would be on it
+        (Nedic and Bertsekas, "Incremental subgradient methods for nondifferentiable optimization", SIAM J. Optim. 2001:
+        the aim moves with what comes of it). The slope is that of what is held when options are mixed, since one
+        choice says little.
 
         Args:
             known: the cost of the best choice by now; inf if there is none.
         """
         best, before = -np.inf, -np.inf  # the bound, now and at the last look
-        prices, tried, length, direction = self.prices.values, 0, STEP, None
+        messages = self._messages.copy()
+        prices, tried, aim, direction = self.prices.values, 0, AIM, None
         for count in range(1, MOST + 1):
             yield None, self.sweep(choose=False)
             bound = self.sweep(forward=False)
-            if count % DESCENTS == 0 and not self.prices.values.any():
-                self.descend()
-            yield self.better(known()), bound
+            found = self.better(known())
+            if count % DESCENTS == 0:
+                if not self.prices.values.any():
+                    self.descend()
+                found = tuple(self.choice.tolist())
+            yield found, bound
             rise, best = bound - best, max(bound, best)
-            gap = min(known() - best, max(abs(best), self._spread))
+            scale = max(abs(best), self._spread)
+            gap = min(known() - best, aim * scale)
             if rise > 0:
-                prices = self.prices.values
+                prices, messages = self.prices.values, self._messages.copy()
             if rise > LITTLE * gap:
                 tried = 0
+                aim *= 2 if self.prices.values.any() and rise > RAISED * gap else 1
             priced = prices.any() or self.prices.values.any()
             if count % PAUSE == 0 and not priced:
                 if best - before <= WORTH * gap:
@@ -192,21 +206,22 @@ class Relaxation:
                 before = best
             if count < UNPRICED:
                 continue
-            over = self.prices.over(self.choice)
+            if gap <= 0 or not np.isfinite(bound):  # solved, or nothing fits
+                return
+            if not (priced or (self._over() > 0).any()):  # all fits
+                continue
+            over = self.prices.over(self._shares(TEMPERATURE * gap / len(self.problem.costs)))
             direction = over if direction is None else SMOOTHING * direction + (1 - SMOOTHING) * over
             slope = np.where((self.prices.values <= 0) & (direction < 0), 0.0, direction)
-            if not np.isfinite(bound):  # nothing fits
-                return
-            if not (priced or slope.any()):  # all fits
-                continue
             tried += 1
             if tried > PATIENCE or not slope.any():
-                tried, length, direction = 0, length * SHORTER, None
+                tried, aim, direction = 0, SHORTER * gap / scale, None
                 self.prices.set(prices)
-                if length < SHORTEST * STEP:
+                self._messages = messages.copy()
+                if aim < SHORTEST:
                     break
             else:
-                step = length * (best + gap - bound) / (slope @ slope)
+                step = STEP * (best + gap - bound) / (slope @ slope)
                 self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
         for forward in (True, False) * UNPRICED:  # until the messages suit the best prices again
             bound = self.sweep(forward=forward)
@@ -214,9 +229,13 @@ class Relaxation:
 
     def better(self, cost: float) -> tuple[int, ...] | None:
         """What the last sweep would take, if that costs less than this and fits."""
-        if self.cost < cost and not (self.prices.over(self.choice) > 0).any():
+        if self.cost < cost and not (self._over() > 0).any():
             return tuple(self.choice.tolist())
         return None
+
+    def _over(self) -> np.ndarray:
+        """Bytes per pressure point by which `choice` is over the limit."""
+        return self.prices.over(self.prices.taken(self.choice))
 
     def sweep(self, *, forward: bool = True, choose: bool = True) -> float:
         """Updates all messages in one direction, and `choice` if wanted; the bound that they prove now."""
@@ -260,6 +279,15 @@ class Relaxation:
             if extras is not None:
                 extras[colour.options] = total + colour.spread @ spare
         return math.fsum(bound)
+
+    def _shares(self, temperature: float) -> np.ndarray:
+        """Option -> a probability, which falls with what it costs more than the best of its node by all messages."""
+        shares, costs = np.empty(len(self._place)), self.prices.costs[self._place]
+        for colour in self._colours:
+            total = costs[colour.options] + colour.spread @ self._messages
+            weights = np.exp((np.minimum.reduceat(total, colour.starts)[colour.owner] - total) / temperature)
+            shares[self._place[colour.options]] = weights / np.add.reduceat(weights, colour.starts)[colour.owner]
+        return shares
 
     def descend(self) -> None:
         """Gives each node the option of `choice` that is cheapest beside its neighbours', some times over."""
@@ -447,15 +475,22 @@ class Prices:
         extra = (paid[self._end] - paid[self._start]) * self._usage
         self.costs = self.plain + np.bincount(self._option, extra, minlength=self._offsets[-1])
 
-    def over(self, choice: Sequence[int]) -> np.ndarray:
-        """Bytes per pressure point by which a choice is over the limit; negative where it is below."""
-        chosen = np.zeros(self._offsets[-1], dtype=bool)
-        chosen[self._offsets[:-1] + np.asarray(choice, dtype=np.int64)] = True
-        chosen = chosen[self._option]
-        held = _over_points(self._start[chosen], self._end[chosen], self._usage[chosen], len(self.values))
+    def over(self, shares: np.ndarray) -> np.ndarray:
+        """Bytes per pressure point by which what is held is over the limit; negative where it is below.
+
+        Args:
+            shares: how much of each option is taken; of the options of a node one in all.
+        """
+        held = _over_points(self._start, self._end, self._usage * shares[self._option], len(self.values))
         over = held - self._room
         over[np.abs(over) <= SLACK * self._limit] = 0.0
         return over
+
+    def taken(self, choice: Sequence[int]) -> np.ndarray:
+        """The shares of a choice: 1 of each option that is chosen."""
+        shares = np.zeros(self._offsets[-1])
+        shares[self._offsets[:-1] + np.asarray(choice, dtype=np.int64)] = 1.0
+        return shares
 
 
 def _over_points(start: np.ndarray, end: np.ndarray, usage: np.ndarray, points: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.solver.problem import Edge, Live, Problem
+from autoshard.solver.verify import fits, verify
 
 ROUNDS = 1  # how many edges far nodes look; with more, more of the first and last layers differ from the others
 
@@ -29,6 +30,10 @@ class Tied:
     def expand(self, choice: Sequence[int]) -> list[int]:
         """The choice of the whole problem in which nodes alike take what `choice` has for their kind."""
         return np.asarray(choice)[self.kind].tolist()
+
+    def fits(self, choice: Sequence[int] | None) -> bool:
+        """Whether this choice of the small problem is within the limit."""
+        return choice is not None and fits(verify(self.problem, choice)[1], self.problem.limit)
 
 
 def tied(problem: Problem) -> Tied:
@@ -70,6 +75,7 @@ def tied(problem: Problem) -> Tied:
         lives=tuple(Live(*place, usage) for place, usage in lives.items()),
         limit=problem.limit,
         names=names,
+        checked=True,
     )
     return Tied(small, kind)
 

@@ -8,7 +8,7 @@ further, one node at a time, as far as memory allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -17,12 +17,13 @@ from autoshard.solver.verify import ROUNDING, verify
 
 VISITS = 100_000  # of nodes, in all moves together, about: a second or two
 PATIENCE = 15  # moves in a row that bring nothing better, after which it gives up
+FEW = 2  # moves that are tried on choices that come from elsewhere
 ATTEMPTS = 60  # moves in a row that do not fit, after which it gives up; the prices grow with each
 
 
 def good_choices(problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None]:
     """The best choice so far that is allowed and fits, after each move; None while there is none."""
-    search = _Search(problem, np.random.default_rng(seed))
+    search = Moves(problem, np.random.default_rng(seed))
     best, least, idle = None, np.inf, 0
     for _ in range(max(ATTEMPTS, VISITS // len(problem.costs))):
         search.move()
@@ -38,7 +39,7 @@ def good_choices(problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None
             return
 
 
-class _Search:
+class Moves:
     """A choice under improvement. What is forbidden is finite here, but dearer than anything allowed."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator):
@@ -62,6 +63,17 @@ class _Search:
         spread = [np.ptp(usage) for lives in self.lives for _, _, usage in lives]
         self.typical_price = most / len(tables) / max(1.0, float(np.mean(spread))) if spread else 0.0
         self.choice = np.array([costs.argmin() for costs in self.costs])
+
+    def improved(self, choice: Sequence[int], prices: np.ndarray) -> tuple[int, ...] | None:
+        """What a few moves make of a choice, at these prices per byte; None if that does not fit."""
+        self.choice, self.prices = np.array(choice), prices
+        for _ in range(FEW):
+            self.move()
+        if self.limit is not None and (self.held() > self.limit * (1 + ROUNDING)).any():
+            return None
+        if prices.any():
+            self.descend()
+        return tuple(self.choice.tolist())
 
     def move(self) -> None:
         """Optimises a random forest of nodes against all others, at the present prices."""

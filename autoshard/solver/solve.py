@@ -25,7 +25,8 @@ from autoshard.errors import SolverError
 from autoshard.solver.aside import aside
 from autoshard.solver.bounds import Relaxation, finite
 from autoshard.solver.layers import Tied, tied
-from autoshard.solver.moves import good_choices
+from autoshard.solver.lean import leaner
+from autoshard.solver.moves import Moves, good_choices
 from autoshard.solver.problem import InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import Simplified, simplify
@@ -55,6 +56,7 @@ CLOSE = 0.01  # the gap that is small enough for a problem of the planner
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
 HOPELESS = 0.02  # the same while the gap is not small enough: to solve the whole problem takes longer
+NEAR = 0.02  # of the bound: what a choice may cost more to be worth moves
 CHOOSING = 10  # sweeps between two choices in which layers may differ
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
 LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
@@ -106,6 +108,8 @@ def solve(
         search.check_time()
         if not (layered and search.solve_repeated(known)):
             search.solve(known, relax=True)
+            if layered and known.best:
+                known.settle(leaner(problem, known.choice, seed))
     except _TimeUp:
         pass
     except KeyboardInterrupt:
@@ -145,6 +149,7 @@ class _Known:
         self.bound = -math.inf
         self.tell = tell
         self.tolerance: Callable[[], float] = lambda: 0.0  # how far from the best a choice of many options may be
+        self.hasty = False  # whether one so close ends the search even while memory costs nothing, which is quick
 
     @property
     def choice(self) -> tuple[int, ...] | None:
@@ -164,6 +169,10 @@ class _Known:
         return self.bound >= self.target
 
     @property
+    def gap(self) -> float:
+        return relative_gap(self.cost, self.bound) if self.best else math.inf
+
+    @property
     def close(self) -> bool:
         """Whether the best choice is good enough where more options are left than are solved at once."""
         return self.solved or self.cost - self.bound <= self.tolerance()
@@ -174,6 +183,10 @@ class _Known:
         if cost < self.cost and fits(peak, self.problem.limit):
             self.best = tuple(map(int, choice)), cost
             self.tell()
+
+    def settle(self, choice: Sequence[int]) -> None:
+        """Takes a choice that is as good as the best."""
+        self.best = tuple(choice), verify(self.problem, choice)[0]
 
     def prove(self, bound: float) -> None:
         """Takes the bound if it is the highest."""
@@ -301,6 +314,7 @@ class _Search:
             parts.append(_Known(problem, tell))
             parts[-1].bound = _least_sum(problem)
             parts[-1].tolerance = lambda: known.tolerance() / len(small.parts)
+            parts[-1].hasty = known.hasty
         tell()
         large = sum(self.is_large(part.problem) for part in parts)
         for part in sorted(parts, key=lambda part: len(part.problem.costs)):
@@ -359,7 +373,9 @@ class _Search:
         for limit in dict.fromkeys([None, known.problem.limit]):
             alike = _Known(replace(one.problem, limit=limit, checked=True))
             alike.prove(_least_sum(alike.problem))
-            alike.tolerance = lambda alike=alike: CLOSER * CLOSE * max(0.0, alike.bound)
+            fit = functools.lru_cache(maxsize=1)(one.fits)
+            alike.hasty = True
+            alike.tolerance = lambda alike=alike, fit=fit: CLOSER * CLOSE * max(0.0, alike.bound) * fit(alike.choice)
             try:
                 with self.hurry(LAYERS_SHARE):
                     self.solve(alike, relax=True)
@@ -367,14 +383,14 @@ class _Search:
                 return False
             finally:
                 if alike.best:
-                    known.offer(one.expand(alike.choice))
+                    known.offer(one.expand(leaner(one.problem, alike.choice, self.seed)))
             if known.best:
                 break
         if known.best is None:
             return False
         with self.report.during("bounds"):
             self.prove_apart(known, one, priced=limit is not None)
-        return relative_gap(known.cost, known.bound) <= CLOSE
+        return known.gap <= CLOSE
 
     def prove_apart(self, known: _Known, one: Tied, *, priced: bool) -> None:
         """Looks for a bound of a problem that was solved as one, and for choices in which nodes alike differ.
@@ -395,11 +411,10 @@ class _Search:
             better = relaxation.better(known.cost)
             if better is not None:
                 known.offer(better)
-            gap = relative_gap(known.cost, known.bound)
-            if gap <= CLOSER * CLOSE:
+            if known.gap <= CLOSER * CLOSE:
                 return
             if count % CHOOSING == 0:
-                if known.bound - before < (STALLED if gap <= CLOSE else HOPELESS) * gap * abs(known.cost):
+                if known.bound - before < (STALLED if known.gap <= CLOSE else HOPELESS) * known.gap * abs(known.cost):
                     return
                 before = known.bound
             self.check_time()
@@ -493,21 +508,21 @@ class _Search:
         choice with the others could be.
         """
         most = _most_sum(known.problem)
-        relaxation, priced = Relaxation(known.problem), False
+        relaxation, moves = Relaxation(known.problem), Moves(known.problem, np.random.default_rng(self.seed))
         with self.hurry(BOUNDS_SHARE):
             for choice, bound in relaxation.rounds(lambda: known.cost):
                 if choice is not None:
                     known.offer(choice)
+                    if relaxation.cost - bound <= NEAR * abs(bound):
+                        self.improve(known, moves, choice, relaxation.prices.values)
                 known.prove(bound)
                 if known.bound > most + ENOUGH * abs(most):
                     raise _Nothing
-                if known.solved or (priced and known.close):
+                priced = relaxation.prices.values.any()
+                if known.solved or (known.close and (priced or known.hasty)):
                     return
                 self.check_time()
-                if not priced and relaxation.prices.values.any():  # a good choice tells how far prices may go
-                    priced = True
-                    self.move(known)
-        moved = priced
+        moved = False
         if not known.best:
             self.move(known)
             moved = True
@@ -534,7 +549,7 @@ class _Search:
         if left == 1:
             return
         fewer = _Known(known.problem.restrict(allowed))
-        fewer.tolerance = known.tolerance
+        fewer.tolerance, fewer.hasty = known.tolerance, known.hasty
 
         def tell() -> None:
             if fewer.best:
@@ -546,6 +561,16 @@ class _Search:
             self.solve(fewer, relax=left < FEWER)
         except _Nothing:
             known.prove(ceiling)
+
+    def improve(self, known: _Known, moves: Moves, choice: Sequence[int], prices: np.ndarray) -> None:
+        """Offers what moves make of a choice, again as long as that is better than all before."""
+        cost = math.inf
+        while known.cost < cost:
+            cost, better = known.cost, moves.improved(choice, prices)
+            if better is None:
+                return
+            known.offer(better)
+            choice = better
 
     def move(self, known: _Known) -> None:
         """Looks for good choices."""

@@ -113,6 +113,17 @@ def test_prices_lift_the_bound():
     assert bound == pytest.approx(5.0, rel=1e-2)
 
 
+def test_over_of_a_mix():
+    """Half of one choice and half of another one hold the mean of both."""
+    for seed in range(100):
+        problem = random_problem(seed)
+        if problem.limit is None or not len(problem.pressure_points()):
+            continue
+        prices = Prices(problem)
+        both = [prices.taken([0] * len(problem.costs)), prices.taken([len(costs) - 1 for costs in problem.costs])]
+        assert prices.over(sum(both) / 2) == pytest.approx(sum(map(prices.over, both)) / 2, abs=1e-5)
+
+
 def test_over():
     """Bytes over the limit, at each pressure point, as the verifier counts them."""
     for seed in range(200):
@@ -120,5 +131,6 @@ def test_over():
         if problem.limit is None or not len(problem.pressure_points()):
             continue
         choice = [len(costs) - 1 for costs in problem.costs]
-        over = Prices(problem).over(choice).max()
+        prices = Prices(problem)
+        over = prices.over(prices.taken(choice)).max()
         assert over == pytest.approx(verify(problem, choice)[1] - problem.limit, abs=1e-6)

@@ -1,11 +1,15 @@
 """Every choice that moves offer is allowed and fits; often it is the best one."""
 
+from dataclasses import replace
+
 import numpy as np
 from problems import answer, hard_problem, random_problem
 
 from autoshard.solver.exhaustive import exhaustive
-from autoshard.solver.moves import good_choices
+from autoshard.solver.moves import Moves, good_choices
 from autoshard.solver.verify import fits, verify
+
+RNG, NONE = np.random.default_rng, np.zeros(0)
 
 
 def test_choices_hold():
@@ -30,3 +34,24 @@ def test_choices_hold():
 def test_same_seed_same_choices():
     problem = hard_problem(nodes=30)
     assert list(good_choices(problem, seed=1)) == list(good_choices(problem, seed=1))
+
+
+def test_a_choice_from_elsewhere_gets_better_or_stays():
+    """Whatever prices are, what comes back fits; without prices and limit it costs no more than what went in."""
+    better = 0
+    for seed in range(100):
+        problem = random_problem(seed)
+        free = replace(problem, limit=None)
+        kind, value = answer(exhaustive, free)
+        if kind != "costs":
+            continue
+        start = [0] * len(problem.costs)
+        before, after = (verify(free, choice)[0] for choice in (start, Moves(free, RNG(seed)).improved(start, NONE)))
+        assert value * (1 - 1e-9) <= after <= before * (1 + 1e-9)
+        better += after < before
+        if problem.limit is not None:
+            moves = Moves(problem, RNG(seed))
+            for price in (0.0, 1e-6, 1.0):
+                choice = moves.improved(start, np.full(len(moves.prices), price))
+                assert choice is None or fits(verify(problem, choice)[1], problem.limit)
+    assert better > 20
