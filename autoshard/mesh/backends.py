@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.mesh.presets import CHIPS, parse_machine
+from autoshard.mesh.presets import CHIPS, chip_of, parse_machine
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,10 @@ class Backend:
     combined_kinds: frozenset[str] = frozenset({"all_reduce"})  # of which many become one, where nothing waits for them
     combines_below: float = math.inf  # bytes: gradients of this size and more are all_reduced alone
     scatters_globally: bool = True  # has reduce_scatters over all devices of a program; or it all_reduces, and slices
+    gathers_at_once: bool = False  # several dims, one after the other, in one all_gather over the axes of all
+    # Bytes of the largest all_gather over all of many devices that becomes an all_reduce of zeros and the own piece. On
+    # TPUs with tori of three dims it is any: `tests/mesh/test_targets.py` compiles gathers on either side.
+    sums_gathers: float = 0.0
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     recopies: int = 0  # how often an all_to_all copies its operand, to cut it into pieces or to put these together
@@ -67,6 +71,8 @@ TPU = Backend(
     tile=(8, 128),
     hides={"all_gather": 0.5},  # docs/benchmarks/prediction.md: in the median of programs that gather weights
     scatters_globally=False,
+    gathers_at_once=True,
+    sums_gathers=2**24,
     combines_below=2**26,
     recopies=2,
     hoists_sums=True,
@@ -115,12 +121,15 @@ def backend_of(mesh: Mesh | AbstractMesh, machine: str | None = None) -> Backend
     if isinstance(mesh, Mesh):
         devices = mesh.devices.ravel().tolist()
         slices = len({getattr(device, "slice_index", None) for device in devices})
-        return _joined(_BACKENDS.get(devices[0].platform, GPU), slices)
-    if machine is None:
+        backend, chip = _BACKENDS.get(devices[0].platform, GPU), chip_of(devices[0].device_kind)
+    elif machine is None:
         return TPU
-    parsed = parse_machine(machine)
-    return _joined(TPU, parsed.slices) if CHIPS[parsed.chip].torus_dims else _BACKENDS.get(parsed.chip, GPU)
-
-
-def _joined(backend: Backend, slices: int) -> Backend:
-    return replace(backend, slices=slices) if backend is TPU and slices > 1 else backend
+    else:
+        parsed = parse_machine(machine)
+        slices, chip = parsed.slices, CHIPS[parsed.chip]
+        backend = TPU if chip.torus_dims else _BACKENDS.get(parsed.chip, GPU)
+    if backend is TPU and slices > 1:
+        backend = replace(backend, slices=slices, gathers_at_once=False)  # not known of gathers over slices
+    if backend.name == TPU.name and chip is not None and chip.torus_dims == 3:
+        backend = replace(backend, sums_gathers=math.inf)
+    return backend

@@ -32,6 +32,8 @@ LAUNCH_SECONDS = 1e-6
 # so that they are chosen where they save something, and one all_reduce where they don't.
 HALF_PENALTY = 1.2
 
+MANY_DEVICES = 64  # of a program that gathers over all of them, from which on XLA for TPU may all_reduce instead
+
 Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
@@ -231,7 +233,9 @@ class Prices:
         """The steps of a resharding, their seconds, and how many of these can run behind compute."""
         if source == target:
             return (), 0.0, 0.0
-        steps = reshard(shape, size, source, target, self.mesh)
+        found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, size, source, target, self.mesh)]
+        sent = _at_once(found, self.mesh, self.backend)
+        steps = tuple(Step(self._sent_as(kind, axes, size), axes, size) for kind, axes, size in sent)
         costs = [self._collective(step.kind, step.axes, step.bytes, late=late) for step in steps]
         behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
         return steps, sum(costs), behind
@@ -244,12 +248,13 @@ class Prices:
             pairs = [[self._pair(shape, size, a, b, late)[1:] for b in targets] for a in sources]
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
-        moves = self._moves.setdefault(len(shape), _Moves(self.mesh))
+        moves = self._moves.setdefault(len(shape), _Moves(self.mesh, self.backend))
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * size
-        known = [(kind, axes, math.ceil(total / tiles)) for kind, axes, tiles in moves.known]
+        sizes = [(kind, axes, math.ceil(total / tiles)) for kind, axes, tiles in moves.known]
+        known = [(self._sent_as(kind, axes, size), axes, size) for kind, axes, size in sizes]
         costs = [0.0, *(self._collective(*step, late=late) for step in known)]
-        hidden = [0.0, *(self.backend.hides.get(kind, 0.0) for kind, _, _ in moves.known)]
+        hidden = [0.0, *(self.backend.hides.get(kind, 0.0) for kind, _, _ in known)]
         seconds = np.array(costs)[steps]
         return seconds.sum(axis=-1), (seconds * np.array(hidden)[steps]).sum(axis=-1)
 
@@ -268,6 +273,13 @@ class Prices:
     def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
         """Seconds of one all_reduce of `size` bytes."""
         return self._collective(ALL_REDUCE, axes, size)
+
+    def _sent_as(self, kind: str, axes: tuple[str, ...], size: int) -> str:
+        """The collective that XLA makes of one: on TPU all_reduces of all_gathers over all devices of a large slice."""
+        if kind != "all_gather" or size > self.backend.sums_gathers:
+            return kind
+        devices, everywhere = shards(axes, self.mesh), math.prod(self.mesh.values()) // self.backend.slices
+        return ALL_REDUCE if MANY_DEVICES <= devices == everywhere else kind
 
     def _collective(
         self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None, late: bool = False
@@ -389,8 +401,8 @@ class Prices:
 class _Moves:
     """The steps of resharding between layouts of one rank: they depend on no shape that divides evenly."""
 
-    def __init__(self, mesh: MeshShape):
-        self.mesh = mesh
+    def __init__(self, mesh: MeshShape, backend: Backend):
+        self.mesh, self.backend = mesh, backend
         self.known: dict[tuple[str, tuple[str, ...], int], int] = {}  # kind, axes, tiles -> number, from 1
         self._number: dict[Layout, int] = {}
         # [source, target, step]: its number; 0: none; -1: unknown
@@ -407,7 +419,7 @@ class _Moves:
         rows, columns = ([self._number[layout] for layout in layouts] for layouts in (sources, targets))
         cells = np.ix_(rows, columns)
         for i, j in np.argwhere(self._steps[*cells, 0] < 0).tolist():
-            steps = path(sources[i], targets[j], self.mesh)
+            steps = _at_once(path(sources[i], targets[j], self.mesh), self.mesh, self.backend)
             found = [self.known.setdefault(step, len(self.known) + 1) for step in steps]
             self._widen(len(found))
             self._steps[rows[i], columns[j]] = 0
@@ -420,6 +432,19 @@ class _Moves:
             rows, columns, before = self._steps.shape
             added = np.where(self._steps[..., :1] < 0, -1, 0) if before else np.full((rows, columns, 1), -1)
             self._steps = np.concatenate([self._steps, added.repeat(more, axis=2)], axis=2, dtype=np.int32)
+
+
+def _at_once(
+    steps: Iterable[tuple[str, tuple[str, ...], int]], mesh: MeshShape, backend: Backend
+) -> list[tuple[str, tuple[str, ...], int]]:
+    """Collectives, (kind, axes, what tells their size), with those that the backend makes one of put together."""
+    sent: list[tuple[str, tuple[str, ...], int]] = []
+    for kind, axes, size in steps:
+        if backend.gathers_at_once and sent and kind == sent[-1][0] == "all_gather":
+            both = {*axes, *sent.pop()[1]}
+            axes = tuple(axis for axis in mesh if axis in both)
+        sent.append((kind, axes, size))
+    return sent
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

@@ -150,6 +150,51 @@ def test_a_plan_for_a_machine_that_is_not_there(machine):
     assert "estimated time" in str(found)
 
 
+MIB = 2**20
+GATHERED = [  # machine, mesh, axes that split, bytes that are gathered, what XLA makes of it
+    ("v5e:8x8", (8, 8), ("x", "y"), 16 * MIB, "all_reduce"),
+    ("v5e:8x8", (8, 8), ("x", "y"), 17 * MIB, "all_gather"),
+    ("v5e:8x8", (8, 8), ("y",), MIB, "all_gather"),  # not all devices
+    ("v5e:4x8", (4, 8), ("x", "y"), MIB, "all_gather"),  # not many
+    ("v6e:8x8", (8, 8), ("x", "y"), 16 * MIB, "all_reduce"),
+    ("v5p:4x4x4", (16, 4), ("x", "y"), 64 * MIB, "all_reduce"),  # a torus of three dims: any size
+    ("v5p:4x4x4", (16, 4), ("x",), MIB, "all_gather"),
+]
+SPLIT = [  # machine, mesh, dims that are split, what XLA makes of gathering them
+    ("v5e:4x4", (4, 4), P("x", "y"), {("all_gather", ("x", "y")): 8 * MIB}),
+    ("v5e:8x8", (8, 8), P("x", "y"), {("all_reduce", ("x", "y")): 8 * MIB}),
+    ("h100:2x8", (2, 8), P("x", "y"), {("all_gather", ("y",)): 4 * MIB, ("all_gather", ("x",)): 8 * MIB}),
+]
+
+
+@pytest.mark.parametrize("machine, shape, axes, size, kind", GATHERED)
+def test_tpu_sums_gathers_over_all_of_many_devices(machine, shape, axes, size, kind):
+    needs("v5e")
+    mesh = AbstractMesh(shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def gathered(x):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, P())) + 1
+
+    x = jax.ShapeDtypeStruct((size // 2048, 1024), jnp.bfloat16)
+    plan = autoshard.evaluate(gathered, x, mesh=mesh, topology=machine, in_shardings=(P(axes),))
+    found = plan.verify(target=machine)
+    assert found.predicted == found.actual == {(kind, axes): size}, str(found)
+
+
+@pytest.mark.parametrize("machine, shape, spec, expected", SPLIT)
+def test_tpu_gathers_several_dims_at_once(machine, shape, spec, expected):
+    needs(machine)
+    mesh = AbstractMesh(shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def gathered(x):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, P())) + 1
+
+    x = jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)
+    plan = autoshard.evaluate(gathered, x, mesh=mesh, topology=machine, in_shardings=(spec,))
+    found = plan.verify(target=machine)
+    assert found.predicted == found.actual == expected, str(found)
+
+
 def heads_step(weights, x):
     """Gradients of [512, 16, 64], which lie split along each of their dims, and of [512, 2048]."""
     def loss(weights):
