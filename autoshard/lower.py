@@ -434,14 +434,17 @@ def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
 
 
 def _pins(program: Program, annotations: Annotations) -> dict[int, Layout]:
-    """The constraints of inner values: value -> layout. All that the plan decided on, except arguments.
+    """The constraints of inner values: value -> layout. All that was planned, but arguments and what follows.
 
     Of a product that is only transposed, as gradients of weights are, the transposed one gets the constraint: XLA makes
     the product in that order then, and would otherwise turn all that meets the gradient, weight and moments, round.
     """
     arguments = {value.id for value in program.arguments}
-    pins = {value: layout for value, layout in annotations.homes.items() if value not in arguments}
+    free = arguments | set(annotations.implied)
+    pins = {value: layout for value, layout in annotations.homes.items() if value not in free}
     for product, equation in _turned(program, annotations):
+        if product in free:
+            continue
         home = pins.pop(product)
         pins[equation.outputs[0].id] = tuple(home[dim] for dim in equation.params["permutation"])
     return pins

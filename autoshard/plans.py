@@ -5,9 +5,10 @@ Also the two ways to read a choice: `annotations_of` for lowering, `prediction_o
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from html import escape
@@ -25,7 +26,7 @@ from autoshard.layout import Layout, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
 from autoshard.program import VALUE_KEYS, Program, Source, Value
 from autoshard.solver.formulate import Formulation, Reader
-from autoshard.solver.groups import Group
+from autoshard.solver.groups import Dims, Group
 from autoshard.solver.memory import aliased
 from autoshard.solver.problem import Solution
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, IndexGroups, Strategy
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from autoshard.lower import Lowering
     from autoshard.report.verification import Verification
 
-_FORMAT = 2
+_FORMAT = 3
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
 
 
@@ -111,6 +112,7 @@ class Annotations:
     copies: Mapping[int, Layout]  # value -> the layout of the copy its readers share
     wants: Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
     scatters: Mapping[int, Scatter] = field(default_factory=dict)  # equation -> how its partial sums are finished
+    implied: Collection[int] = frozenset()  # values that lie so without being told, from what they are made of
 
 
 @dataclass(eq=False)
@@ -409,7 +411,39 @@ class _Choice:
                                 wants[equation.index, operand] = self.want(reader)
         finished = zip(self.formulation.groups, map(Scatter.of, self.formulation.groups, self.strategies), strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
-        return Annotations(self.homes, self.copies, wants, scatters)
+        return Annotations(self.homes, self.copies, wants, scatters, frozenset(self.implied()))
+
+    def implied(self) -> Iterator[int]:
+        """Values inside loops to which propagation brings the planned layout, and no other.
+
+        Every reader takes the value as it is, and its axes come from what it is made of; of what is made of numbers,
+        from what a reader reads beside it. A constraint would only keep XLA from simplifying across it before it
+        partitions the program; after a reduce_scatter by hand it says again what that has said.
+        """
+        loose: dict[int, Sequence[Reader]] = {}  # values whose axes do not come from what they are made of
+        for group, strategy in zip(self.formulation.groups, self.strategies, strict=True):
+            if group.trips == 1 or group.is_boundary or group.hoisted is not None:
+                continue
+            for made in group.made:
+                value, readers = made.value.id, self.formulation.readers[made.value.id]
+                if not readers or any(self.want(reader) != self.homes[value] for reader in readers):
+                    continue
+                brought = not strategy.finishes and self.is_split_by_others(group, made.dims)
+                if brought or Scatter.of(group, strategy):
+                    yield value
+                elif not strategy.finishes:
+                    loose[value] = readers
+        for value, readers in loose.items():
+            if any(r.group and self.is_split_by_others(r.group, r.use.dims, loose) for r in readers):
+                yield value
+
+    def is_split_by_others(self, group: Group, dims: Dims, apart_from: Container[int] = ()) -> bool:
+        """Whether what a group reads, apart from these values, has all axes that split a tensor of these dims."""
+        strategy = self.strategies[group.index]
+        wants = zip(group.uses, strategy.wants, strict=True)
+        reads = [zip(use.dims, want, strict=True) for use, want in wants if use.value.id not in apart_from]
+        split = {factor for factors, axes in itertools.chain(*reads) if axes for factor in factors}
+        return strategy.axes.keys() & set(itertools.chain(*dims)) <= split
 
     def placed(self, value: Value, name: str, layout: Layout | None = None) -> Placed:
         layout = self.homes[value.id] if layout is None else layout
@@ -546,6 +580,7 @@ def _to_json(plan: Plan) -> dict:
         "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
         "scatters": {str(equation): asdict(scatter) for equation, scatter in annotations.scatters.items()},
+        "implied": sorted(annotations.implied),
     }
 
 
@@ -577,6 +612,7 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
             copies={int(value): _layout(words) for value, words in content["copies"].items()},
             wants=wants,
             scatters={int(equation): _scatter_from_json(entry) for equation, entry in content["scatters"].items()},
+            implied=frozenset(content["implied"]),
         ),
         argument_slots=_tree_from_json(content["argument_slots"]),
         result_slots=_tree_from_json(content["result_slots"]),

@@ -118,6 +118,11 @@ class Group:
         return all(equation.primitive in _VIEWS for equation in self.equations)
 
     @property
+    def is_boundary(self) -> bool:
+        """Whether it only hands a value into a loop or branch, or out of it."""
+        return self.equations[0].primitive in _BOUNDARIES
+
+    @property
     def stacks(self) -> bool:
         """Whether it writes what a loop's body makes into the loop's result, in place."""
         return self.equations[0].primitive == "scan_stack"

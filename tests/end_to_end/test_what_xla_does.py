@@ -1,5 +1,6 @@
 """XLA does what the plan says: collectives by kind, axes and bytes, and the peak of memory, also under a limit."""
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -10,6 +11,7 @@ from oracles import MACHINES, MESHES, SMALL, limit_between, mesh_of
 
 from autoshard import Plan
 from autoshard import plan as plan_of
+from autoshard.report.hlo import read_collectives
 
 MODELS = [name for name in SMALL if name != "mlp"]
 # Every model where everything is split, and half of them on each mesh; the rest of the product is slow.
@@ -105,3 +107,32 @@ def test_the_oracle_sees_a_wrong_prediction(fault):
     wrong = {"collectives": made.predicted.collectives[1:], "peak_bytes": made.predicted.peak_bytes // 2}[fault]
     with pytest.raises(AssertionError, match="differs"):
         assert_confirmed(replace(made, predicted=replace(made.predicted, **{fault: wrong})))
+
+
+@pytest.mark.parametrize("name, mesh", [("gpt scan", "4x2"), ("lstm", "4x2")])
+def test_what_follows_in_loops_need_not_be_said(name, mesh):
+    """The compiled program has the same collectives when every inner value of its loops is constrained."""
+    made = planned(name, mesh, "slow chips")
+    program = made.lowering.program
+    in_loops = {value.id for equation in program.equations if equation.trips > 1 for value in equation.outputs}
+    assert made.annotations.implied and set(made.annotations.implied) <= in_loops
+    told = replace(made, annotations=replace(made.annotations, implied=()))
+    axes = dict(made.mesh.shape)
+    (short, few), (full, all_) = (
+        (count_constraints(lowered), read_collectives(lowered.compile().as_text(), axes))
+        for lowered in (replace(made.lowering, plan=plan)() for plan in (made, told))
+    )
+    assert short < full
+    assert by_kind(few) == by_kind(all_)
+
+
+def count_constraints(lowered: jax.stages.Lowered) -> int:
+    return lowered.as_text().count("sdy.sharding_constraint")
+
+
+def by_kind(collectives) -> Counter:
+    """(kind, axes) -> bytes a step."""
+    found = Counter()
+    for one in collectives:
+        found[one.kind, one.axes] += one.bytes * one.count
+    return found
