@@ -32,7 +32,9 @@ LAUNCH_SECONDS = 1e-6
 # so that they are chosen where they save something, and one all_reduce where they don't.
 HALF_PENALTY = 1.2
 
-MANY_DEVICES = 64  # of a program that gathers over all of them, from which on XLA for TPU may all_reduce instead
+# From so many devices on XLA for TPU may all_reduce where a program gathers over all of them. It gathers several dims
+# at once with fewer, too; that is priced as one after the other, which is nearer to what such programs take.
+MANY_DEVICES = 64
 
 Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
 
@@ -441,8 +443,10 @@ def _at_once(
     sent: list[tuple[str, tuple[str, ...], int]] = []
     for kind, axes, size in steps:
         if backend.gathers_at_once and sent and kind == sent[-1][0] == "all_gather":
-            both = {*axes, *sent.pop()[1]}
-            axes = tuple(axis for axis in mesh if axis in both)
+            all_axes = tuple(axis for axis in mesh if axis in axes or axis in sent[-1][1])
+            if shards(all_axes, mesh) >= MANY_DEVICES:
+                axes = all_axes
+                sent.pop()
         sent.append((kind, axes, size))
     return sent
 
