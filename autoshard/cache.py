@@ -42,7 +42,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         rule_texts,
         dict(options.mesh.shape),
         options.topology,
-        (options.backend.name, options.backend.slices),
+        [sorted(trait) if isinstance(trait, frozenset) else trait for trait in vars(options.backend).values()],
         options.memory,
         sorted((path, str(spec)) for path, spec in options.fixed.items()),
         options.time_limit,

@@ -106,7 +106,7 @@ def test_what_differs_is_planned_anew(tmp_path, made, change):
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("what", ["autoshard", "jax", "rule"])
+@pytest.mark.parametrize("what", ["autoshard", "jax", "rule", "compiler"])
 def test_versions_and_rules_count(what, monkeypatch):
     program = traced()
     rules, options = list(rules_for(program)), options_of(**OPTIONS)
@@ -116,6 +116,8 @@ def test_versions_and_rules_count(what, monkeypatch):
         monkeypatch.setattr("autoshard.cache.version", lambda name: "99")
     elif what == "jax":
         monkeypatch.setattr(jax, "__version__", "99")
+    elif what == "compiler":
+        options = replace(options, backend=replace(options.backend, sums_gathers=1.0))
     else:
         index = next(i for i, rule in enumerate(rules) if rule.reduction)
         rules[index] = replace(rules[index], reduction=frozenset())

@@ -198,7 +198,8 @@ class Relaxation:
                 prices, messages = self.prices.values, self._messages.copy()
             if rise > LITTLE * gap:
                 tried = 0
-                aim *= 2 if self.prices.values.any() and rise > RAISED * gap else 1
+                if self.prices.values.any() and rise > RAISED * gap:
+                    aim *= 2
             priced = prices.any() or self.prices.values.any()
             if count % PAUSE == 0 and not priced:
                 if best - before <= WORTH * gap:

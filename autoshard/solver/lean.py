@@ -16,8 +16,8 @@ from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 
 VISITS = 6000  # of nodes, in all moves together
 LEAST = 4  # moves, however many nodes there are
-STAY = 0.01  # of that: what it is worth, over all nodes, that an option stays
 TIE = 0.1 * OPTIMAL_GAP  # of what the choice costs: what all that it holds is worth
+STAY = 0.01  # of that: what it is worth, over all nodes, that an option stays
 
 
 def leaner(problem: Problem, choice: Sequence[int], seed: int) -> tuple[int, ...]:

@@ -209,13 +209,15 @@ def _used_beside(
     loops = any(equation.loop for equation in program.equations)
     before = None
     while above != before:  # once more for each loop around a loop: what it hands on is defined after it is read
-        before = dict(above) if loops else above
+        before = dict(above)
         for equation in program.equations:
             masks = [above.get(value.id, 0) if isinstance(value, Value) else 0 for value in equation.inputs]
             for output in equation.outputs:
                 starts = equation.primitive == "scan_carry" and output is equation.outputs[0] and not around_loops
                 read = masks[:1] if starts else masks
                 above[output.id] = functools.reduce(operator.or_, read, own[home[equation.index].index])
+        if not loops:
+            break
     return {value for value, mask in uses.items() if mask & ~above.get(replaced[value], 0)}
 
 

@@ -18,7 +18,8 @@ from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.report.hlo import read_collectives
 from autoshard.report.schedule import schedule_of
 
-EXTRAS = {"v5e": "libtpu", "v5p": "libtpu", "h100": "jax_cuda13_plugin"}  # chip -> what compiles for it
+# chip -> what compiles for it
+EXTRAS = {"v5e": "libtpu", "v5p": "libtpu", "v6e": "libtpu", "h100": "jax_cuda13_plugin"}
 
 
 def needs(machine: str) -> None:
@@ -151,46 +152,32 @@ def test_a_plan_for_a_machine_that_is_not_there(machine):
 
 
 MIB = 2**20
-GATHERED = [  # machine, mesh, axes that split, bytes that are gathered, what XLA makes of it
-    ("v5e:8x8", (8, 8), ("x", "y"), 16 * MIB, "all_reduce"),
-    ("v5e:8x8", (8, 8), ("x", "y"), 17 * MIB, "all_gather"),
-    ("v5e:8x8", (8, 8), ("y",), MIB, "all_gather"),  # not all devices
-    ("v5e:4x8", (4, 8), ("x", "y"), MIB, "all_gather"),  # not many
-    ("v6e:8x8", (8, 8), ("x", "y"), 16 * MIB, "all_reduce"),
-    ("v5p:4x4x4", (16, 4), ("x", "y"), 64 * MIB, "all_reduce"),  # a torus of three dims: any size
-    ("v5p:4x4x4", (16, 4), ("x",), MIB, "all_gather"),
+BOTH = P(("x", "y"))
+GATHERED = [  # machine, mesh, how it is split, bytes that are gathered, what XLA makes of it
+    ("v5e:8x8", (8, 8), BOTH, 16 * MIB, {("all_reduce", ("x", "y")): 16 * MIB}),
+    ("v5e:8x8", (8, 8), BOTH, 17 * MIB, {("all_gather", ("x", "y")): 17 * MIB}),
+    ("v5e:8x8", (8, 8), P("y"), MIB, {("all_gather", ("y",)): MIB}),  # not all devices
+    ("v5e:4x8", (4, 8), BOTH, MIB, {("all_gather", ("x", "y")): MIB}),  # not many
+    ("v6e:8x8", (8, 8), BOTH, 16 * MIB, {("all_reduce", ("x", "y")): 16 * MIB}),
+    ("v5p:4x4x4", (16, 4), BOTH, 64 * MIB, {("all_reduce", ("x", "y")): 64 * MIB}),  # a torus of three dims: any size
+    ("v5p:4x4x4", (16, 4), P("x"), MIB, {("all_gather", ("x",)): MIB}),
+    ("v5e:8x8", (8, 8), P("x", "y"), 8 * MIB, {("all_reduce", ("x", "y")): 8 * MIB}),  # several dims at once
+    ("v5e:8x8", (8, 8), P("x", "y"), 32 * MIB, {("all_gather", ("x", "y")): 32 * MIB}),
+    ("h100:2x8", (2, 8), P("x", "y"), 8 * MIB, {("all_gather", ("y",)): 4 * MIB, ("all_gather", ("x",)): 8 * MIB}),
 ]
-SPLIT = [  # machine, mesh, rows, what XLA makes of gathering both dims
-    ("v5e:8x8", (8, 8), 2048, {("all_reduce", ("x", "y")): 8 * MIB}),
-    ("v5e:8x8", (8, 8), 8192, {("all_gather", ("x", "y")): 32 * MIB}),
-    ("h100:2x8", (2, 8), 2048, {("all_gather", ("y",)): 4 * MIB, ("all_gather", ("x",)): 8 * MIB}),
-]
 
 
-@pytest.mark.parametrize("machine, shape, axes, size, kind", GATHERED)
-def test_tpu_sums_gathers_over_all_of_many_devices(machine, shape, axes, size, kind):
-    needs("v5e")
-    mesh = AbstractMesh(shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def gathered(x):
-        return jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, P())) + 1
-
-    x = jax.ShapeDtypeStruct((size // 2048, 1024), jnp.bfloat16)
-    plan = autoshard.evaluate(gathered, x, mesh=mesh, topology=machine, in_shardings=(P(axes),))
-    found = plan.verify(target=machine)
-    assert found.predicted == found.actual == {(kind, axes): size}, str(found)
-
-
-@pytest.mark.parametrize("machine, shape, rows, expected", SPLIT)
-def test_tpu_gathers_several_dims_at_once(machine, shape, rows, expected):
+@pytest.mark.parametrize("machine, shape, spec, size, expected", GATHERED)
+def test_what_gathers_become(machine, shape, spec, size, expected):
+    """TPU sums those over all of many devices, and gathers several dims at once; GPU gathers as it is told."""
     needs(machine)
     mesh = AbstractMesh(shape, ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def gathered(x):
         return jax.lax.with_sharding_constraint(jnp.tanh(x), NamedSharding(mesh, P())) + 1
 
-    x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
-    plan = autoshard.evaluate(gathered, x, mesh=mesh, topology=machine, in_shardings=(P("x", "y"),))
+    x = jax.ShapeDtypeStruct((size // 2048, 1024), jnp.bfloat16)
+    plan = autoshard.evaluate(gathered, x, mesh=mesh, topology=machine, in_shardings=(spec,))
     found = plan.verify(target=machine)
     assert found.predicted == found.actual == expected, str(found)
 
