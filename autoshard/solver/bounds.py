@@ -14,15 +14,15 @@ option must be. Options that make it dearer than a choice in hand can be forbidd
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy import sparse
 
+from autoshard.solver.lifted import ALONE, Lifted, unlifted
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.tables import classes
 from autoshard.solver.verify import ROUNDING
@@ -54,6 +54,8 @@ class _Block:
 
     def __init__(self, edges: Sequence[_Edge], table: np.ndarray):
         self.edges = edges
+        self.times = np.array([edge.times for edge in edges])
+        self.roles = tuple(np.array([edge.roles[end] for edge in edges]) for end in (0, 1))
         self.tables = table, np.ascontiguousarray(table.swapaxes(0, 1))  # [class, class at the other end, edge or 1]
         self.nodes = tuple(np.array([edge.nodes[end] for edge in edges]) for end in (0, 1))
         self.slots = [slice(0), slice(0)]  # where its messages to each end stand among all
@@ -72,13 +74,26 @@ class _Edge:
     nodes: tuple[int, int]
     classes: tuple[np.ndarray, np.ndarray]  # per end: option -> class
     table: np.ndarray  # [class, class]; equal ones are the same object
+    times: float  # how many edges it stands for
+    roles: tuple[int, int]  # per end: edges of one role have one message; ALONE: a message of its own
+
+
+@dataclass
+class _Role:
+    """Edges of a node whose messages to it are one."""
+
+    node: int
+    times: float = 0.0  # how many of them one of the nodes that it stands for has
+    ends: set[int] = field(default_factory=set)  # which ends of its edges it is
+    slots: list[range] = field(default_factory=list)  # edge -> its messages
 
 
 class _Colour:
     """Nodes without an edge among them: their options stand together, and a sweep deals with all of them at once."""
 
-    def __init__(self, nodes: np.ndarray, sizes: np.ndarray, start: int):
+    def __init__(self, nodes: np.ndarray, times: np.ndarray, sizes: np.ndarray, start: int):
         self.nodes = nodes
+        self.times = times[nodes]  # how many nodes each stands for
         self.options = slice(start, start + int(sizes[nodes].sum()))
         self.starts = _starts(sizes[nodes])  # node -> its first option among these
         self.owner = np.repeat(np.arange(len(nodes)), sizes[nodes])  # option -> its node
@@ -86,7 +101,9 @@ class _Colour:
         self.slots = [slice(0), slice(0)]  # the messages to these nodes over them
         self.members = [np.zeros(0, dtype=np.int64)] * 2  # options, class by class in the order of these slots
         self.class_starts = [np.zeros(0, dtype=np.int64)] * 2  # slot -> where its options start among them
-        self.spread = sparse.csr_array((0, 0))  # [option, slot of all messages]: 1 where it is of the class
+        self.roles: list[np.ndarray] = []  # slots of messages that are one, [role, edge, class]; those of one shape
+        # [option, slot of all messages]: where it is of the class, how many edges one node has of those it stands for
+        self.spread = sparse.csr_array((0, 0))
         self.share = np.zeros(0)  # option -> of what its node has left, what one edge gets
 
     def least(self, costs: np.ndarray, end: int) -> np.ndarray:
@@ -102,35 +119,43 @@ class Relaxation:
     >>> Relaxation(problem).sweep()
     3.0
 
-    Every option must have a finite cost, and a finite pair over every edge; `simplify` sees to that.
+    Every option must have a finite cost, and a finite pair over every edge; `simplify` sees to that. For a `Lifted`
+    problem the bounds are those of what it stands for; choices mean nothing.
     """
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, problem: Problem | Lifted):
+        lifted = problem if isinstance(problem, Lifted) else unlifted(problem)
+        self.problem = problem = lifted.problem
+        self._rest = lifted.rest
         sizes = np.array([len(costs) for costs in problem.costs])
-        tables = _summed(problem)
-        colour_of = _colours(len(sizes), tables)
+        colour_of = lifted.colours
         order = np.argsort(colour_of, kind="stable")
         # where each option stands in the problem, in the order of colours
         self._place = np.repeat(_starts(sizes)[order], sizes[order]) + _places_within(sizes[order])
         places = np.split(order, np.cumsum(np.bincount(colour_of))[:-1])
         starts = _starts(np.array([sizes[nodes].sum() for nodes in places]))
-        self._colours = [_Colour(nodes, sizes, int(start)) for nodes, start in zip(places, starts, strict=True)]
+        self._colours = [
+            _Colour(nodes, lifted.nodes, sizes, int(start)) for nodes, start in zip(places, starts, strict=True)
+        ]
         self._first_option = np.empty(len(sizes), dtype=np.int64)
         self._first_option[order] = _starts(sizes[order])
-        self._add_edges(_edges(tables, colour_of), colour_of)
+        self._add_edges(_edges(lifted, colour_of), lifted.nodes, colour_of)
         self._spread = max(float(np.ptp(costs)) for costs in problem.costs)
         self.prices = Prices(problem)
         self.choice = np.array([costs.argmin() for costs in problem.costs])  # what the last sweep would take, ...
         self.cost = np.inf  # ... and what that costs
 
-    def _add_edges(self, edges: Sequence[_Edge], colour_of: np.ndarray) -> None:
-        """Puts edges into blocks, and gives their messages places."""
+    def _add_edges(self, edges: Sequence[_Edge], nodes: np.ndarray, colour_of: np.ndarray) -> None:
+        """Puts edges into blocks, and gives their messages places.
+
+        Args:
+            nodes: how many nodes each stands for.
+        """
         blocks = _blocks(edges, colour_of)
         for block in blocks:
             for end in (0, 1):
                 self._colours[colour_of[block.edges[0].nodes[end]]].blocks[end].append(block)
-        at, first, classes_of, entries = 0, 0, [np.zeros(0, dtype=np.int64)], []
+        at, first, classes_of, entries, per_node = 0, 0, [np.zeros(0, dtype=np.int64)], [], [np.zeros(0)]
         for end in (0, 1):
             for colour in self._colours:
                 begin, members = at, [np.zeros(0, dtype=np.int64)]
@@ -146,6 +171,7 @@ class Relaxation:
                     members.append(option[np.argsort(slot, kind="stable")] - colour.options.start)
                     lengths.append(np.bincount(slot, minlength=count * width))
                     entries.append((option, at + slot))
+                    per_node.append((block.times / nodes[block.nodes[end]])[edge])
                     classes_of.append(flat)
                     first += len(flat)
                     block.slots[end] = slice(at, at + count * width)
@@ -156,11 +182,26 @@ class Relaxation:
         self._classes = np.concatenate(classes_of)  # of all options of all edges' ends
         self._messages = np.zeros(at)
         option, slot = np.concatenate([np.zeros((2, 0), dtype=np.int64), *map(np.array, entries)], axis=1)
-        spread = sparse.csr_array((np.ones(len(option)), (option, slot)), shape=(len(self._place), at))
-        degrees = np.zeros((2, len(colour_of)), dtype=np.int64)
-        for edge in edges:
+        spread = sparse.csr_array((np.concatenate(per_node), (option, slot)), shape=(len(self._place), at))
+        # per direction and node: to how many others one of those that it stands for has edges at most
+        degrees = np.zeros((2, len(nodes)))
+        for colour in self._colours:
+            roles: dict[int, _Role] = {}
             for end in (0, 1):
-                degrees[end, edge.nodes[end]] += 1
+                for block in colour.blocks[end]:
+                    times, alone = block.times / nodes[block.nodes[end]], block.roles[end] == ALONE
+                    np.add.at(degrees[end], block.nodes[end][alone], times[alone])
+                    for place in np.flatnonzero(~alone).tolist():
+                        role = roles.setdefault(int(block.roles[end][place]), _Role(int(block.nodes[end][place])))
+                        role.times += float(times[place])
+                        role.ends.add(end)
+                        role.slots.append(range(*block.slots[end].indices(at))[place :: len(block.edges)])
+            for role in roles.values():
+                degrees[list(role.ends), role.node] += role.times
+            shapes: dict[tuple[int, int], list[_Role]] = defaultdict(list)
+            for role in roles.values():
+                shapes[len(role.slots), len(role.slots[0])].append(role)
+            colour.roles = [np.array([role.slots for role in alike]) for alike in shapes.values()]
         share = 1 / np.maximum(degrees.max(axis=0), 1)
         for colour in self._colours:
             colour.spread = spread[colour.options]
@@ -254,13 +295,15 @@ class Relaxation:
         ahead, behind = (0, 1) if forward else (1, 0)  # which end a node is of its edges to later ones, to earlier ones
         messages, costs = self._messages, self.prices.costs[self._place]
         taken = messages.copy() if choose else messages
-        bound, self.cost = [-self.prices.refund], 0.0 if choose else np.inf
+        bound, self.cost = [self._rest, -self.prices.refund], 0.0 if choose else np.inf
         for colour in self._colours if forward else reversed(self._colours):
             if choose:
                 self._choose(colour, costs, taken, ahead, behind)
+            for slots in colour.roles:
+                messages[slots] = messages[slots].min(axis=1, keepdims=True)
             total = costs[colour.options] + colour.spread @ messages
             least = np.minimum.reduceat(total, colour.starts)
-            bound.append(least.sum())
+            bound.append((least * colour.times).sum())
             total -= least[colour.owner]
             own = colour.slots[ahead]
             spare = np.zeros(len(messages) if extras is not None else 0)
@@ -270,7 +313,7 @@ class Relaxation:
                 paid = offered[slots.start - own.start : slots.stop - own.start].reshape(-1, len(block.edges))
                 message = _min_plus(block.tables[ahead], paid)
                 least = message.min(axis=0)
-                bound.append(least.sum())
+                bound.append((least * block.times).sum())
                 message -= least
                 messages[block.slots[behind]] = message.ravel()
                 if extras is not None:
@@ -359,37 +402,7 @@ def _min_plus(table: np.ndarray, paid: np.ndarray) -> np.ndarray:
     return result
 
 
-def _summed(problem: Problem) -> dict[tuple[int, int], np.ndarray]:
-    """Nodes, the lower number first -> the table of all edges that join them. Equal sums of the same are one object."""
-    parts: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = defaultdict(list)  # and whether it is turned
-    for edge in problem.edges:
-        turned = edge.i > edge.j
-        parts[(edge.j, edge.i) if turned else (edge.i, edge.j)].append((edge.costs, turned))
-    sums: dict[tuple, np.ndarray] = {}
-    summed = {}
-    for pair, found in sorted(parts.items()):
-        key = tuple((id(table), turned) for table, turned in found)
-        if key not in sums:
-            first, *others = (table.T if turned else table for table, turned in found)
-            sums[key] = sum(others, first)
-        summed[pair] = sums[key]
-    return summed
-
-
-def _colours(nodes: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Node -> number of its colour: no two nodes with an edge have the same. Those with many edges choose first."""
-    beside: list[list[int]] = [[] for _ in range(nodes)]
-    for i, j in pairs:
-        beside[i].append(j)
-        beside[j].append(i)
-    colour = np.full(nodes, -1)
-    for node in sorted(range(nodes), key=lambda node: -len(beside[node])):
-        taken = set(colour[beside[node]].tolist())
-        colour[node] = next(number for number in itertools.count() if number not in taken)
-    return colour
-
-
-def _edges(tables: Mapping[tuple[int, int], np.ndarray], colour_of: np.ndarray) -> list[_Edge]:
+def _edges(lifted: Lifted, colour_of: np.ndarray) -> list[_Edge]:
     """The edges with their options in classes."""
     known: dict[tuple[int, bool], tuple] = {}  # tables that are one object, as they are or turned -> classes, small
     equal: dict[tuple, np.ndarray] = {}
@@ -401,11 +414,13 @@ def _edges(tables: Mapping[tuple[int, int], np.ndarray], colour_of: np.ndarray) 
         return (rows, columns), equal.setdefault((table.shape, table.tobytes()), table)
 
     edges = []
-    for (i, j), table in tables.items():
-        turned = bool(colour_of[i] > colour_of[j])
-        if (id(table), turned) not in known:
-            known[id(table), turned] = small(table.T if turned else table)
-        edges.append(_Edge((j, i) if turned else (i, j), *known[id(table), turned]))
+    for edge, times, roles in zip(lifted.problem.edges, lifted.edges.tolist(), lifted.roles.tolist(), strict=True):
+        turned = bool(colour_of[edge.i] > colour_of[edge.j])
+        key = id(edge.costs), turned
+        if key not in known:
+            known[key] = small(edge.costs.T if turned else edge.costs)
+        step = -1 if turned else 1
+        edges.append(_Edge((edge.i, edge.j)[::step], *known[key], times, tuple(roles[::step])))
     return edges
 
 

@@ -45,14 +45,14 @@ class Moves:
     def __init__(self, problem: Problem, rng: np.random.Generator):
         self.rng = rng
         tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
-        most = sum(float(np.abs(table, where=np.isfinite(table), out=np.zeros_like(table)).max()) for table in tables)
+        most = sum(map(_largest, tables))
         self.never = 2 * most + 1.0
         self.costs = [np.minimum(costs, self.never) for costs in problem.costs]
         self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.costs]  # node -> neighbour -> [its, own] cost
         for edge in problem.edges:
-            for i, j, table in ((edge.j, edge.i, edge.costs), (edge.i, edge.j, edge.costs.T)):
-                table = np.minimum(table, self.never)
-                self.tables[i][j] = self.tables[i][j] + table if j in self.tables[i] else np.ascontiguousarray(table)
+            allowed = edge.costs if edge.costs.max() < np.inf else np.minimum(edge.costs, self.never)
+            for i, j, table in ((edge.j, edge.i, allowed), (edge.i, edge.j, allowed.T)):
+                self.tables[i][j] = self.tables[i][j] + table if j in self.tables[i] else table
         points = problem.pressure_points() if problem.limit is not None else np.zeros(0, dtype=np.int64)
         self.lives: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in problem.costs]
         for live in problem.lives if len(points) else ():
@@ -172,3 +172,11 @@ class Moves:
         for start, end, usage in self.lives[node]:
             change[start:end] += float(usage[option]) - float(usage[self.choice[node]])
         return self.limit is None or not (held + change > self.limit * (1 + ROUNDING)).any()
+
+
+def _largest(table: np.ndarray) -> float:
+    """The largest finite entry, whatever its sign."""
+    largest = float(np.abs(table).max())
+    if largest == np.inf:
+        largest = float(np.abs(table, where=np.isfinite(table), out=np.zeros_like(table)).max())
+    return largest

@@ -117,7 +117,7 @@ class Problem:
             options = list(options)
             kept[options] = costs[node][options]
             costs[node] = kept
-        return replace(self, costs=tuple(costs))
+        return replace(self, costs=tuple(costs), checked=True)
 
     @classmethod
     def read(cls, path: str | Path) -> Problem:

@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autoshard.errors import SolverError
+from autoshard.solver.alike import Alike
 from autoshard.solver.aside import aside
 from autoshard.solver.bounds import Relaxation, finite
 from autoshard.solver.layers import Tied, tied
 from autoshard.solver.lean import leaner
+from autoshard.solver.lifted import lifted
 from autoshard.solver.moves import Moves, good_choices
 from autoshard.solver.problem import InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
@@ -48,10 +50,11 @@ BOUNDS_SHARE = 0.5  # of that: what goes by before choices are looked for in oth
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
 EVERY = 0.4  # s between two reports of progress, if nothing changes
-SHARES = (0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
+SHARES = (0.001, 0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
 FEWER = 0.5  # of the options: if more are left, bounds are not worth looking for again
 REPEATED = 20_000  # options from which on what repeats itself is solved as one ...
-KINDS = 0.25  # ... if no more than this share of the nodes are different
+KINDS = 0.6  # ... if no more than this share of the nodes are different,
+FEW_KINDS = 0.25  # ... or, if memory binds, than this
 CLOSE = 0.01  # the gap that is small enough for a problem of the planner
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
@@ -323,7 +326,7 @@ class _Search:
                 with self.hurry(1 / large):
                     self.search(part)
                 large -= 1
-            elif relax and options > FEW_OPTIONS:
+            elif relax and (options > FEW_OPTIONS or part.hasty):
                 whole = known is self.known
                 with self.report.during("bounds"), self.hurry(PLAIN_SHARE if whole else 1.0):
                     self.relax(part)
@@ -367,10 +370,12 @@ class _Search:
         if _options(known.problem) <= REPEATED:
             return False
         with self.report.during("layers"):
-            one = tied(known.problem)
-        if len(one.problem.costs) > KINDS * len(known.problem.costs):
+            nodes = Alike(known.problem)
+            one = tied(nodes)
+        share = len(one.problem.costs) / len(known.problem.costs)
+        if share > KINDS:
             return False
-        for limit in dict.fromkeys([None, known.problem.limit]):
+        for limit in dict.fromkeys([None, known.problem.limit if share <= FEW_KINDS else None]):
             alike = _Known(replace(one.problem, limit=limit, checked=True))
             alike.prove(_least_sum(alike.problem))
             fit = functools.lru_cache(maxsize=1)(one.fits)
@@ -389,32 +394,47 @@ class _Search:
         if known.best is None:
             return False
         with self.report.during("bounds"):
-            self.prove_apart(known, one, priced=limit is not None)
+            self.prove_apart(known, nodes, one if limit is not None else None)
         return known.gap <= CLOSE
 
-    def prove_apart(self, known: _Known, one: Tied, *, priced: bool) -> None:
+    def prove_apart(self, known: _Known, nodes: Alike, priced: Tied | None) -> None:
         """Looks for a bound of a problem that was solved as one, and for choices in which nodes alike differ.
 
         Args:
-            priced: whether memory binds; its prices are then found on the small problem, which has the same points.
+            priced: the small problem if memory binds: it has the same points, and prices are found there.
         """
         dear = 2 * abs(known.cost)
+        if not priced:
+            alike = lifted(nodes)
+            self.raise_bound(known, Relaxation(replace(alike, problem=finite(alike.problem, dear))), choose=False)
+            if known.gap <= CLOSE:
+                return
         relaxation = Relaxation(finite(known.problem, dear))
         if priced:
-            small = Relaxation(finite(one.problem, dear))
+            small = Relaxation(finite(priced.problem, dear))
             for _ in small.rounds(lambda: known.cost):
                 self.check_time()
             relaxation.prices.set(small.prices.values)
+        self.raise_bound(known, relaxation, choose=True)
+
+    def raise_bound(self, known: _Known, relaxation: Relaxation, *, choose: bool) -> None:
+        """Raises the bound as long as that pays.
+
+        Args:
+            choose: whether the relaxation is of the problem itself: it then has choices, in which nodes alike differ.
+        """
         before = known.bound
         for count in itertools.count(1):
-            known.prove(relaxation.sweep(forward=count % 2 == 1, choose=count % CHOOSING == 0))
+            turn = count % CHOOSING == 0
+            known.prove(relaxation.sweep(forward=count % 2 == 1, choose=choose and turn))
             better = relaxation.better(known.cost)
             if better is not None:
                 known.offer(better)
             if known.gap <= CLOSER * CLOSE:
                 return
-            if count % CHOOSING == 0:
-                if known.bound - before < (STALLED if known.gap <= CLOSE else HOPELESS) * known.gap * abs(known.cost):
+            if turn:
+                little = STALLED if choose and known.gap <= CLOSE else HOPELESS
+                if known.bound - before < little * known.gap * abs(known.cost):
                     return
                 before = known.bound
             self.check_time()
@@ -508,13 +528,14 @@ class _Search:
         choice with the others could be.
         """
         most = _most_sum(known.problem)
-        relaxation, moves = Relaxation(known.problem), Moves(known.problem, np.random.default_rng(self.seed))
+        relaxation = Relaxation(known.problem)
+        moves = functools.cache(lambda: Moves(known.problem, np.random.default_rng(self.seed)))
         with self.hurry(BOUNDS_SHARE):
             for choice, bound in relaxation.rounds(lambda: known.cost):
                 if choice is not None:
                     known.offer(choice)
                     if relaxation.cost - bound <= NEAR * abs(bound):
-                        self.improve(known, moves, choice, relaxation.prices.values)
+                        self.improve(known, moves(), choice, relaxation.prices.values)
                 known.prove(bound)
                 if known.bound > most + ENOUGH * abs(most):
                     raise _Nothing

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+
 import numpy as np
+
+from autoshard.solver.problem import Edge
 
 ROUNDING = 1e-12  # of the largest entry; what is smaller is noise from earlier sums
 
@@ -47,3 +52,25 @@ def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     for x in range(left.shape[1]):
         np.minimum(result, left[:, x, None] + right[x], out=result)
     return result
+
+
+def summed(edges: Iterable[Edge]) -> dict[tuple[int, int], np.ndarray]:
+    """Nodes, the lower number first -> the table of all edges that join them. Equal sums of the same are one object.
+
+    >>> table = np.array([[1.0, 2.0]])
+    >>> summed([Edge(0, 1, table), Edge(1, 0, table.T)])
+    {(0, 1): array([[2., 4.]])}
+    """
+    parts: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = defaultdict(list)  # and whether it is turned
+    for edge in edges:
+        turned = edge.i > edge.j
+        parts[(edge.j, edge.i) if turned else (edge.i, edge.j)].append((edge.costs, turned))
+    sums: dict[tuple, np.ndarray] = {}
+    tables = {}
+    for pair, found in sorted(parts.items()):
+        key = tuple((id(table), turned) for table, turned in found)
+        if key not in sums:
+            first, *others = (table.T if turned else table for table, turned in found)
+            sums[key] = sum(others, first)
+        tables[pair] = sums[key]
+    return tables

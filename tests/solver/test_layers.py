@@ -6,6 +6,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 
+from autoshard.solver.alike import Alike
 from autoshard.solver.bounds import Relaxation, finite
 from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.layers import tied
@@ -34,7 +35,7 @@ def chain(layers: int, seed: int, limit: float | None = None, options: int = 3) 
 @pytest.mark.parametrize("seed", range(20))
 def test_choices_of_kinds_cost_and_hold_the_same(seed):
     problem, rng = chain(6, seed), np.random.default_rng(seed)
-    small = tied(problem)
+    small = tied(Alike(problem))
     assert len(small.problem.costs) < len(problem.costs)
     for _ in range(20):
         choice = [int(rng.integers(len(costs))) for costs in small.problem.costs]
@@ -43,14 +44,14 @@ def test_choices_of_kinds_cost_and_hold_the_same(seed):
 
 
 def test_more_layers_are_no_more_kinds():
-    counts = {len(tied(chain(layers, 0)).problem.costs) for layers in (5, 10, 40)}
+    counts = {len(tied(Alike(chain(layers, 0))).problem.costs) for layers in (5, 10, 40)}
     assert len(counts) == 1
 
 
 def test_pressure_points_are_the_same():
     """Prices that are found on the small problem are those of the whole one's points."""
     problem = chain(8, 1, limit=20.0)
-    np.testing.assert_array_equal(tied(problem).problem.pressure_points(), problem.pressure_points())
+    np.testing.assert_array_equal(tied(Alike(problem)).problem.pressure_points(), problem.pressure_points())
 
 
 @pytest.mark.parametrize("change", ["costs", "usage", "table", "direction"])
@@ -65,8 +66,8 @@ def test_what_differs_is_not_alike(change):
         edges[2] = replace(edges[2], costs=edges[2].costs + 1)
     if change == "direction":
         edges[2] = replace(edges[2], costs=edges[2].costs.T)
-    kind = tied(replace(problem, costs=tuple(nodes), edges=tuple(edges), lives=tuple(lives))).kind
-    assert tied(problem).kind[4] == tied(problem).kind[2]
+    kind = tied(Alike(replace(problem, costs=tuple(nodes), edges=tuple(edges), lives=tuple(lives)))).kind
+    assert tied(Alike(problem)).kind[4] == tied(Alike(problem)).kind[2]
     assert kind[4] not in kind[[2, 6]]
 
 

@@ -1,0 +1,123 @@
+"""A `Problem` that repeats itself in, a small one out whose relaxation proves bounds for the whole.
+
+Nodes of one kind look alike, as far as `FAR` edges around them. If all of them get the same messages they add the same
+to the bound: one per kind is dealt with, and counts as often as there are nodes of it (Kersting, Ahmadi and Natarajan,
+"Counting belief propagation", UAI 2009; Mladenov, Ahmadi and Kersting, "Lifted linear programming", AISTATS 2012).
+What lies further away does differ, towards the first and last layers: there, a node's neighbours in one *role*, the
+same as far as it sees, are of different kinds. Their messages to it have to be one, the least of them, and what the
+bound loses by that gets less with the distance.
+
+Nothing is said of choices, other than by `tied`: the bound holds for those in which nodes alike differ, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.solver.alike import Alike
+from autoshard.solver.problem import Edge, Problem
+from autoshard.solver.tables import summed
+
+FAR = 8  # edges: how far nodes look
+NEAR = 1  # the same for colours: neighbours in one role, of one colour, all come before a node or all after it
+ALONE = -1  # the role of an edge that has messages of its own
+
+
+@dataclass(frozen=True, eq=False)
+class Lifted:
+    """One node per kind, and one edge per table between two kinds."""
+
+    problem: Problem  # with the costs of a single node and of a single edge, without memory
+    nodes: np.ndarray  # kind -> how many nodes
+    edges: np.ndarray  # edge -> how many edges
+    roles: np.ndarray  # [edge, end] -> number of its role for the node at that end, or ALONE
+    colours: np.ndarray  # kind -> number of its colour: two kinds with an edge never have the same
+    rest: float = 0.0  # what edges within a kind, of which there is nothing here, cost at least
+
+
+def unlifted(problem: Problem) -> Lifted:
+    """Every node for itself, and the edges between two as one; with its memory."""
+    tables = summed(problem.edges)
+    count = len(problem.costs)
+    return Lifted(
+        problem=replace(problem, edges=tuple(Edge(*pair, table) for pair, table in tables.items()), checked=True),
+        nodes=np.ones(count),
+        edges=np.ones(len(tables)),
+        roles=np.full((len(tables), 2), ALONE),
+        colours=coloured(count, tables),
+    )
+
+
+def lifted(nodes: Alike) -> Lifted:
+    """One node per kind.
+
+    >>> costs, edge = np.array([0.0, 1.0]), np.array([[0.0, 2.0], [2.0, 0.0]])
+    >>> chain = Problem((costs, -costs) * 50, tuple(Edge(i, i + 1, edge) for i in range(99)), (), None)
+    >>> small = lifted(Alike(chain))
+    >>> len(small.problem.costs), int(small.nodes.sum())
+    (18, 100)
+    """
+    kind, before = nodes.kinds(FAR, held=False)
+    first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
+    # an edge of the small problem: two kinds and a table
+    rows, example, edge, times = np.unique(
+        np.column_stack([kind[nodes.ends], nodes.table]),
+        axis=0, return_index=True, return_inverse=True, return_counts=True,
+    )  # fmt: skip
+    roles = np.empty((len(rows), 2), dtype=np.int64)
+    for end in (0, 1):
+        # where all nodes of a kind have the same number of edges of one sort, these need no messages of others
+        owned, number = np.unique(nodes.ends[:, end] * len(rows) + edge, return_counts=True)
+        squares = np.bincount(owned % len(rows), number**2, minlength=len(rows))
+        even = squares * counts[rows[:, end]] == times**2
+        seen = np.column_stack([rows[:, end], rows[:, 2], before[nodes.ends[example, 1 - end]]])
+        role = np.unique(seen, axis=0, return_inverse=True)[1]
+        roles[:, end] = np.where(even, ALONE, 2 * role + end)
+    apart = rows[:, 0] != rows[:, 1]
+    within = zip(rows[~apart, 2].tolist(), times[~apart].tolist(), strict=True)
+    problem = Problem(
+        costs=tuple(nodes.problem.costs[node] for node in first.tolist()),
+        edges=tuple(Edge(i, j, nodes.tables[table]) for i, j, table in rows[apart].tolist()),
+        lives=(),
+        limit=None,
+        checked=True,
+    )
+    return Lifted(
+        problem=problem,
+        nodes=counts.astype(float),
+        edges=times[apart].astype(float),
+        roles=roles[apart],
+        colours=_colours(nodes, kind, first),
+        rest=sum(float(nodes.tables[table].min()) * count for table, count in within),
+    )
+
+
+def coloured(nodes: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Node -> number of its colour: no two nodes with an edge have the same. Those with many edges choose first.
+
+    >>> coloured(3, [(0, 1), (1, 2)])
+    array([1, 0, 1])
+    """
+    beside: list[list[int]] = [[] for _ in range(nodes)]
+    for i, j in pairs:
+        beside[i].append(j)
+        beside[j].append(i)
+    colour = np.full(nodes, -1)
+    for node in sorted(range(nodes), key=lambda node: -len(beside[node])):
+        taken = set(colour[beside[node]].tolist())
+        colour[node] = next(number for number in itertools.count() if number not in taken)
+    return colour
+
+
+def _colours(nodes: Alike, kind: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Kind -> number of its colour: one for all that look alike nearby, unless there are edges among these."""
+    near, _ = nodes.kinds(NEAR, held=False)
+    pairs = np.unique(near[nodes.ends], axis=0)
+    if (pairs[:, 0] != pairs[:, 1]).all():
+        return coloured(int(near.max()) + 1, pairs.tolist())[near[first]]
+    pairs = np.unique(kind[nodes.ends], axis=0)
+    return coloured(len(first), pairs[pairs[:, 0] != pairs[:, 1]].tolist())
