@@ -15,6 +15,7 @@ import hashlib
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -197,17 +198,32 @@ def compiled(lowered: jax.stages.Lowered, mesh: Any, cache: Path | None) -> Comp
     if file and file.exists():
         content = json.loads(gzip.decompress(file.read_bytes()))
         return Compiled(content["hlo"], content["peak"])
-    try:
-        program = lowered.compile(compiler_options=compiler_options(mesh))
-        found = Compiled(program.as_text(), peak_bytes(program))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        found = Compiled(None, None)
+    options = compiler_options(mesh)
+    with tempfile.TemporaryDirectory() as folder:
+        if mesh.devices.flat[0].platform == "tpu":
+            options["xla_dump_to"] = folder
+        try:
+            program = lowered.compile(compiler_options=options)
+            found = Compiled(text_of(program, Path(folder)), peak_bytes(program))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            found = Compiled(None, None)
     if file:
         cache.mkdir(parents=True, exist_ok=True)
         file.write_bytes(gzip.compress(json.dumps(found._asdict()).encode()))
     return found
+
+
+def text_of(program: jax.stages.Compiled, folder: Path) -> str:
+    """The program, or what XLA wrote of it into a folder: libtpu cannot print some of those for v5p."""
+    try:
+        return program.as_text()
+    except jax.errors.JaxRuntimeError:
+        written = [*folder.glob("*.after_codegen.txt")]
+        if len(written) != 1:
+            raise
+        return written[0].read_text()
 
 
 def measured_seconds(plans: Mapping[str, Plan], workload: Workload) -> dict[str, float]:
