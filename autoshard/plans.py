@@ -414,7 +414,7 @@ class _Choice:
         return Annotations(self.homes, self.copies, wants, scatters, frozenset(self.implied()))
 
     def implied(self) -> Iterator[int]:
-        """Values inside loops to which propagation brings the planned layout, and no other.
+        """Values to which propagation brings the planned layout, and no other.
 
         Every reader takes the value as it is, and its axes come from what it is made of; of what is made of numbers,
         from what a reader reads beside it. A constraint would only keep XLA from simplifying across it before it
@@ -422,7 +422,7 @@ class _Choice:
         """
         loose: dict[int, Sequence[Reader]] = {}  # values whose axes do not come from what they are made of
         for group, strategy in zip(self.formulation.groups, self.strategies, strict=True):
-            if group.trips == 1 or group.is_boundary or group.hoisted is not None:
+            if group.is_boundary or group.hoisted is not None:
                 continue
             for made in group.made:
                 value, readers = made.value.id, self.formulation.readers[made.value.id]

@@ -109,13 +109,10 @@ def test_the_oracle_sees_a_wrong_prediction(fault):
         assert_confirmed(replace(made, predicted=replace(made.predicted, **{fault: wrong})))
 
 
-@pytest.mark.parametrize("name, mesh", [("gpt scan", "4x2"), ("lstm", "4x2")])
-def test_what_follows_in_loops_need_not_be_said(name, mesh):
-    """The compiled program has the same collectives when every inner value of its loops is constrained."""
-    made = planned(name, mesh, "slow chips")
-    program = made.lowering.program
-    in_loops = {value.id for equation in program.equations if equation.trips > 1 for value in equation.outputs}
-    assert made.annotations.implied and set(made.annotations.implied) <= in_loops
+@pytest.mark.parametrize("name", ["gpt scan", "lstm", "gpt", "cnn", "moe"])
+def test_what_follows_need_not_be_said(name):
+    """The compiled program has the same collectives when every inner value is constrained."""
+    made = planned(name, "4x2", "slow chips")
     told = replace(made, annotations=replace(made.annotations, implied=()))
     axes = dict(made.mesh.shape)
     (short, few), (full, all_) = (
