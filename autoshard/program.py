@@ -53,6 +53,8 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 
+dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
+
 # nnx holds every array in the `value` of a Variable; nobody wants to read that.
 VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
 
@@ -147,7 +149,7 @@ class Program:
             digest.update(f"{value.name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
         for equation in self.equations:
             operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
-            results = [(x.id, x.shape, str(x.dtype)) for x in equation.outputs]
+            results = [(x.id, x.shape, dtype_name(x.dtype)) for x in equation.outputs]
             params = [f"{name}={text}" for name, text in _printed(equation.params)]
             digest.update(f"{equation.primitive} {operands} {results} {params} {equation.trips};".encode())
         results = [x.id if isinstance(x, Value) else x.shape for x in self.results]
@@ -424,16 +426,14 @@ def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[in
         needed.add(equation.index)
         reads = (*equation.inputs, *steered.get(equation.index, ()))
         queue += [producer[x.id] for x in reads if isinstance(x, Value) and x.id in producer]
-    kept = [equation for equation in equations if equation.index in needed]
     before = np.concatenate([[0], np.cumsum([equation.index in needed for equation in equations])]).astype(int).tolist()
-    return tuple(
-        replace(
-            equation,
-            index=before[equation.index],
-            loop=equation.loop and (before[equation.loop[0]], before[equation.loop[1]]),
-        )
-        for equation in kept
-    )
+
+    def moved(old: Equation) -> Equation:
+        loop = old.loop and (before[old.loop[0]], before[old.loop[1]])
+        index, inputs, outputs = before[old.index], old.inputs, old.outputs
+        return Equation(index, old.primitive, old.params, inputs, outputs, old.source, old.path, old.trips, loop)
+
+    return tuple(moved(equation) for equation in equations if equation.index in needed)
 
 
 def _printed(params: Mapping[str, Any]) -> list[tuple[str, str]]:

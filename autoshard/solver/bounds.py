@@ -42,7 +42,8 @@ PAUSE = 25  # rounds without prices between two looks at whether they pay ...
 WORTH = 0.02  # ... which they do if they closed this much of the gap
 DESCENTS = 5  # rounds without prices between two choices that are improved node by node ...
 PASSES = 4  # ... so many times
-MANY = 8  # edges with one table, from which on they are dealt with apart and the table is kept once
+MANY = 8  # edges with one table, from which on they are dealt with apart and the table is kept once, ...
+LARGE = 1 << 14  # ... if its entries for all of them are so many
 MUCH = 1000  # entries in a row of tables side by side, from which on rows are taken one by one
 
 
@@ -433,7 +434,7 @@ def _blocks(edges: Sequence[_Edge], colour_of: np.ndarray) -> list[_Block]:
     alike: dict[tuple, list[_Edge]] = defaultdict(list)
     blocks = []
     for (i, j, _), found in same.items():
-        if len(found) >= MANY:
+        if len(found) >= MANY and len(found) * found[0].table.size >= LARGE:
             blocks.append(_Block(found, found[0].table[:, :, None]))
         else:
             alike[i, j, found[0].table.shape] += found

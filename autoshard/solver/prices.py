@@ -18,7 +18,7 @@ from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.resharding import Step, path, reshard
 from autoshard.mesh.topology import Topology
-from autoshard.program import Equation, Value
+from autoshard.program import Equation, Value, dtype_name
 from autoshard.solver.groups import Group, Use
 from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
 from autoshard.solver.widths import ROUNDED, Widths
@@ -464,4 +464,4 @@ def _places(layouts: Sequence[Layout], among: Sequence[Layout]) -> list[int]:
 def _dtype(equations: Sequence[Equation]) -> str:
     """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
     operands = (*equations[0].inputs, *equations[0].outputs)
-    return str(operands[0].dtype) if operands else "bool"  # an effect alone
+    return dtype_name(operands[0].dtype) if operands else "bool"  # an effect alone

@@ -42,7 +42,7 @@ GRACE = 3.0  # s, or iterations, past the limit to find a first choice
 FINISH = 3.0  # times what it takes to verify a choice: what is left for the end, ...
 FINISH_SHARE = 0.2  # ... but no more than this of the time limit
 FEW_OPTIONS = 4000  # that the integer program takes at once
-MANY_OPTIONS = 20_000  # more than the integer program can find the leanest choice of
+MANY_OPTIONS = 60_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
 LESS = 20_000  # ... and from which on once it is loaded
 PLAIN_SHARE = 0.5  # of the time left: what goes by before compiled code has to help with a smaller problem
@@ -55,6 +55,7 @@ FEWER = 0.5  # of the options: if more are left, bounds are not worth looking fo
 REPEATED = 20_000  # options from which on what repeats itself is solved as one ...
 KINDS = 0.6  # ... if no more than this share of the nodes are different,
 FEW_KINDS = 0.25  # ... or, if memory binds, than this
+FEW_LIFTED = 0.5  # of the nodes: with more kinds in a lifted bound, that of the whole costs no more
 CLOSE = 0.01  # the gap that is small enough for a problem of the planner
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
@@ -404,8 +405,8 @@ class _Search:
             priced: the small problem if memory binds: it has the same points, and prices are found there.
         """
         dear = 2 * abs(known.cost)
-        if not priced:
-            alike = lifted(nodes)
+        alike = None if priced else lifted(nodes)
+        if alike and len(alike.nodes) <= FEW_LIFTED * len(known.problem.costs):
             self.raise_bound(known, Relaxation(replace(alike, problem=finite(alike.problem, dear))), choose=False)
             if known.gap <= CLOSE:
                 return

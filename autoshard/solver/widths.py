@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.lax import Precision
 
 from autoshard.mesh.backends import Backend
-from autoshard.program import Equation, Program, Value
+from autoshard.program import Equation, Program, Value, dtype_name
 from autoshard.solver.groups import Group
 
 ROUNDED = 2  # bytes of a bfloat16
@@ -76,7 +76,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
 
     def read(group: Group, value: Value) -> int:
         """Bytes per element of what a group makes of a value first."""
-        if backend.rounds_operands and str(value.dtype) == "float32" and rounds(group):
+        if backend.rounds_operands and dtype_name(value.dtype) == "float32" and rounds(group):
             return ROUNDED
         readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
         if backend.rounds_first and readings and all(map(_converts, readings)):
@@ -100,8 +100,8 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
             users = readers[made.value.id]
             if not users:
                 continue
-            rounded = backend.rounds_operands and str(made.value.dtype) == "float32" and made.value.id not in results
-            if rounded and all(map(rounds, users)):
+            wide = dtype_name(made.value.dtype) == "float32"
+            if backend.rounds_operands and wide and made.value.id not in results and all(map(rounds, users)):
                 kept.add(made.value.id)
                 moved[made.value.id] = wanted[made.value.id] = ROUNDED
                 continue
