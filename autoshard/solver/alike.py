@@ -39,7 +39,8 @@ class Alike:
             usages[live.node].append((self._number(live.usage), live.start == 0))
         seen: dict[object, int] = {}
         alone = ((self._number(costs), *sorted(own)) for costs, own in zip(self.problem.costs, usages, strict=True))
-        before = np.array([seen.setdefault(one, len(seen)) for one in alone], dtype=np.int64)
+        by_self = [seen.setdefault(one, len(seen)) for one in alone]
+        before = np.array(by_self, dtype=np.int64)
         sides = 2 * self.table[:, None] + [0, 1]  # [edge, end]: the table as it is seen from there
         for _ in range(far - 1):
             around = np.zeros(len(before), dtype=np.uint64)
@@ -50,9 +51,9 @@ class Alike:
             rows = np.column_stack([self.ends[:, end], sides[:, end], before[self.ends[:, 1 - end]]])
             for node, side, other in rows.tolist():
                 beside[node].append((side, other))
-        kinds: dict[object, int] = {}  # mixed numbers may be equal by chance; here nothing is left to it
-        told = zip(before.tolist(), beside, strict=True)
-        kind = [kinds.setdefault((own, *sorted(around)), len(kinds)) for own, around in told]
+        kinds: dict[object, int] = {}  # mixed numbers may be equal by chance; what matters here is not left to it
+        told = zip(by_self, before.tolist(), beside, strict=True)
+        kind = [kinds.setdefault((one, own, *sorted(around)), len(kinds)) for one, own, around in told]
         return np.array(kind, dtype=np.int64), before
 
     def _number(self, array: np.ndarray) -> int:

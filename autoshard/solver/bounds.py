@@ -121,7 +121,7 @@ class Relaxation:
     3.0
 
     Every option must have a finite cost, and a finite pair over every edge; `simplify` sees to that. For a `Lifted`
-    problem the bounds are those of what it stands for; choices mean nothing.
+    problem the bounds of `sweep` are those of what it stands for; all else means nothing.
     """
 
     def __init__(self, problem: Problem | Lifted):
@@ -136,11 +136,11 @@ class Relaxation:
         places = np.split(order, np.cumsum(np.bincount(colour_of))[:-1])
         starts = _starts(np.array([sizes[nodes].sum() for nodes in places]))
         self._colours = [
-            _Colour(nodes, lifted.nodes, sizes, int(start)) for nodes, start in zip(places, starts, strict=True)
+            _Colour(nodes, lifted.node_times, sizes, int(start)) for nodes, start in zip(places, starts, strict=True)
         ]
         self._first_option = np.empty(len(sizes), dtype=np.int64)
         self._first_option[order] = _starts(sizes[order])
-        self._add_edges(_edges(lifted, colour_of), lifted.nodes, colour_of)
+        self._add_edges(_edges(lifted, colour_of), lifted.node_times, colour_of)
         self._spread = max(float(np.ptp(costs)) for costs in problem.costs)
         self.prices = Prices(problem)
         self.choice = np.array([costs.argmin() for costs in problem.costs])  # what the last sweep would take, ...
@@ -415,7 +415,7 @@ def _edges(lifted: Lifted, colour_of: np.ndarray) -> list[_Edge]:
         return (rows, columns), equal.setdefault((table.shape, table.tobytes()), table)
 
     edges = []
-    for edge, times, roles in zip(lifted.problem.edges, lifted.edges.tolist(), lifted.roles.tolist(), strict=True):
+    for edge, times, roles in zip(lifted.problem.edges, lifted.edge_times.tolist(), lifted.roles.tolist(), strict=True):
         turned = bool(colour_of[edge.i] > colour_of[edge.j])
         key = id(edge.costs), turned
         if key not in known:

@@ -35,7 +35,7 @@ class Tied:
         return choice is not None and fits(verify(self.problem, choice)[1], self.problem.limit)
 
 
-def tied(nodes: Alike) -> Tied:
+def tied(alike: Alike) -> Tied:
     """The problem with one option for all nodes alike.
 
     >>> costs, edge = np.array([0.0, 1.0]), np.array([[0.0, 2.0], [2.0, 0.0]])
@@ -44,13 +44,13 @@ def tied(nodes: Alike) -> Tied:
     >>> len(small.problem.costs), small.expand([0, 1, 0])
     (3, [0, 1, 1, 1, 1, 1, 1, 1, 0])
     """
-    problem, (kind, _) = nodes.problem, nodes.kinds(FAR, held=True)
+    problem, (kind, _) = alike.problem, alike.kinds(FAR, held=True)
     first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
     costs = [problem.costs[node] * n for node, n in zip(first.tolist(), counts.tolist(), strict=True)]
     sums: dict[tuple[int, int], np.ndarray] = {}
-    rows, times = np.unique(np.column_stack([kind[nodes.ends], nodes.table]), axis=0, return_counts=True)
+    rows, times = np.unique(np.column_stack([kind[alike.ends], alike.table]), axis=0, return_counts=True)
     for (i, j, number), n in zip(rows.tolist(), times.tolist(), strict=True):
-        table = nodes.tables[number]
+        table = alike.tables[number]
         if i == j:
             costs[i] = costs[i] + np.diagonal(table) * n
             continue

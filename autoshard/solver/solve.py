@@ -59,7 +59,7 @@ FEW_LIFTED = 0.5  # of the nodes: with more kinds in a lifted bound, that of the
 CLOSE = 0.01  # the gap that is small enough for a problem of the planner
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
-HOPELESS = 0.02  # the same while the gap is not small enough: to solve the whole problem takes longer
+HOPELESS = 0.02  # the same of lifted bounds, which are quick, and while the gap is too large: what follows is not
 NEAR = 0.02  # of the bound: what a choice may cost more to be worth moves
 CHOOSING = 10  # sweeps between two choices in which layers may differ
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
@@ -371,43 +371,43 @@ class _Search:
         if _options(known.problem) <= REPEATED:
             return False
         with self.report.during("layers"):
-            nodes = Alike(known.problem)
-            one = tied(nodes)
+            alike = Alike(known.problem)
+            one = tied(alike)
         share = len(one.problem.costs) / len(known.problem.costs)
         if share > KINDS:
             return False
         for limit in dict.fromkeys([None, known.problem.limit if share <= FEW_KINDS else None]):
-            alike = _Known(replace(one.problem, limit=limit, checked=True))
-            alike.prove(_least_sum(alike.problem))
+            small = _Known(replace(one.problem, limit=limit, checked=True))
+            small.prove(_least_sum(small.problem))
             fit = functools.lru_cache(maxsize=1)(one.fits)
-            alike.hasty = True
-            alike.tolerance = lambda alike=alike, fit=fit: CLOSER * CLOSE * max(0.0, alike.bound) * fit(alike.choice)
+            small.hasty = True
+            small.tolerance = lambda small=small, fit=fit: CLOSER * CLOSE * max(0.0, small.bound) * fit(small.choice)
             try:
                 with self.hurry(LAYERS_SHARE):
-                    self.solve(alike, relax=True)
+                    self.solve(small, relax=True)
             except _Nothing:
                 return False
             finally:
-                if alike.best:
-                    known.offer(one.expand(leaner(one.problem, alike.choice, self.seed)))
-            if known.best:
+                if small.best:
+                    known.offer(one.expand(leaner(one.problem, small.choice, self.seed)))
+            if one.fits(small.choice):
                 break
-        if known.best is None:
+        else:
             return False
         with self.report.during("bounds"):
-            self.prove_apart(known, nodes, one if limit is not None else None)
+            self.prove_apart(known, alike, one if limit is not None else None)
         return known.gap <= CLOSE
 
-    def prove_apart(self, known: _Known, nodes: Alike, priced: Tied | None) -> None:
+    def prove_apart(self, known: _Known, alike: Alike, priced: Tied | None) -> None:
         """Looks for a bound of a problem that was solved as one, and for choices in which nodes alike differ.
 
         Args:
             priced: the small problem if memory binds: it has the same points, and prices are found there.
         """
         dear = 2 * abs(known.cost)
-        alike = None if priced else lifted(nodes)
-        if alike and len(alike.nodes) <= FEW_LIFTED * len(known.problem.costs):
-            self.raise_bound(known, Relaxation(replace(alike, problem=finite(alike.problem, dear))), choose=False)
+        few = None if priced else lifted(alike)
+        if few and len(few.problem.costs) <= FEW_LIFTED * len(known.problem.costs):
+            self.raise_bound(known, Relaxation(replace(few, problem=finite(few.problem, dear))), choose=False)
             if known.gap <= CLOSE:
                 return
         relaxation = Relaxation(finite(known.problem, dear))
