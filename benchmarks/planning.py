@@ -7,10 +7,9 @@
     python benchmarks/planning.py --rows FILE --only ResNet      # adds to the rows of earlier runs; writes the page
 
 Nothing is allocated. Each row is planned three times, in processes of its own, for a TPU by name, under that machine's
-memory limit; the fastest run counts.
-The page shows equations of the step, nodes and options of the problem, CPU seconds in all and of each stage (what is
-left is checking and printing), the predicted seconds per step, and how far they may be from the best. The plot of the
-growth with layers needs matplotlib.
+memory limit; the fastest run counts. The page shows equations of the step, nodes and options of the problem, CPU
+seconds in all and of each stage (what is left is checking and printing), the predicted seconds per step, and how far
+they may be from the best. The plot of the growth with layers needs matplotlib.
 """
 
 import argparse

@@ -5,8 +5,8 @@ to the bound: one per kind is dealt with, and counts as often as there are nodes
 "Counting belief propagation", UAI 2009; Mladenov, Ahmadi and Kersting, "Lifted linear programming", AISTATS 2012).
 What lies further away does differ, towards the first and last layers: there, a node's neighbours in one *role*, the
 same as far as it sees, are of different kinds. Their messages to it have to be one, the least of them, and what the
-bound loses by that gets less with the distance. Edges within a kind have no messages, nor have others in their roles:
-they count as what their cheapest pair costs.
+bound loses by that gets less with the distance. Edges within a kind have no messages, nor have others in their roles,
+nor those in the roles of these: they count as what their cheapest pair costs.
 
 Nothing is said of choices, other than by `tied`: the bound holds for those in which nodes alike differ, too.
 """
@@ -78,9 +78,9 @@ def lifted(alike: Alike) -> Lifted:
         seen = np.column_stack([rows[:, end], rows[:, 2], before[alike.ends[example, 1 - end]]])
         role = np.unique(seen, axis=0, return_inverse=True)[1]
         roles[:, end] = np.where(even, ALONE, 2 * role + end)
-    within = rows[:, 0] == rows[:, 1]
-    shared = roles[within][roles[within] != ALONE]
-    out = within | np.isin(roles, shared).any(axis=1)
+    out = rows[:, 0] == rows[:, 1]
+    while (found := out | np.isin(roles, roles[out][roles[out] != ALONE]).any(axis=1)).sum() > out.sum():
+        out = found  # what is left out at one end of an edge is so at the other, whose role may have more edges
     left = zip(rows[out, 2].tolist(), times[out].tolist(), strict=True)
     problem = Problem(
         costs=tuple(alike.problem.costs[node] for node in first.tolist()),

@@ -1,4 +1,4 @@
-"""Cost tables of edges, taken apart."""
+"""Cost tables of edges, taken apart and put together."""
 
 from __future__ import annotations
 

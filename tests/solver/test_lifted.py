@@ -51,6 +51,21 @@ def stairs(nodes: int, steps: int = 10) -> Problem:
     return Problem((high, *[free] * nodes), tuple(edges), (), None)
 
 
+def stairwells(seed: int, nodes: int = 40, steps: int = 6) -> Problem:
+    """Stairs that branch, of two sorts, with landings at random heights here and there."""
+    rng = np.random.default_rng(seed)
+    level = np.arange(steps + 1)
+    down = np.subtract.outer(level, level)
+    either, both = np.where(down > 1, 100.0, 0.0), np.where(np.abs(down) > 1, 100.0, 0.0)
+    usual, width = (either, both)[rng.integers(2)], int(rng.integers(1, 5))
+    costs, edges = [np.where(level == steps, 0.0, 1000.0)], []
+    for node in range(1, nodes):
+        landing = rng.random() < 0.08
+        costs.append(np.where(level == rng.integers(steps + 1), 0.0, 1000.0) if landing else 1.0 * (level > 0))
+        edges.append(Edge(int(rng.integers(max(0, node - width), node)), node, both if rng.random() < 0.15 else usual))
+    return Problem(tuple(costs), tuple(edges), (), None)
+
+
 def row(seed: int, nodes: int = 30, options: int = 4) -> Problem:
     """Nodes that are all alike, but for the first."""
     rng = np.random.default_rng(seed)
@@ -79,6 +94,17 @@ def test_what_lies_beyond_sight_is_not_forgotten(nodes):
     """Nodes that look alike cannot all be low: the way down from the start, one step a node, costs 10."""
     assert solve(stairs(nodes)).cost == 10.0
     assert max(bounds(Relaxation(lifted(Alike(stairs(nodes)))))) <= 10.0
+
+
+@pytest.mark.parametrize("far", [1, 2])
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_left_out_at_one_end_is_at_the_other(seed, far, monkeypatch):
+    """Some nodes of a kind would otherwise get a message that others, whose edge was left out, do not."""
+    monkeypatch.setattr("autoshard.solver.lifted.FAR", far)
+    problem = stairwells(seed)
+    best = solve(problem)
+    assert best.status == "optimal"
+    assert max(bounds(Relaxation(lifted(Alike(problem))))) <= best.cost + ROUNDING
 
 
 def test_the_way_down_is_found_and_proven(monkeypatch):
