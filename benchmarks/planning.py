@@ -37,7 +37,7 @@ ROWS = {  # name -> workload, mesh, machine, target in CPU seconds
 }
 FIRST = next(iter(ROWS))
 LAYERS = (2, 4, 8, 16, 32)
-RUNS = 3  # of each row: a core that others share at times takes nearly twice as long
+RUNS = 3  # of each row: a core that others share is slower at times
 STAGES = {"trace": "trace", "_formulated": "formulate", "solve_within": "solve", "make_plan": "plan"}
 
 
