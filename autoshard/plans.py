@@ -22,7 +22,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import HOST
-from autoshard.layout import Layout, spec_of, spec_text, with_auto_axes
+from autoshard.layout import Layout, axes_of, local_shape, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
 from autoshard.program import VALUE_KEYS, Program, Source, Value
 from autoshard.solver.formulate import Formulation, Reader
@@ -428,6 +428,8 @@ class _Choice:
                 value, readers = made.value.id, self.formulation.readers[made.value.id]
                 if not readers or any(self.want(reader) != self.homes[value] for reader in readers):
                     continue
+                if self.may_be_split_unevenly(made.value):
+                    continue
                 brought = not strategy.finishes and self.is_split_by_others(group, made.dims)
                 if brought or Scatter.of(group, strategy):
                     yield value
@@ -436,6 +438,15 @@ class _Choice:
         for value, readers in loose.items():
             if any(r.group and self.is_split_by_others(r.group, r.use.dims, loose) for r in readers):
                 yield value
+
+    def may_be_split_unevenly(self, value: Value) -> bool:
+        """Whether propagation could split the value over axes that it is planned whole on, as no plan would.
+
+        XLA splits dims that an axis does not divide where it splits what they come from: 257 tokens as 256 patches.
+        """
+        home, mesh = self.homes[value.id], self.prices.mesh
+        idle = [n for axis, n in mesh.items() if axis not in axes_of(home)]
+        return any(size > 1 and size % n for size in local_shape(value.shape, home, mesh) for n in idle)
 
     def is_split_by_others(self, group: Group, dims: Dims, apart_from: Container[int] = ()) -> bool:
         """Whether what a group reads, apart from these values, has all axes that split a tensor of these dims."""

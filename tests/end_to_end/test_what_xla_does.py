@@ -9,7 +9,7 @@ import optax
 import pytest
 from oracles import MACHINES, MESHES, SMALL, limit_between, mesh_of
 
-from autoshard import Plan
+from autoshard import Plan, evaluate
 from autoshard import plan as plan_of
 from autoshard.report.hlo import read_collectives
 
@@ -121,6 +121,21 @@ def test_what_follows_need_not_be_said(name):
     )
     assert short < full
     assert by_kind(few) == by_kind(all_)
+
+
+@pytest.mark.parametrize("tokens, is_said", [(8, False), (9, True)])
+def test_what_may_be_split_unevenly_is_said(tokens, is_said):
+    """XLA splits nine tokens in four if what they come from is split so, which no plan does."""
+    def step(weight, token, patches):
+        x = jnp.concatenate([jnp.broadcast_to(token, (8, tokens - 4, 16)), patches], axis=1)
+        return jnp.sum(jnp.tanh(x @ weight))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16,), (8, 4, 16))]
+    shardings = jax.P("model"), jax.P(), jax.P("data", None, "model")
+    made = evaluate(step, *shapes, mesh=mesh_of({"data": 2, "model": 4}), in_shardings=shardings)
+    whole = {value for value, home in made.annotations.homes.items() if home == (("data",), (), ())}
+    assert whole
+    assert made.annotations.implied.isdisjoint(whole) == is_said
 
 
 def count_constraints(lowered: jax.stages.Lowered) -> int:
