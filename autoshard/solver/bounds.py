@@ -383,6 +383,14 @@ def _first_least(costs: np.ndarray, colour: _Colour) -> np.ndarray:
     return best
 
 
+def _firsts(classes: np.ndarray) -> list[int]:
+    """The first of each class, of classes numbered in order of appearance."""
+    found: dict[int, int] = {}
+    for place, number in enumerate(classes.tolist()):
+        found.setdefault(number, place)
+    return list(found.values())
+
+
 def _starts(sizes: np.ndarray) -> np.ndarray:
     """Where each of some things begins if they stand one after the other."""
     return np.cumsum(sizes) - sizes
@@ -410,8 +418,7 @@ def _edges(lifted: Lifted, colour_of: np.ndarray) -> list[_Edge]:
 
     def small(table: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         rows, columns = classes(table), classes(table.T)
-        first_rows, first_columns = (np.unique(of, return_index=True)[1] for of in (rows, columns))
-        table = np.ascontiguousarray(table[np.ix_(first_rows, first_columns)])
+        table = np.ascontiguousarray(table[np.ix_(_firsts(rows), _firsts(columns))])
         return (rows, columns), equal.setdefault((table.shape, table.tobytes()), table)
 
     edges = []

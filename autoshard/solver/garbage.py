@@ -9,11 +9,17 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Garbage waits until this is left: looking for it among so many new objects takes as long as making them."""
+    """Garbage waits until this is left: looking for it among so many new objects takes as long as making them.
+
+    What is there by then counts as old, and is looked at when the collector next looks at all.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # what somebody froze is to stay so
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -296,7 +296,7 @@ class _Graph:
             return
         worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a, at least
         np.fill_diagonal(worse, np.inf)
-        for usage in self.moments(node):
+        for usage in self.moments(node) if self.lives[node] else ():
             worse[usage[None, :] > usage[:, None]] = np.inf
         glances = [_glance(table) for table in tables.values()]
         ahead = [*itertools.accumulate(reversed(glances), initial=np.zeros_like(worse))][::-1]  # of tables to come
