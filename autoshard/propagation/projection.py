@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoshard.layout import Layout, MeshShape
+from autoshard.layout import Layout, MeshShape, shards
 from autoshard.propagation.rule import Dims
 
 
@@ -35,10 +35,7 @@ def layout_of_factors(
     for dim in dims:
         if len(dim) == 1:  # nearly all dims: kept free of the bookkeeping below
             axes = assignment.get(dim[0], ())
-            pieces = 1
-            for axis in axes:
-                pieces *= mesh[axis]
-            if pieces > 1 and sizes[dim[0]] % pieces:
+            if axes and sizes[dim[0]] % shards(axes, mesh):
                 return None
             layout.append(axes)
             continue
@@ -48,9 +45,7 @@ def layout_of_factors(
             axes = assignment.get(factor, ())
             if axes and major_is_whole:
                 return None
-            pieces = 1
-            for axis in axes:
-                pieces *= mesh[axis]
+            pieces = shards(axes, mesh)
             if sizes[factor] % pieces:
                 return None
             split += axes
