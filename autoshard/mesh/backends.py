@@ -43,6 +43,7 @@ class Backend:
     overwrites: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
     stores_scattered: bool = False  # what scatters is no part of what reads it
     takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
+    taken_in: frozenset[str] = frozenset()  # primitives whose work these do again, beside elementwise ones
 
 
 # What becomes a loop over its result, or a reduction, that computes its operands as it goes.
@@ -50,6 +51,7 @@ _LOOPS = frozenset({
     "argmax", "argmin", "concatenate", "dynamic_slice", "pad", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
     "reduce_prod", "reduce_sum", "rev", "slice", "split",
 })  # fmt: skip
+_SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
 
 CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=True)
 GPU = Backend(
@@ -65,6 +67,7 @@ GPU = Backend(
     overwrites=True,
     stores_scattered=True,
     takes_in=_LOOPS | {"gather"},
+    taken_in=_SLICES | {"pad"},
 )
 TPU = Backend(
     "tpu",
@@ -81,6 +84,7 @@ TPU = Backend(
     rounds_first=True,
     sinks_broadcasts=True,
     takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
+    taken_in=_SLICES,
 )
 _BACKENDS = {backend.name: backend for backend in (CPU, GPU, TPU)}
 

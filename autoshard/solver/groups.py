@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +32,6 @@ _EXPENSIVE = frozenset({
     "random_bits", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "threefry2x32",
 })  # fmt: skip
 
-_SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
@@ -238,10 +237,11 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     for group, is_result in zip(groups, of_results, strict=True):
         group.folded = not is_result and not backend.takes_in and _is_folded(group, users[group.index])
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
+    padded = {e.outputs[0].id for e in program.equations if e.primitive == "pad" and "pad" in backend.taken_in}
     for group, is_result in zip(groups, of_results, strict=True):
         read = users[group.index]
         again = not is_result and _is_repeated(group, read, backend)
-        group.repeated = group.folded or (again and not _reads_far(group, read, through))
+        group.repeated = group.folded or (again and not _reads_far(group, read, through, padded))
         group.sunk = group.repeated and any(user.equations[0].primitive == "scan_const" for user in read)
     for group in reversed(groups):
         group.last = max((user.last for user in users[group.index]), default=0) if group.repeated else group.point
@@ -432,9 +432,9 @@ def _is_folded(group: Group, users: list[Group]) -> bool:
 
 
 def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
-    """Whether XLA fuses an elementwise group, a view, or a slice that a loop takes, into every group that reads it."""
+    """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it."""
     first = group.equations[0].primitive
-    if not users or not (group.fuses or first == "scan_slice" or (backend.takes_in and first in _SLICES)):
+    if not users or not (group.fuses or first == "scan_slice" or first in backend.taken_in):
         return False
     if backend.takes_in:
         if _is_normalised(group, users):
@@ -456,18 +456,21 @@ def _is_repeated(group: Group, users: list[Group], backend: Backend) -> bool:
     return len(set(map(id, users))) == 1 or not any(_is_dear(equation) for equation in group.equations)
 
 
-def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]]) -> bool:
+def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]], padded: Container[int]) -> bool:
     """Whether several groups would each read too many arrays of its size to compute it again; notes which if not.
 
-    So it is with the sums along residual connections, once they are long: each is made of all before it.
+    So it is with the sums along residual connections, once they are long: each is made of all before it. What is padded
+    is too many: the sums of an associative scan are each made of such sums of half the length.
 
     Args:
         through: value -> the values of its size that it is computed again from; added to.
+        padded: values that are padded as they are read.
     """
     size = math.prod(group.made[0].value.shape)
     wide = [use.value.id for use in group.uses if math.prod(use.value.shape) == size]
     read = set().union(*(through.get(value, {value}) for value in wide))
-    if len(read) > _READ_AGAIN and len(set(map(id, users))) > 1:
+    far = len(read) > _READ_AGAIN or any(value in padded for value in wide)
+    if far and len(set(map(id, users))) > 1:
         return True
     if group.fuses:
         through.update((made.value.id, read) for made in group.made)

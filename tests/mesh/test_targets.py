@@ -251,6 +251,22 @@ def test_gpu_combines_what_nothing_waits_for():
     assert found["all_gather"] == found["reduce_scatter"] == 1
 
 
+def test_gpu_pads_as_it_reads():
+    """An associative scan puts sums of half the length between each other by padding them; no such array is stored."""
+    needs("h100")
+
+    def scanned(x):
+        decayed = jax.lax.associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.exp(-x), x * x), axis=1
+        )
+        return jnp.sum(decayed[1], axis=2)
+
+    mesh = AbstractMesh((8,), ("x",))
+    plan = autoshard.evaluate(scanned, f32(64, 256, 1024), mesh=mesh, topology="h100:8", in_shardings=(P("x"),))
+    assert plan.predicted.peak_bytes < 8 * MIB * 2.5  # what is read, and pairs of the first level
+    assert (found := plan.verify(target="h100:8")).memory_agrees, str(found)
+
+
 def test_a_mesh_without_devices_needs_a_target():
     plan = autoshard.evaluate(jnp.sin, X, mesh=AbstractMesh((2, 4), ("x", "y")), in_shardings=(P("x"),))
     with pytest.raises(MeshError, match=r"Name a machine, as in verify\(target='v5e:4x4'\)"):

@@ -379,6 +379,18 @@ def test_elementwise_work_that_readers_take_in(fn, takers):
         assert not sine.folded or backend is CPU
 
 
+@pytest.mark.parametrize("fn, takers", [
+    (lambda x: jnp.sin(jax.lax.slice(x, (0, 0), (2, 4))), (GPU, TPU)),
+    (lambda x: jnp.sin(jax.lax.pad(x, 0.0, [(1, 0, 1), (0, 0, 0)])), (GPU,)),
+])  # fmt: skip
+def test_parts_and_pads_that_elementwise_work_reads(fn, takers):
+    """An associative scan is made of these: GPU stores no pad of it."""
+    for backend in (CPU, GPU, TPU):
+        groups = groups_for(backend, fn, SQUARE)
+        part = next(group for group in groups if group.equations[0].primitive in ("slice", "pad"))
+        assert part.repeated == (backend in takers), backend.name
+
+
 def row_gradient(x):
     """Of a loss, rounded."""
     labels = jnp.arange(4)
