@@ -81,7 +81,7 @@ class Row:
     compiled_peak: int | None  # None: it does not fit
     predicted_seconds: float  # of the compiled program: what arrives anew is there when it starts
     predicted_serially: float  # the same, nothing behind compute
-    seconds: float | None  # measured on CPU; for TPU XLA's estimate, in the order in which it has put the operations
+    seconds: float | None  # measured on CPU; else estimated, in the order in which XLA has put the operations
     serially: float  # that estimate, one operation after the other
     communication: Mapping[str, float]  # of that, by kind of collective
     exposed: Mapping[str, float]  # how much of it nothing runs beside
@@ -143,7 +143,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         there = read_collectives(found.hlo, axes) if found.hlo else ()
         foreseen = made.predicted.collectives
         schedule = Schedule(0.0, {}, {})
-        if found.hlo and target == "tpu":
+        if found.hlo and target != "cpu":
             schedule = scheduled(found.hlo, machine, mesh)
         yield Row(
             target=target,

@@ -24,7 +24,7 @@ class Backend:
     # kind -> share of its time that runs behind compute, where nothing waits for it
     hides: Mapping[str, float] = field(default_factory=dict)
     combined_kinds: frozenset[str] = frozenset({"all_reduce"})  # of which many become one, where nothing waits for them
-    combines_below: float = math.inf  # bytes: gradients of this size and more are all_reduced alone
+    combines_below: float = math.inf  # bytes of their results: those of this size and more stay alone
     scatters_globally: bool = True  # has reduce_scatters over all devices of a program; or it all_reduces, and slices
     gathers_at_once: bool = False  # several dims, one after the other, in one all_gather over the axes of all
     # Bytes of the largest all_gather over all of many devices that becomes an all_reduce of zeros and the own piece. On
@@ -57,7 +57,9 @@ CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=T
 GPU = Backend(
     "gpu",
     usable=0.7,
+    hides={"all_gather": 0.45},  # docs/benchmarks/prediction.md: in the median of programs that gather weights
     combined_kinds=frozenset({"all_gather", "all_reduce", "reduce_scatter"}),
+    combines_below=30 * 2**20,  # the default of XLA's combiners (xla/service/collective_utils.h)
     recopies=1,
     hoists_sums=True,
     sums_first=True,

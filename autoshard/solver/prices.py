@@ -288,8 +288,8 @@ class Prices:
     ) -> float:
         """Seconds of one collective.
 
-        XLA combines some kinds of those that nothing waits for, gradient reductions above all: launch and latency are
-        paid once, and not counted.
+        XLA combines some kinds of those that nothing waits for, gradient reductions above all, up to so many bytes:
+        each pays its part of one launch and latency.
 
         Args:
             late: whether nothing waits for it.
@@ -299,10 +299,12 @@ class Prices:
         if key not in self._collectives:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
             penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
-            latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among) if combined else 0.0
+            latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among)
             copies = self.backend.recopies if kind == "all_to_all" else 0
             through = copies * 2 * size / self.topology.memory_bandwidth
-            self._collectives[key] = (textbook - latency) * penalty + through + (0.0 if combined else LAUNCH_SECONDS)
+            share = min(1.0, size / self.backend.combines_below) if combined else 1.0
+            saved = (1 - share) * latency
+            self._collectives[key] = (textbook - saved) * penalty + through + share * LAUNCH_SECONDS
         return self._collectives[key]
 
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:

@@ -1,5 +1,6 @@
 """Seconds of groups and reshardings, each worked out by hand from the roofline and from the alpha-beta model."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -181,18 +182,27 @@ def test_late_all_reduces_pay_no_latency():
 
 def test_what_is_combined_pays_no_latency():
     """XLA for GPU makes one of all reduce_scatters and gathers of weights that nothing waits for, too."""
-    _, found = contracted(jnp.matmul, f32(8, 4), f32(4, 6), backend=GPU)
+    gpu = replace(GPU, combines_below=math.inf)
+    _, found = contracted(jnp.matmul, f32(8, 4), f32(4, 6), backend=gpu)
     expected = {ALL_REDUCE: 2 * 144e-6, REDUCE_SCATTER: HALF * 144e-6}
     for strategy, seconds in found:
         assert seconds.communication == pytest.approx(expected[strategy.finishes[0].kind])
-    for weights, backend, latency in (([0], GPU, 0.0), ([], GPU, 3e-3), ([0], TPU, 3e-3)):
+    for weights, backend, latency in (([0], gpu, 0.0), ([], gpu, 3e-3), ([0], TPU, 3e-3)):
         asked = prices(backend=backend, weights=weights)
         seconds = HALF * (latency + 192e-6) + (LAUNCH if latency else 0.0)
         assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
         table = asked.table(value(8, 8), [X], [NONE])
         np.testing.assert_allclose(table, [[asked.exposed(value(8, 8), X, NONE)]])
-    late, waited_for = prices(backend=GPU, weights=[0]), prices(backend=GPU)
+    late, waited_for = prices(backend=gpu, weights=[0]), prices(backend=gpu)
     assert late.resharding(value(8, 8), X, Y) == waited_for.resharding(value(8, 8), X, Y)  # this kind is not combined
+
+
+def test_what_fills_part_of_a_combined_collective_pays_that_part_of_the_latency():
+    gathered = 8 * 8 * 4  # bytes
+    for combines_below, share in ((gathered * 4, 1 / 4), (gathered, 1.0), (gathered / 4, 1.0)):
+        asked = prices(backend=replace(GPU, combines_below=combines_below), weights=[0])
+        seconds = HALF * (share * 3e-3 + 192e-6) + share * LAUNCH
+        assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("backend, copies", [(CPU, 0), (GPU, 1), (TPU, 2)])
