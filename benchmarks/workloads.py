@@ -177,6 +177,7 @@ PLANNED = {
 TRAINED = {
     "llama 1b": Workload("llama", LLAMA_1B | {"seq": 2048, "batch": 32, "dtype": jnp.bfloat16}),
     "llama 1b scan": Workload("llama", LLAMA_1B | {"seq": 2048, "batch": 32, "dtype": jnp.bfloat16, "scan": True}),
+    "llama 8b": Workload("llama", LLAMA_8B | {"seq": 2048, "batch": 16, "dtype": jnp.bfloat16}),
     "llama 8b scan": Workload("llama", LLAMA_8B | {"seq": 2048, "batch": 16, "dtype": jnp.bfloat16, "scan": True}),
     "mixtral scan": Workload(
         "mixtral",
