@@ -57,7 +57,7 @@ CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=T
 GPU = Backend(
     "gpu",
     usable=0.7,
-    hides={"all_gather": 0.45},  # docs/benchmarks/prediction.md: in the median of programs that gather weights
+    hides={"all_gather": 0.45},  # between what small and large models hide: docs/architecture.md, Overlap
     combined_kinds=frozenset({"all_gather", "all_reduce", "reduce_scatter"}),
     combines_below=30 * 2**20,  # the default of XLA's combiners (xla/service/collective_utils.h)
     recopies=1,
