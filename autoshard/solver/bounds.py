@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,12 +45,14 @@ PASSES = 4  # ... so many times
 MANY = 8  # edges with one table, from which on they are dealt with apart and the table is kept once, ...
 LARGE = 1 << 14  # ... if its entries for all of them are so many
 MUCH = 1000  # entries in a row of tables side by side, from which on rows are taken one by one
+PADDED = 4000  # entries: what tables of one shape may be padded by, to stand beside those of another
 
 
 class _Block:
-    """Edges between two colours whose tables have one shape, side by side, so that one operation serves all of them.
+    """Edges between two colours, their tables side by side, so that one operation serves all of them.
 
-    Options with equal costs over an edge are one class. A message is a number per class and edge, [class, edge].
+    Options with equal costs over an edge are one class. A message is a number per class and edge, [class, edge]. Where
+    an edge has fewer classes than others, its last one stands for those that are missing, too.
     """
 
     def __init__(self, edges: Sequence[_Edge], table: np.ndarray):
@@ -169,8 +171,11 @@ class Relaxation:
                     edge = np.repeat(np.arange(width), sizes)
                     option = self._first_option[block.nodes[end]][edge] + _places_within(sizes)
                     slot = flat * width + edge
-                    members.append(option[np.argsort(slot, kind="stable")] - colour.options.start)
-                    lengths.append(np.bincount(slot, minlength=count * width))
+                    last = np.array([edge.table.shape[end] - 1 for edge in block.edges])[edge]
+                    more = np.where(flat == last, count - last, 1)  # in how many classes an option counts
+                    filled = np.repeat(slot, more) + width * _places_within(more)
+                    members.append(np.repeat(option, more)[np.argsort(filled, kind="stable")] - colour.options.start)
+                    lengths.append(np.bincount(filled, minlength=count * width))
                     entries.append((option, at + slot))
                     per_node.append((block.times / nodes[block.nodes[end]])[edge])
                     classes_of.append(flat)
@@ -199,10 +204,12 @@ class Relaxation:
                         role.slots.append(range(*block.slots[end].indices(at))[place :: len(block.edges)])
             for role in roles.values():
                 degrees[list(role.ends), role.node] += role.times
-            shapes: dict[tuple[int, int], list[_Role]] = defaultdict(list)
+            shapes: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
             for role in roles.values():
-                shapes[len(role.slots), len(role.slots[0])].append(role)
-            colour.roles = [np.array([role.slots for role in alike]) for alike in shapes.values()]
+                most = max(map(len, role.slots))
+                slots = np.array([[*slots, *[slots[-1]] * (most - len(slots))] for slots in role.slots])
+                shapes[slots.shape].append(slots)
+            colour.roles = [np.array(alike) for alike in shapes.values()]
         share = 1 / np.maximum(degrees.max(axis=0), 1)
         for colour in self._colours:
             colour.spread = spread[colour.options]
@@ -433,21 +440,47 @@ def _edges(lifted: Lifted, colour_of: np.ndarray) -> list[_Edge]:
 
 
 def _blocks(edges: Sequence[_Edge], colour_of: np.ndarray) -> list[_Block]:
-    """Edges between the same colours together: those of one table, if they are many, and others of one shape."""
+    """Edges between the same colours together: those of one table, if they are many, and others of about one shape."""
     same: dict[tuple[int, int, int], list[_Edge]] = defaultdict(list)
     for edge in edges:
         i, j = edge.nodes
         same[int(colour_of[i]), int(colour_of[j]), id(edge.table)].append(edge)
-    alike: dict[tuple, list[_Edge]] = defaultdict(list)
+    alike: dict[tuple[int, int], dict[tuple[int, int], list[_Edge]]] = defaultdict(lambda: defaultdict(list))
     blocks = []
     for (i, j, _), found in same.items():
         if len(found) >= MANY and len(found) * found[0].table.size >= LARGE:
             blocks.append(_Block(found, found[0].table[:, :, None]))
         else:
-            alike[i, j, found[0].table.shape] += found
-    for found in alike.values():
-        blocks.append(_Block(found, np.stack([edge.table for edge in found], axis=2)))
+            alike[i, j][found[0].table.shape] += found
+    for by_shape in alike.values():
+        for (rows, columns), found in _merged(by_shape).items():
+            table = np.empty((rows, columns, len(found)))
+            for place, edge in enumerate(found):
+                own_rows, own_columns = edge.table.shape
+                table[:own_rows, :own_columns, place] = edge.table
+                table[own_rows:, :own_columns, place] = edge.table[-1]
+                table[:, own_columns:, place] = table[:, own_columns - 1, None, place]
+            blocks.append(_Block(found, table))
     return blocks
+
+
+def _merged(by_shape: Mapping[tuple[int, int], list[_Edge]]) -> dict[tuple[int, int], list[_Edge]]:
+    """Edges by the shape that their tables are padded to: an operation on few of them takes as long as on many."""
+    merged: dict[tuple[int, int], list[_Edge]] = {}
+    for shape in sorted(by_shape, key=math.prod, reverse=True):
+        edges = by_shape[shape]
+        padded = {}  # shape of those before -> the shape that both would have, and how many entries that adds
+        for other, found in merged.items():
+            both = max(shape[0], other[0]), max(shape[1], other[1])
+            entries = math.prod(both) * (len(edges) + len(found))
+            padded[other] = entries - math.prod(shape) * len(edges) - math.prod(other) * len(found), both
+        nearest = min(padded, key=padded.get, default=None)
+        if nearest is None or padded[nearest][0] > PADDED:
+            merged[shape] = edges
+        else:
+            edges = merged.pop(nearest) + edges
+            merged.setdefault(padded[nearest][1], []).extend(edges)
+    return merged
 
 
 def finite(problem: Problem, ceiling: float) -> Problem:

@@ -60,7 +60,7 @@ CLOSE = 0.01  # the gap that is small enough for a problem of the planner
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
 HOPELESS = 0.02  # the same of lifted bounds, which are quick, and while the gap is too large: what follows is not
-NEAR = 0.02  # of the bound: what a choice may cost more to be worth moves
+NEAR = 0.05  # of the bound: what a choice may cost more to be worth moves
 CHOOSING = 10  # sweeps between two choices in which layers may differ
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
 LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
@@ -381,7 +381,7 @@ class _Search:
             small.prove(_least_sum(small.problem))
             fit = functools.lru_cache(maxsize=1)(one.fits)
             small.hasty = True
-            small.tolerance = lambda small=small, fit=fit: CLOSER * CLOSE * max(0.0, small.bound) * fit(small.choice)
+            small.tolerance = functools.partial(_tolerance, small, fit)
             try:
                 with self.hurry(LAYERS_SHARE):
                     self.solve(small, relax=True)
@@ -619,6 +619,12 @@ class _Search:
         if outcome.interrupted:
             raise KeyboardInterrupt
         self.check_time()
+
+
+def _tolerance(known: _Known, fit: Callable[[Sequence[int] | None], bool]) -> float:
+    """How far from the best the choice of a problem with one option for all nodes alike may be, if it fits."""
+    near = CLOSER * CLOSE * max(0.0, known.bound)
+    return near if known.cost - known.bound <= near and fit(known.choice) else 0.0
 
 
 def _options(problem: Problem) -> int:

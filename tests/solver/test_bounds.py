@@ -9,7 +9,9 @@ from problems import random_problem
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, bounds
+from autoshard.solver.alike import Alike
 from autoshard.solver.bounds import Prices, Relaxation
+from autoshard.solver.lifted import lifted
 from autoshard.solver.problem import Edge, Live
 from autoshard.solver.simplify import simplify
 from autoshard.solver.verify import fits, verify
@@ -103,6 +105,44 @@ def test_rounds_find_choices():
         cases += 1
         good += cost <= 1.1 * optimum
     assert cases > 20 and good > 0.8 * cases, (cases, good)
+
+
+def layers_of_all_sizes(seed: int, layers: int = 12) -> Problem:
+    """Layers of nodes with more and fewer options, some of which cost the same over an edge."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(2, 9, size=8)
+    costs = [rng.random(size) for size in sizes]
+    ends = [(i, j) for i in range(8) for j in range(i + 1, 16) if rng.random() < 0.3 and i != j - 8]
+    tables = [rng.integers(0, 4, size=(sizes[i], sizes[j % 8])) * 0.5 for i, j in ends]
+    edges = [
+        Edge(8 * layer + i, 8 * layer + j, table)
+        for layer in range(layers)
+        for (i, j), table in zip(ends, tables, strict=True)
+        if 8 * layer + j < 8 * layers
+    ]
+    return Problem(tuple(costs) * layers, tuple(edges), (), None)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_padding_changes_nothing(seed, whole, monkeypatch):
+    """Tables stand side by side with larger ones; nodes alike have one message over tables that are padded apart."""
+    problem = layers_of_all_sizes(seed)
+    small = problem if whole else lifted(Alike(problem))
+    padded = Relaxation(small)
+    monkeypatch.setattr(bounds, "PADDED", -1)
+    plain = Relaxation(small)
+    assert blocks(padded) < blocks(plain) / 2
+    for turn in range(20):
+        forward = turn % 2 == 0
+        assert padded.sweep(forward=forward, choose=whole) == pytest.approx(plain.sweep(forward=forward, choose=whole))
+        for a, b in zip(padded.least(forward=forward), plain.least(forward=forward), strict=True):
+            assert a == pytest.approx(b)
+    assert not whole or padded.cost == pytest.approx(plain.cost)
+
+
+def blocks(relaxation: Relaxation) -> int:
+    return sum(len(colour.blocks[0]) for colour in relaxation._colours)
 
 
 def test_prices_lift_the_bound():
