@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from problems import random_problem
 
+import autoshard.solver.lifted
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, bounds
 from autoshard.solver.alike import Alike
@@ -127,6 +128,7 @@ def layers_of_all_sizes(seed: int, layers: int = 12) -> Problem:
 @pytest.mark.parametrize("seed", range(5))
 def test_padding_changes_nothing(seed, whole, monkeypatch):
     """Tables stand side by side with larger ones; nodes alike have one message over tables that are padded apart."""
+    monkeypatch.setattr(autoshard.solver.lifted, "FAR", 1)
     problem = layers_of_all_sizes(seed)
     small = problem if whole else lifted(Alike(problem))
     padded = Relaxation(small)
