@@ -40,7 +40,7 @@ MOST = 1000  # rounds
 SLACK = 1e-11  # relative; what rounding may make of bytes, and of what they cost and get back
 PAUSE = 25  # rounds without prices between two looks at whether they pay ...
 WORTH = 0.02  # ... which they do if they closed this much of the gap
-DESCENTS = 5  # rounds without prices between two choices that are improved node by node ...
+DESCENTS = 5  # rounds without prices between two choices, which are improved node by node ...
 PASSES = 4  # ... so many times
 MANY = 8  # edges with one table, from which on they are dealt with apart and the table is kept once, ...
 LARGE = 1 << 14  # ... if its entries for all of them are so many
@@ -218,7 +218,7 @@ class Relaxation:
     def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...] | None, float]]:
         """Sweeps forward and backward and sets prices as long as it pays; after each sweep a bound.
 
-        With it comes a choice if there is a better one, and now and then one that moves may make better.
+        Now and then a choice comes with it that moves may make better; where memory has prices, any that is better.
 
         Prices follow the slope of the bound, in Polyak's steps, as far as the bound that is aimed at would be on it
         (Nedic and Bertsekas, "Incremental subgradient methods for nondifferentiable optimization", SIAM J. Optim. 2001:
@@ -234,7 +234,7 @@ class Relaxation:
         for count in range(1, MOST + 1):
             yield None, self.sweep(choose=False)
             bound = self.sweep(forward=False)
-            found = self.better(known())
+            found = self.better(known()) if count == 1 or self.prices.values.any() else None
             if count % DESCENTS == 0:
                 if not self.prices.values.any():
                     self.descend()
@@ -425,7 +425,7 @@ def _edges(lifted: Lifted, colour_of: np.ndarray) -> list[_Edge]:
 
     def small(table: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
         rows, columns = classes(table), classes(table.T)
-        table = np.ascontiguousarray(table[np.ix_(_firsts(rows), _firsts(columns))])
+        table = np.ascontiguousarray(table[_firsts(rows)][:, _firsts(columns)])
         return (rows, columns), equal.setdefault((table.shape, table.tobytes()), table)
 
     edges = []

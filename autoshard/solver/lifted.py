@@ -14,6 +14,7 @@ Nothing is said of choices, other than by `tied`: the bound holds for those in w
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -53,8 +54,8 @@ def unlifted(problem: Problem) -> Lifted:
     )
 
 
-def lifted(alike: Alike) -> Lifted:
-    """One node per kind.
+def lifted(alike: Alike, most: float = math.inf) -> Lifted | None:
+    """One node per kind; None where there are more kinds than `most`.
 
     >>> costs, edge = np.array([0.0, 1.0]), np.array([[0.0, 2.0], [2.0, 0.0]])
     >>> chain = Problem((costs, -costs) * 50, tuple(Edge(i, i + 1, edge) for i in range(99)), (), None)
@@ -64,6 +65,8 @@ def lifted(alike: Alike) -> Lifted:
     """
     kind, before = alike.kinds(FAR, held=False)
     first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
+    if len(first) > most:
+        return None
     # an edge of the small problem: two kinds and a table
     rows, example, edge, times = np.unique(
         np.column_stack([kind[alike.ends], alike.table]),

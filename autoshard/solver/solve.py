@@ -405,8 +405,8 @@ class _Search:
             priced: the small problem if memory binds: it has the same points, and prices are found there.
         """
         dear = 2 * abs(known.cost)
-        few = None if priced else lifted(alike)
-        if few and len(few.problem.costs) <= FEW_LIFTED * len(known.problem.costs):
+        few = None if priced else lifted(alike, FEW_LIFTED * len(known.problem.costs))
+        if few:
             self.raise_bound(known, Relaxation(replace(few, problem=finite(few.problem, dear))), choose=False)
             if known.gap <= CLOSE:
                 return
