@@ -25,7 +25,8 @@ from autoshard.jaxprs import HOST
 from autoshard.layout import Layout, axes_of, local_shape, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
 from autoshard.program import VALUE_KEYS, Program, Source, Value
-from autoshard.solver.formulate import Formulation, Reader
+from autoshard.solver.changes import Reader
+from autoshard.solver.formulate import Formulation
 from autoshard.solver.groups import Dims, Group
 from autoshard.solver.memory import aliased
 from autoshard.solver.problem import Solution

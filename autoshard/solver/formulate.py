@@ -26,9 +26,9 @@ from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
+from autoshard.solver.changes import Change, Reader
 from autoshard.solver.groups import (
     Group,
-    Use,
     groups_of,
     image_dims,
     is_kernel_gradient,
@@ -50,7 +50,7 @@ from autoshard.solver.memory import (
     updated_in_loops,
     use_span,
 )
-from autoshard.solver.prices import Priced, Prices, Readers
+from autoshard.solver.prices import Priced, Prices
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver.widths import widths_of
@@ -76,47 +76,6 @@ class Shared:
     layouts: tuple[Layout, ...]  # its options
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Somebody who wants a value: a group, or an argument whose place it takes."""
-
-    node: int
-    wants: tuple[Layout, ...]  # per option of the node
-    group: Group | None = None
-    use: Use | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Change:
-    """A value that may be resharded. This depends on two nodes, so what it takes is no part of the `Problem`."""
-
-    value: Value
-    used: Span  # from the first to past the last use
-    left: tuple[int, Sequence[Layout]]  # the node that leaves it, and the layout per option
-    wanted: tuple[int, Sequence[Layout]]
-    counts_left: bool  # whether the problem counts the value as left while it is resharded
-    counts_wanted: bool  # whether it counts the resharded copy
-    fused: bool  # whether elementwise readers take their slices themselves
-    users: Sequence[Reader]  # who gets the value this way
-    copied_for: Readers  # who reads a copy that is for them alone
-    made: int | None  # the point that makes it, if it is not stored until it is used
-
-    def layouts(self, choice: Sequence[int]) -> tuple[Layout, Layout]:
-        """In which it is left, and in which it is wanted."""
-        (left, lefts), (wanted, wants) = self.left, self.wanted
-        return lefts[choice[left]], wants[choice[wanted]]
-
-    def copied_to(self, choice: Sequence[int]) -> list[Reader]:
-        """The users of the resharded copy: who wants the value as it is left reads that."""
-        left, _ = self.layouts(choice)
-        return [reader for reader in self.users if reader.wants[choice[reader.node]] != left]
-
-    def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
-        """Past the last use by these users, with the last point at which each group runs."""
-        uses = ((reader.group, reader.use) for reader in users if reader.use)
-        return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
-
-
 @dataclass(frozen=True, eq=False)
 class Formulation:
     """The problem, and what each of its nodes and options means."""
@@ -135,6 +94,21 @@ class Formulation:
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
+        return int(self._held(choice).max())
+
+    def changes_over(self, choice: Sequence[int], limit: float) -> list[Change]:
+        """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
+        over = self._held(choice) > limit
+        kinds = set()
+        for change in self.changes:
+            extra = change.extra(*change.layouts(choice), self.prices)
+            start = change.starts(extra)
+            if (extra.first and over[start]) or (extra.then and over[start : change.used[1]].any()):
+                kinds.add(change.kind)
+        return [change for change in self.changes if change.kind in kinds]
+
+    def _held(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes that are in use on one device, per program point."""
         change = np.zeros(len(self.program.equations) + 2)
         for live in self.lives:
             change[live.start] += live.usage[choice[live.node]]
@@ -142,50 +116,26 @@ class Formulation:
         for (start, end), extra in self._resharding_lives(choice):
             change[start] += extra * HEAP
             change[end] -= extra * HEAP
-        return int(change.cumsum().max())
+        return change.cumsum()
 
     def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:
-        """What resharded values hold beside what is counted anyway, and how much less what they are made of.
-
-        At first the value as it was left, and for an all_to_all the pieces it is cut into; then the resharded copy. A
-        slice that is taken on the way costs nothing, but the value as it was left has to stay. What is not stored XLA
-        reshards as soon as it is made, unless that makes it larger; it is not made again then.
-        """
-        at_once = {change for change in self.changes if self._is_moved_at_once(change, choice)}
+        """What resharded values hold beside what is counted anyway, and how much less what they are made of."""
+        extras = [change.extra(*change.layouts(choice), self.prices) for change in self.changes]
+        both = list(zip(self.changes, extras, strict=True))
+        at_once = (change for change, extra in both if extra.at_once)
         last = self._last_runs(
             {(change.value.id, reader.node) for change in at_once for reader in change.copied_to(choice)}
         )
-        for change in self.changes:
+        for change, extra in both:
             left, wanted = change.layouts(choice)
-            start, end = change.used
+            end = change.used[1]
             if change.counts_wanted:
                 yield (change.used_until(change.users, last), end), -self.prices.local_bytes(change.value, wanted)
-            if left == wanted:
-                continue
-            if not change.counts_wanted:
+            elif left != wanted:
                 end = change.used_until(change.copied_to(choice), last)
-            before = self.prices.local_bytes(change.value, left)
-            after = self.prices.copy_bytes(change.value, wanted, change.copied_for)
-            if kinds := self._collectives_of(change, choice):
-                if change in at_once:
-                    start = min(start, change.made + 1)
-                copies = (not change.counts_left) + ("all_to_all" in kinds)
-                transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
-                yield (start, start + 1), copies * before + transposed * after
-                if not change.counts_wanted:
-                    yield (start, end), after
-            elif change.fused:
-                yield (start, end), before - after
-
-    def _collectives_of(self, change: Change, choice: Sequence[int]) -> list[str]:
-        return [step.kind for step in self.prices.steps(change.value, *change.layouts(choice), change.copied_for)]
-
-    def _is_moved_at_once(self, change: Change, choice: Sequence[int]) -> bool:
-        if change.made is None or not self._collectives_of(change, choice):
-            return False
-        left, wanted = change.layouts(choice)
-        after = self.prices.copy_bytes(change.value, wanted, change.copied_for)
-        return after <= self.prices.local_bytes(change.value, left)
+            start = change.starts(extra)
+            yield (start, start + 1), extra.first
+            yield (start, end), extra.then
 
     def _last_runs(self, moved: Container[tuple[int, int]]) -> list[int]:
         """Per group the last point at which it runs.
@@ -612,16 +562,6 @@ def _finished(strategies: Sequence[Strategy]) -> np.ndarray:
 def _gathers_to(home: Layout, copy: Layout) -> bool:
     """Whether all_gathers alone make the copy. Any other copy holds as much as its home, and had better be the home."""
     return all(whole == split[: len(whole)] for split, whole in zip(home, copy, strict=True))
-
-
-def _gathers_inside(source: Layout, target: Layout) -> bool:
-    """Whether a dim other than the first is gathered: XLA then gathers it as the first, and transposes.
-
-    A matrix is read either way round, and stays as it is.
-    """
-    return len(source) > 2 and any(
-        len(split) > len(whole) for split, whole in zip(source[1:], target[1:], strict=True)
-    )
 
 
 def _copied_for(reader: Reader) -> tuple[Group, ...]:

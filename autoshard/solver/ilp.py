@@ -60,6 +60,7 @@ def cheapest(
     *,
     time_limit: float,
     seed: int,
+    gap: float = 0.0,
     stop: threading.Event | None = None,
     look: Callable[[], bool] = lambda: False,
 ) -> Outcome:
@@ -67,6 +68,7 @@ def cheapest(
 
     Args:
         time_limit: seconds.
+        gap: cost by which the choice may miss the cheapest one.
         stop: ends it as Ctrl-C does, where another thread than the main one, which does not hear that, is in here.
         look: called at moments that do not depend on the clock, a few times a second; ends it by returning True.
     """
@@ -87,7 +89,7 @@ def cheapest(
     constraints = program.constraints(s, x)
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
-    gap = TARGET_GAP * abs(program.constant if first is None else known) / unit
+    gap = max(gap, TARGET_GAP * abs(program.constant if first is None else known)) / unit
     whole = cp.Problem(objective, constraints)
     highs = _Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look)
     start = None if first is None else program.point(first)

@@ -74,6 +74,7 @@ def solve(
     seed: int = 0,
     threads: int | None = None,
     layered: bool = False,
+    gap: float = 0.0,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
@@ -95,6 +96,7 @@ def solve(
         threads: that search side by side where a problem is large; None: one per core.
         layered: whether to solve what repeats itself as one first, as layers of a model that memory binds little, and
             to leave a problem of thousands of options alone within one percent.
+        gap: the relative gap with which any problem is left alone.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
 
     Raises:
@@ -104,8 +106,8 @@ def solve(
     """
     search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
     known = search.known
-    if layered:
-        known.tolerance = lambda: CLOSE * max(0.0, known.bound)
+    known.tolerance = lambda: max(gap, CLOSE * layered) * max(0.0, known.bound)
+    search.early = gap > 0
     try:
         known.prove(_least_sum(problem))
         search.begin()
@@ -260,6 +262,7 @@ class _Search:
     ):
         self.seed, self.threads = seed, threads
         self.loaded = False  # compiled code
+        self.early = False  # whether integer programs, too, end when a choice is close
         self.grace = GRACE
         self.report = _Report(progress)
         self.done: float | None = None if iterations is None else 0.0  # iterations; None: the clock decides
@@ -610,7 +613,8 @@ class _Search:
             return
         ilp = self.programs()
         with self.report.during("integer program"):
-            outcome = ilp.cheapest(known.problem, known.choice, seed=self.seed, **self.limits())
+            gap = known.tolerance() if self.early else 0.0
+            outcome = ilp.cheapest(known.problem, known.choice, seed=self.seed, gap=gap, **self.limits())
         if outcome.bound == math.inf:
             raise _Nothing
         known.prove(outcome.bound)

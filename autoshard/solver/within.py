@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from autoshard.errors import SolverError
+from autoshard.solver.changes import Change, counted
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
-ROUNDS = 8  # of solving under lower and lower limits
+ROUNDS = 8  # of solving with more and more reshardings counted
+ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
 SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.06, 1.03, 1.01, 1.0)  # times the least that any choice holds without
-# reshardings: limits to seek lean choices under
-LEAN_SECONDS = 1.0  # for each of these limits, at most
+# reshardings: limits to seek lean choices under ...
+LEAN_ITERATIONS = 3  # ... for so long, twice: a busy machine has to find the same ones
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
-    What a resharding holds depends on two choices at once, so it stands in no problem. The problem is solved again
-    under what its solution holds without reshardings less what it is over, a few times; after that, or if nothing is
+    What a resharding holds depends on two choices at once, so it stands in no problem. While a solution is over the
+    limit, the problem is solved again with what it reshards there counted, a few times; after that, or if nothing is
     left, lean choices are taken.
 
     Raises:
@@ -34,32 +37,46 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     given, limit, bound = formulation.problem.limit, formulation.problem.limit * usable, 0.0
     problem = replace(formulation.problem, limit=limit, checked=True)
     deadline = time.monotonic() + time_limit
+    changes: dict[Change, None] = {}
+    best, needed = None, math.inf
     for _ in range(ROUNDS):
+        left = max(0.0, deadline - time.monotonic())
         try:
-            solution = solve(problem, time_limit=max(0.0, deadline - time.monotonic()), layered=True)
+            solution = _solved(formulation, problem, changes, time_limit=left, gap=ENOUGH if changes else 0.0)
         except SolverError:  # nothing fits, or nothing was found in time
             break
-        bound = bound or solution.bound  # of the first round: a lower limit costs more
-        peak = formulation.peak_bytes(solution.choice)
-        if fits(peak, limit):
-            return with_bound(solution, bound)
-        held = verify(problem, solution.choice)[1]  # below the problem's limit, perhaps far
-        problem = replace(problem, limit=max(0.0, held + limit - peak), checked=True)
-    best, needed = None, math.inf
-    for solution in _lean_solutions(replace(problem, lives=tuple(formulation.lives)), time_limit):
+        bound = bound or solution.bound  # of the first round: others may count more than is held
+        if fits(formulation.peak_bytes(solution.choice), limit):
+            if time.monotonic() < deadline:
+                return with_bound(solution, bound)
+            best = solution
+            break
+        over = formulation.changes_over(solution.choice, limit)
+        if changes.keys() >= set(over):
+            break
+        changes.update(dict.fromkeys(over))
+    lean = _lean_solutions(formulation, replace(problem, lives=tuple(formulation.lives)), time_limit)
+    for solution in lean:
         peak = formulation.peak_bytes(solution.choice)
         needed = min(needed, peak / usable)
         if fits(peak, limit) and (best is None or solution.cost < best.cost):
             best = solution
-        if best is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline + time_limit * (best is None):
             break
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
     return with_bound(best, bound)
 
 
-def _lean_solutions(problem: Problem, time_limit: float) -> Iterator[Solution]:
-    """Choices that hold less and less without reshardings, down to the one that holds the least, whatever it costs.
+def _solved(formulation: Formulation, problem: Problem, changes: Iterable[Change], **limits: Any) -> Solution:
+    """A solution of the problem with these changes counted."""
+    counting = counted(problem, changes, formulation.prices)
+    solution = solve(counting, layered=True, **limits)
+    return replace(solution, choice=solution.choice[: len(problem.costs)])
+
+
+def _lean_solutions(formulation: Formulation, problem: Problem, time_limit: float) -> Iterator[Solution]:
+    """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
     Those that hold more are cheaper and reshard less, so that what they hold in all can be less. They do not depend on
     the problem's limit: what one call says is needed, another one finds again.
@@ -74,8 +91,16 @@ def _lean_solutions(problem: Problem, time_limit: float) -> Iterator[Solution]:
         least = error
     except SolverError as error:
         raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
-    for slack in SLACKS:
-        with contextlib.suppress(SolverError):  # none was found in time
-            leaner = replace(problem, limit=slack * least.needed)
-            yield solve(leaner, time_limit=min(time_limit, LEAN_SECONDS), layered=True)
+    changes: dict[Change, None] = {}
+    last = None
+    with contextlib.suppress(SolverError):  # none is found any more
+        for limit in (slack * least.needed for slack in SLACKS):
+            leaner = replace(problem, limit=limit)
+            for _ in range(2):
+                if last is not None and fits(formulation.peak_bytes(last.choice), limit):
+                    break  # it is as good as any here
+                if last is not None:
+                    changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
+                last = _solved(formulation, leaner, changes, iterations=LEAN_ITERATIONS, gap=ENOUGH)
+                yield last
     yield Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")

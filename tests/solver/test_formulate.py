@@ -17,8 +17,9 @@ from autoshard.plans import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import formulate as module
 from autoshard.solver import solve
+from autoshard.solver.changes import Change
 from autoshard.solver.exhaustive import exhaustive
-from autoshard.solver.formulate import Change, Formulation, formulate
+from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.prices import Prices
 from autoshard.solver.problem import Live
 from autoshard.solver.verify import verify
@@ -276,7 +277,7 @@ def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
     node, option = chosen(formulation, sine.index, by_rows)
     choice[node] = option
     choice[product.node] = product.wants.index(by_rows if rows else by_columns)
-    moved = [one for one in formulation.changes if formulation._is_moved_at_once(one, choice)]
+    moved = [one for one in formulation.changes if one.extra(*one.layouts(choice), formulation.prices).at_once]
     assert [one.value for one in moved] == [made] * (not rows)
     readers = {(one.value.id, reader.node) for one in moved for reader in one.copied_to(choice)}
     last = formulation._last_runs(readers)[sine.index]
