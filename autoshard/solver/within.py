@@ -18,9 +18,9 @@ from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving with more and more reshardings counted
 ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
-SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.06, 1.03, 1.01, 1.0)  # times the least that any choice holds without
+SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)  # times the least that any choice holds without
 # reshardings: limits to seek lean choices under ...
-LEAN_ITERATIONS = 3  # ... for so long, twice: a busy machine has to find the same ones
+LEAN_ITERATIONS = 1  # ... for so long, twice: a busy machine has to find the same ones
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
