@@ -6,8 +6,8 @@ pairs, alone or combined into tuples, replica groups as lists, as iota (``[4,2]<
 
 What TPU programs have besides:
 
-- A collective that runs beside other work stands in several fusions, with one channel id. It counts once, as often as
-  the one that runs least.
+- A collective that runs beside other work stands in several fusions, with one channel id; the first of them says that
+  nothing of it is done before. It counts once, as often as the one that runs least.
 - A reduce_scatter is an all-reduce in a computation named ``all-reduce-scatter``, which keeps a slice.
 - A matrix product with a gathered operand or scattered result can be a loop of collective-permutes ("windowed
   einsum"), or that loop unrolled. It counts as the all_gather or reduce_scatter that it stands for.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,6 +54,7 @@ _SLICE = 100_000  # a device's id is that of its chip and so much times its slic
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
 _WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")
+_BEGINS = '"async_collective_fusion_config":{"flag_start":"-1"'
 _PRODUCTS = ("/dot_general", "/conv_general_dilated")
 _LABEL = re.compile(r"([^/:(\"]+:\d+|unknown line)#(\d+)")  # Equation.label
 
@@ -117,6 +118,7 @@ class Part:
     computation: str
     instruction: Instruction
     channel: str | None
+    begun: int  # how many collectives of this channel have begun before other work that they run beside, by now
     frame: str | None  # the stack frame that asks for it
     rotates: bool  # whether everybody hands on to another what it has
 
@@ -124,12 +126,15 @@ class Part:
     def key(self) -> Hashable:
         """Equal for all parts of one collective; None if it has but one.
 
-        They share a channel; so do all that a `shard_map` writes, which differ in something else.
+        They share a channel; so do all that a `shard_map` writes, and one before a loop with those inside, which differ
+        in something else. What is said of the fusions that they stand in may differ.
         """
         one = self.collective
         if self.channel is None:
             return None
-        return self.channel, self.instruction.opcode == "recv", one.kind, one.axes, one.bytes // one.count, one.why
+        why = one.why if "metadata=" in self.instruction.rest else None
+        what = self.instruction.opcode == "recv", one.kind, one.axes, one.bytes // one.count, why
+        return self.channel, self.begun, *what
 
     @property
     def is_turn(self) -> bool:
@@ -152,6 +157,7 @@ def collectives_in(
     if device_ids is None:
         device_ids = [(1 + i // partitions) * _SLICE + i % partitions for i in range(devices)]
     places = {device: place for place, device in enumerate(device_ids)}
+    begun: Counter[str | None] = Counter()
     for computation, instruction, runs in module.executed():
         opcode = instruction.opcode.removesuffix("-start")
         if opcode == "recv" and _MEGASCALE in instruction.rest:
@@ -170,11 +176,14 @@ def collectives_in(
         if "metadata=" not in said and computation in module.callers:
             said = module.callers[computation][1].rest
         name = re.search(r'op_name="([^"]*)"', said)
+        channel = attribute(instruction.rest, "channel_id")
+        begun[channel] += _BEGINS in instruction.rest
         yield Part(
             Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else ""),
             computation,
             instruction,
-            channel=attribute(instruction.rest, "channel_id"),
+            channel=channel,
+            begun=begun[channel],
             frame=attribute(said, "stack_frame_id"),
             rotates=opcode == "collective-permute" and len(groups) == partitions,
         )

@@ -212,8 +212,13 @@ def gathered(channel):
     return f"ROOT %g = f32[8]{{0}} all-gather(%p), channel_id={channel}, {OVER_X}"
 
 
-def fused(callee):
-    return f"%f = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%{callee}"
+def fused(callee, name="f"):
+    return f'%f = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%{callee}, metadata={{op_name="{name}"}}'
+
+
+def beside(step):
+    """The n-th part of a gather that runs beside other work; a part says nothing of where it comes from."""
+    return gathered(7) + f', backend_config={{"async_collective_fusion_config":{{"flag_start":"{step}"}}}}'
 
 
 def loop(body, trips, name="w"):
@@ -248,6 +253,18 @@ TRAPS = {  # text, what is in it
         TEST + computation("%one", gathered(7)) + computation("%inner", fused("one"))
         + computation("%outer", loop("inner", 3), fused("one")) + entry(loop("outer", 5)),
         [("all_gather", ("x",), 5, 5 * 32)],
+    ),
+    "one channel beside different work, in a loop": (
+        TEST + computation("%one", beside(-1)) + computation("%two", beside(2)) + computation("%three", beside(2))
+        + computation("%layer", fused("two", "a"), fused("three", "b"))
+        + entry(fused("one"), loop("layer", 5), fused("two")),
+        [("all_gather", ("x",), 1, 32)],
+    ),
+    "one channel before a loop, and in it": (
+        TEST + computation("%one", beside(-1)) + computation("%two", beside(2))
+        + computation("%layer", fused("one", "a"), fused("two", "b"))
+        + entry(fused("one"), fused("two"), loop("layer", 5)),
+        [("all_gather", ("x",), 1, 32), ("all_gather", ("x",), 5, 5 * 32)],
     ),
     "two channels": (
         computation("%one", gathered(7)) + computation("%other", gathered(8)) + entry(fused("one"), fused("other")),
@@ -297,6 +314,7 @@ def test_traps(trap):
     "trap, text, other",
     [
         ("one channel in two fusions", "channel_id=7", "channel_id=8"),
+        ("one channel before a loop, and in it", '"flag_start":"-1"', '"flag_start":"2"'),
         ("a reduce_scatter", "all-reduce-scatter.3", "region.3"),
         ("a loop that gathers", "windowed_dot_general_body_ag", "region"),
         ("an unrolled loop that scatters", "broadcast(", "copy("),
@@ -306,7 +324,7 @@ def test_traps(trap):
 )
 def test_other_texts_are_read_otherwise(trap, text, other):
     hlo, expected = TRAPS[trap]
-    changed = hlo.replace(text, other, 1) if trap.startswith("one channel") else hlo.replace(text, other)
+    changed = hlo.replace(text, other, 1) if trap == "one channel in two fusions" else hlo.replace(text, other)
     with pytest.raises(AssertionError):
         check(changed, MESH, expected)
 
