@@ -238,7 +238,7 @@ class Prices:
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, size, source, target, self.mesh)]
         sent = _at_once(found, self.mesh, self.backend)
         steps = tuple(Step(self._sent_as(kind, axes, size), axes, size) for kind, axes, size in sent)
-        costs = [self._collective(step.kind, step.axes, step.bytes, late=late) for step in steps]
+        costs = [self._sent(*one, late) for one in sent]
         behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
         return steps, sum(costs), behind
 
@@ -254,9 +254,8 @@ class Prices:
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * size
         sizes = [(kind, axes, math.ceil(total / tiles)) for kind, axes, tiles in moves.known]
-        known = [(self._sent_as(kind, axes, size), axes, size) for kind, axes, size in sizes]
-        costs = [0.0, *(self._collective(*step, late=late) for step in known)]
-        hidden = [0.0, *(self.backend.hides.get(kind, 0.0) for kind, _, _ in known)]
+        costs = [0.0, *(self._sent(*one, late) for one in sizes)]
+        hidden = [0.0, *(self.backend.hides.get(self._sent_as(*one), 0.0) for one in sizes)]
         seconds = np.array(costs)[steps]
         return seconds.sum(axis=-1), (seconds * np.array(hidden)[steps]).sum(axis=-1)
 
@@ -282,6 +281,12 @@ class Prices:
             return kind
         devices, everywhere = shards(axes, self.mesh), math.prod(self.mesh.values()) // self.backend.slices
         return ALL_REDUCE if MANY_DEVICES <= devices == everywhere else kind
+
+    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> float:
+        """Seconds of a collective as XLA sends it. For an all_reduce instead of a gather it makes an array of zeros."""
+        sent = self._sent_as(kind, axes, size)
+        zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
+        return self._collective(sent, axes, size, late=late) + zeros
 
     def _collective(
         self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None, late: bool = False

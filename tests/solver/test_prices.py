@@ -205,6 +205,14 @@ def test_what_fills_part_of_a_combined_collective_pays_that_part_of_the_latency(
         assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
 
 
+def test_an_all_reduce_instead_of_a_gather_adds_to_zeros():
+    """64 devices each put their 16 bytes into an array of 1024."""
+    asked = Prices({"x": 64}, round_topology("x"), backend=TPU)
+    zeros, ring = LAUNCH + 1024 / TOPOLOGY.memory_bandwidth, 63 * 1e-3 + 63 / 64 * 1024 / 1e6
+    assert asked.resharding(value(64, 4), X, NONE) == pytest.approx(zeros + LAUNCH + 2 * ring)
+    np.testing.assert_allclose(asked.table(value(64, 4), [X], [NONE]), [[zeros + LAUNCH + 2 * ring]])
+
+
 @pytest.mark.parametrize("backend, copies", [(CPU, 0), (GPU, 1), (TPU, 2)])
 def test_all_to_alls_copy_pieces(backend, copies):
     """64 bytes are read and written each time."""
