@@ -96,7 +96,8 @@ def solve(
         threads: that search side by side where a problem is large; None: one per core.
         layered: whether to solve what repeats itself as one first, as layers of a model that memory binds little, and
             to leave a problem of thousands of options alone within one percent.
-        gap: the relative gap with which any problem is left alone.
+        gap: the relative gap with which any problem is left alone, however few options it has, as far as the bound
+            shows by then: an integer program is held to the one known when it starts.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
 
     Raises:
@@ -106,7 +107,8 @@ def solve(
     """
     search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
     known = search.known
-    known.tolerance = lambda: max(gap, CLOSE * layered) * max(0.0, known.bound)
+    enough = gap or (CLOSE if layered else 0.0)
+    known.tolerance = lambda: enough * max(0.0, known.bound)
     search.early = gap > 0
     try:
         known.prove(_least_sum(problem))

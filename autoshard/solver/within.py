@@ -17,10 +17,10 @@ from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving with more and more reshardings counted
-ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
+ENOUGH = 0.01  # the gap with which such a problem is left alone: its bound is not that of what is asked
 SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)  # times the least that any choice holds without
 # reshardings: limits to seek lean choices under ...
-LEAN_ITERATIONS = 1  # ... for so long, twice: a busy machine has to find the same ones
+LEAN_ITERATIONS = 1  # ... for so long, twice: however busy the machine is, it finds the same ones, if time does for all
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
@@ -41,31 +41,31 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     best, needed = None, math.inf
     for _ in range(ROUNDS):
         left = max(0.0, deadline - time.monotonic())
+        if changes and not left:
+            break
         try:
             solution = _solved(formulation, problem, changes, time_limit=left, gap=ENOUGH if changes else 0.0)
         except SolverError:  # nothing fits, or nothing was found in time
             break
-        bound = bound or solution.bound  # of the first round: others may count more than is held
+        if not changes:
+            bound = solution.bound  # with some counted, it may be that of more than is held
         if fits(formulation.peak_bytes(solution.choice), limit):
-            if time.monotonic() < deadline:
-                return with_bound(solution, bound)
-            best = solution
-            break
+            return with_bound(solution, min(bound, solution.cost))
         over = formulation.changes_over(solution.choice, limit)
-        if changes.keys() >= set(over):
+        if changes.keys() >= set(over):  # but for rounding there is another one
             break
         changes.update(dict.fromkeys(over))
-    lean = _lean_solutions(formulation, replace(problem, lives=tuple(formulation.lives)), time_limit)
-    for solution in lean:
+    deadline = time.monotonic() + time_limit
+    for solution in _lean_solutions(formulation, replace(problem, lives=tuple(formulation.lives)), time_limit):
         peak = formulation.peak_bytes(solution.choice)
         needed = min(needed, peak / usable)
         if fits(peak, limit) and (best is None or solution.cost < best.cost):
             best = solution
-        if time.monotonic() > deadline + time_limit * (best is None):
+        if time.monotonic() > deadline:
             break
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
-    return with_bound(best, bound)
+    return with_bound(best, min(bound, best.cost))
 
 
 def _solved(formulation: Formulation, problem: Problem, changes: Iterable[Change], **limits: Any) -> Solution:
@@ -93,12 +93,12 @@ def _lean_solutions(formulation: Formulation, problem: Problem, time_limit: floa
         raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
     changes: dict[Change, None] = {}
     last = None
-    with contextlib.suppress(SolverError):  # none is found any more
+    with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
         for limit in (slack * least.needed for slack in SLACKS):
             leaner = replace(problem, limit=limit)
             for _ in range(2):
                 if last is not None and fits(formulation.peak_bytes(last.choice), limit):
-                    break  # it is as good as any here
+                    break  # about as good as any here
                 if last is not None:
                     changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
                 last = _solved(formulation, leaner, changes, iterations=LEAN_ITERATIONS, gap=ENOUGH)
