@@ -40,8 +40,8 @@ TARGET_GAP = 1e-7  # of the whole cost; finer than what counts as optimal, to le
 FEW_ENTRIES = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
 ROWS_ADDED = 50  # at a time
 LAST_WORDS = 1.0  # s that HiGHS gets to finish after its time or Ctrl-C, before what it last reported is taken
-# Of HiGHS's presolve, doubleton equations and forcing rows: in release 1.15.1 neither ends on some tiny problems.
-_ENDLESS_RULES = 512 | 64
+TINY = 300  # variables: HiGHS's presolve, which in release 1.15.1 does not end on some such programs, is left out, ...
+_DOUBLETON_EQUATIONS = 512  # ... and on larger ones this rule of it, for which it was so
 STEPS = 1000  # of the simplex method, between two looks
 COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
 
@@ -378,7 +378,7 @@ class _Highs:
         options = {
             "output_flag": False, "parallel": "off", "random_seed": seed,
             "mip_rel_gap": 0.0, "mip_abs_gap": gap, "mip_feasibility_tolerance": 1e-9,
-            "presolve_rule_off": _ENDLESS_RULES,
+            "presolve": "off" if count <= TINY else "choose", "presolve_rule_off": _DOUBLETON_EQUATIONS,
         }  # fmt: skip
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
@@ -431,7 +431,7 @@ class _Highs:
         # In a thread, since Python hears Ctrl-C only between two of its own instructions; it may hear one while that
         # starts. Waiting is for the event, since an interrupted Thread.join takes the thread for ended.
         try:
-            threading.Thread(target=run, daemon=True).start()  # should it not end, Python ends without it
+            threading.Thread(target=run).start()
             while not ended.wait(0.1):
                 if time.monotonic() > self._deadline + LAST_WORDS or self._stop.is_set():
                     self.stopped = True
