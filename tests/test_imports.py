@@ -37,8 +37,10 @@ DEFERRED = {
 # autoshard it imports only itself and the errors, and never JAX.
 FORMULATION = {
     f"autoshard.solver.{name}"
-    for name in ("__init__", "follow", "formulate", "groups", "memory", "prices", "strategies", "widths", "within")
-}
+    for name in (
+        "__init__", "changes", "follow", "formulate", "groups", "memory", "prices", "strategies", "widths", "within"
+    )
+}  # fmt: skip
 
 # Unstable parts of JAX, and in how many files each may be imported.
 UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1}
