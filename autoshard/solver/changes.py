@@ -103,27 +103,41 @@ def counted(problem: Problem, changes: Iterable[Change], prices: Prices) -> Prob
     """The problem with a node for each of these changes behind its own. Never counts less than they hold."""
     costs, edges, lives, names = map(list, (problem.costs, problem.edges, problem.lives, problem.names))
     for change in changes:
-        options = list(_options(change, prices))
-        node = len(costs)
-        costs.append(np.zeros(len(options)))
+        node, own = len(costs), prices.once(_node, change, prices)
+        costs.append(own.costs)
+        edges += [Edge(decides, node, table) for decides, table in own.agree.items()]
+        lives += [Live(node, *span, usage) for span, usage in own.lives]
         names.append(f"resharding of {change.value}")
-        agree: dict[int, np.ndarray] = {}
-        for (decides, layouts), among in zip((change.left, change.wanted), zip(*options, strict=True), strict=False):
-            own = np.array([[0.0 if layout in some else np.inf for some in among] for layout in layouts])
-            agree[decides] = agree[decides] + own if decides in agree else own
-        edges += [Edge(decides, node, table) for decides, table in agree.items()]
-        for start in {change.starts(extra) for *_, extra in options}:
-            here = [extra if change.starts(extra) == start else Extra(0, 0, False) for *_, extra in options]
-            first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP for part in (0, 1))
-            lives += [Live(node, start, start + 1, first), Live(node, start, max(change.used[1], start + 1), then)]
     return Problem(
         costs=tuple(costs),
         edges=tuple(edges),
-        lives=tuple(live for live in lives if live.usage.any()),
+        lives=tuple(lives),
         limit=problem.limit,
         names=tuple(names) if problem.names else (),
         checked=True,
     )
+
+
+class _Node(NamedTuple):
+    """What is added to a problem for a change."""
+
+    costs: np.ndarray  # per option
+    agree: dict[int, np.ndarray]  # node that decides -> [its option, own option]: inf where they contradict each other
+    lives: list[tuple[Span, np.ndarray]]  # bytes per option
+
+
+def _node(change: Change, prices: Prices) -> _Node:
+    options = list(_options(change, prices))
+    agree: dict[int, np.ndarray] = {}
+    for (decides, layouts), among in zip((change.left, change.wanted), zip(*options, strict=True), strict=False):
+        own = np.array([[0.0 if layout in some else np.inf for some in among] for layout in layouts])
+        agree[decides] = agree[decides] + own if decides in agree else own
+    lives = []
+    for start in {change.starts(extra) for *_, extra in options}:
+        here = [extra if change.starts(extra) == start else Extra(0, 0, False) for *_, extra in options]
+        first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP for part in (0, 1))
+        lives += [((start, start + 1), first), ((start, max(change.used[1], start + 1)), then)]
+    return _Node(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
 
 
 def _options(change: Change, prices: Prices) -> Iterable[tuple[tuple[Layout, ...], tuple[Layout, ...], Extra]]:

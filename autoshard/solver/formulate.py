@@ -94,11 +94,11 @@ class Formulation:
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
-        return int(self._held(choice).max())
+        return int(self._in_use(choice).max())
 
     def changes_over(self, choice: Sequence[int], limit: float) -> list[Change]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
-        over = self._held(choice) > limit
+        over = self._in_use(choice) > limit
         kinds = set()
         for change in self.changes:
             extra = change.extra(*change.layouts(choice), self.prices)
@@ -107,7 +107,7 @@ class Formulation:
                 kinds.add(change.kind)
         return [change for change in self.changes if change.kind in kinds]
 
-    def _held(self, choice: Sequence[int]) -> np.ndarray:
+    def _in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
         change = np.zeros(len(self.program.equations) + 2)
         for live in self.lives:

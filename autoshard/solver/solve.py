@@ -129,14 +129,14 @@ def solve(
         raise _unknown(problem, f"{time_limit:g} s" if iterations is None else f"{iterations} iterations")
     seconds = search.report.finish()
     solution = Solution(known.choice, known.cost, 0.0, "feasible", seconds)
-    solution = with_bound(solution, min(known.bound, known.cost))
+    solution = with_bound(solution, known.bound)
     check(problem, solution)
     return solution
 
 
 def with_bound(solution: Solution, bound: float) -> Solution:
-    """The solution with this proven bound, and the status that follows from it."""
-    bounded = replace(solution, bound=bound)
+    """The solution with this proven bound, which says no more than what it costs, and the status that follows."""
+    bounded = replace(solution, bound=min(bound, solution.cost))
     return replace(bounded, status="optimal" if bounded.gap <= OPTIMAL_GAP else "feasible")
 
 

@@ -38,7 +38,6 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     problem = replace(formulation.problem, limit=limit, checked=True)
     deadline = time.monotonic() + time_limit
     changes: dict[Change, None] = {}
-    best, needed = None, math.inf
     for _ in range(ROUNDS):
         left = max(0.0, deadline - time.monotonic())
         if changes and not left:
@@ -50,14 +49,14 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         if not changes:
             bound = solution.bound  # with some counted, it may be that of more than is held
         if fits(formulation.peak_bytes(solution.choice), limit):
-            return with_bound(solution, min(bound, solution.cost))
+            return with_bound(solution, bound)
         over = formulation.changes_over(solution.choice, limit)
         if changes.keys() >= set(over):  # but for rounding there is another one
             break
         changes.update(dict.fromkeys(over))
+    best, needed = None, math.inf
     deadline = time.monotonic() + time_limit
-    for solution in _lean_solutions(formulation, replace(problem, lives=tuple(formulation.lives)), time_limit):
-        peak = formulation.peak_bytes(solution.choice)
+    for solution, peak in _lean_solutions(formulation, replace(problem, lives=tuple(formulation.lives)), time_limit):
         needed = min(needed, peak / usable)
         if fits(peak, limit) and (best is None or solution.cost < best.cost):
             best = solution
@@ -65,7 +64,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
             break
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
-    return with_bound(best, min(bound, best.cost))
+    return with_bound(best, bound)
 
 
 def _solved(formulation: Formulation, problem: Problem, changes: Iterable[Change], **limits: Any) -> Solution:
@@ -75,8 +74,12 @@ def _solved(formulation: Formulation, problem: Problem, changes: Iterable[Change
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 
 
-def _lean_solutions(formulation: Formulation, problem: Problem, time_limit: float) -> Iterator[Solution]:
+def _lean_solutions(
+    formulation: Formulation, problem: Problem, time_limit: float
+) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
+
+    With each comes its peak.
 
     Those that hold more are cheaper and reshard less, so that what they hold in all can be less. They do not depend on
     the problem's limit: what one call says is needed, another one finds again.
@@ -85,22 +88,25 @@ def _lean_solutions(formulation: Formulation, problem: Problem, time_limit: floa
         SolverError: the least that a choice holds was not found in time.
     """
     try:
-        yield solve(replace(problem, limit=0.0), time_limit=time_limit, layered=True)
+        solution = solve(replace(problem, limit=0.0), time_limit=time_limit, layered=True)
+        yield solution, formulation.peak_bytes(solution.choice)
         return
     except InfeasibleError as error:
         least = error
     except SolverError as error:
         raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
     changes: dict[Change, None] = {}
-    last = None
+    last, peak = None, 0
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
         for limit in (slack * least.needed for slack in SLACKS):
             leaner = replace(problem, limit=limit)
             for _ in range(2):
-                if last is not None and fits(formulation.peak_bytes(last.choice), limit):
-                    break  # about as good as any here
                 if last is not None:
+                    if fits(peak, limit):
+                        break  # about as good as any here
                     changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
                 last = _solved(formulation, leaner, changes, iterations=LEAN_ITERATIONS, gap=ENOUGH)
-                yield last
-    yield Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
+                peak = formulation.peak_bytes(last.choice)
+                yield last, peak
+    leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
+    yield leanest, formulation.peak_bytes(leanest.choice)
