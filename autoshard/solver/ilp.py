@@ -43,6 +43,7 @@ LAST_WORDS = 1.0  # s that HiGHS gets to finish after its time or Ctrl-C, before
 TINY = 300  # variables: HiGHS's presolve, which in release 1.15.1 does not end on some such programs, is left out, ...
 _DOUBLETON_EQUATIONS = 512  # ... and on larger ones this rule of it, for which it was so
 STEPS = 1000  # of the simplex method, between two looks
+HEAVY = 1e6  # largest entry of a memory row, far beyond what fits; HiGHS refuses a model with entries over 1e15
 COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
 
 
@@ -305,7 +306,9 @@ class _Memory:
     def usage(self, points: np.ndarray, scale: np.ndarray) -> sparse.csr_array:
         """The rows of these points over s, scaled."""
         before = np.arange(self._changes.shape[0])[None, :] <= points[:, None]
-        return sparse.csr_array(before * scale[points, None]) @ self._changes
+        rows = sparse.csr_array(before * scale[points, None]) @ self._changes
+        rows.data = np.minimum(rows.data, HEAVY)
+        return rows
 
     def first_points(self) -> np.ndarray:
         """The points to start with: all of them, if that is a small matrix."""
@@ -336,6 +339,14 @@ class _Rows:
     def matrix(self, width: int) -> sparse.csr_array:
         entries = np.concatenate(self.values), np.concatenate(self.columns), self.ends
         return sparse.csr_array(entries, shape=(len(self.ends) - 1, width))
+
+
+class _Silent(highspy.Highs):
+    """HiGHS that prints nothing. As it is made it enables its callbacks, where release 1.16.0 prints its name."""
+
+    def enableCallbacks(self) -> None:
+        self.silent()
+        super().enableCallbacks()
 
 
 class _Highs:
@@ -371,12 +382,12 @@ class _Highs:
         matrix = data["A"].tocsc()
         lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-        self._highs = highspy.Highs()
+        self._highs = _Silent()
         self._highs.cbMipInterrupt += self._on_progress
         self._highs.cbMipImprovingSolution += self._on_solution
         self._highs.cbSimplexInterrupt += self._on_step
         options = {
-            "output_flag": False, "parallel": "off", "random_seed": seed,
+            "parallel": "off", "random_seed": seed,
             "mip_rel_gap": 0.0, "mip_abs_gap": gap, "mip_feasibility_tolerance": 1e-9,
             "presolve": "off" if count <= TINY else "choose", "presolve_rule_off": _DOUBLETON_EQUATIONS,
         }  # fmt: skip

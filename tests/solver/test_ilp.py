@@ -71,9 +71,17 @@ def test_a_single_byte_counts(over):
     assert verify(problem, outcome.choice)[0] == (3.0 if over else 0.0)
 
 
+def test_what_is_far_too_large_for_what_is_left():
+    """HiGHS refuses a model with an entry of 1e17, which is what the first option is times the room."""
+    lives = (Live(0, 0, 1, np.array([100_000_000, 1])), Live(1, 0, 1, np.array([10_000_000, 0])))
+    problem = Problem((np.array([1.0, 3.0]), np.array([1.0, 4.0])), (), lives, limit=1)
+    outcome = cheapest(problem, None, time_limit=60, seed=0)
+    assert (outcome.choice, outcome.bound) == ((1, 1), 7.0)
+
+
 def test_the_oracle_can_fail(monkeypatch):
     """A program that forgets its memory rows is caught."""
-    monkeypatch.setattr(ilp._Memory, "room", lambda self, limit: np.full(len(self.least), np.inf))
+    monkeypatch.setattr(ilp._Memory, "room", lambda self, limit: self.most - self.least)
     with pytest.raises(AssertionError):
         for seed in range(200):
             assert_optimal(random_problem(seed, nodes=5))
