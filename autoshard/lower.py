@@ -155,6 +155,7 @@ class _Emitter:
     def held(self, value: int, array: Any) -> _Held:
         """The array of a value, pinned to the layout it is made in, and its shared copy."""
         home = self.annotations.homes.get(value)
+        array = self.constrained(array, self.annotations.sums.get(value))
         array = self.constrained(array, self.pins.get(value))
         copy_layout = self.annotations.copies.get(value)
         copy = None if copy_layout is None else self.constrained(array, copy_layout)

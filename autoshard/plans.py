@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autoshard.lower import Lowering
     from autoshard.report.verification import Verification
 
-_FORMAT = 3
+_FORMAT = 4
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
 
 
@@ -113,6 +113,7 @@ class Annotations:
     copies: Mapping[int, Layout]  # value -> the layout of the copy its readers share
     wants: Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
     scatters: Mapping[int, Scatter] = field(default_factory=dict)  # equation -> how its partial sums are finished
+    sums: Mapping[int, Layout] = field(default_factory=dict)  # value -> how its sum lies before XLA slices it
     implied: Collection[int] = frozenset()  # values that lie so without being told, from what they are made of
 
 
@@ -412,7 +413,18 @@ class _Choice:
                                 wants[equation.index, operand] = self.want(reader)
         finished = zip(self.formulation.groups, map(Scatter.of, self.formulation.groups, self.strategies), strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
-        return Annotations(self.homes, self.copies, wants, scatters, frozenset(self.implied()))
+        return Annotations(self.homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
+
+    def sums(self) -> Iterator[tuple[int, Layout]]:
+        """Values whose partial sums XLA reduces and slices, and their layouts in between.
+
+        XLA has to be told both: from the slices alone it would split what is summed as they are, and move it for that.
+        """
+        for group, strategy in zip(self.formulation.groups, self.strategies, strict=True):
+            sliced = {axis for finish in strategy.finishes if finish.kind == REDUCE_SCATTER for axis in finish.axes}
+            if sliced and Scatter.of(group, strategy) is None:
+                (made,), (layout,) = group.made, strategy.leaves
+                yield made.value.id, tuple(tuple(axis for axis in axes if axis not in sliced) for axes in layout)
 
     def implied(self) -> Iterator[int]:
         """Values to which propagation brings the planned layout, and no other.
@@ -592,6 +604,7 @@ def _to_json(plan: Plan) -> dict:
         "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
         "scatters": {str(equation): asdict(scatter) for equation, scatter in annotations.scatters.items()},
+        "sums": {str(value): _words(layout) for value, layout in annotations.sums.items()},
         "implied": sorted(annotations.implied),
     }
 
@@ -624,6 +637,7 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
             copies={int(value): _layout(words) for value, words in content["copies"].items()},
             wants=wants,
             scatters={int(equation): _scatter_from_json(entry) for equation, entry in content["scatters"].items()},
+            sums={int(value): _layout(words) for value, words in content["sums"].items()},
             implied=frozenset(content["implied"]),
         ),
         argument_slots=_tree_from_json(content["argument_slots"]),

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 from oracles import MACHINES, MESHES, SMALL, limit_between, mesh_of
 
-from autoshard import Plan, evaluate
+from autoshard import Plan, autoshard, evaluate, topology
 from autoshard import plan as plan_of
 from autoshard.report.hlo import read_collectives
 
@@ -136,6 +137,26 @@ def test_what_may_be_split_unevenly_is_said(tokens, is_said):
     whole = {value for value, home in made.annotations.homes.items() if home == (("data",), (), ())}
     assert whole
     assert made.annotations.implied.isdisjoint(whole) == is_said
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_sums_that_xla_slices_stay_where_they_are_summed(told):
+    """Told of the slices alone, XLA splits a lookup in a split dim as they are, and moves what it reads."""
+    def step(logits, labels):
+        logits = jax.lax.with_sharding_constraint(logits, jax.P("x", None, "y"))
+        picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)
+        return jax.lax.with_sharding_constraint(picked, jax.P("x", "y", None))
+
+    shapes = jax.ShapeDtypeStruct((1024, 2048, 512), jnp.float32), jax.ShapeDtypeStruct((1024, 2048), jnp.int32)
+    axes = {"x": 4, "y": 2}
+    made = plan_of(step, *shapes, mesh=AbstractMesh((4, 2), ("x", "y")), topology=topology("v5e:2x4", axes))
+    assert {(c.kind, c.axes) for c in made.predicted.collectives} == {("reduce_scatter", ("y",))}
+    assert list(made.annotations.sums.values()) == [(("x",), (), ())]
+    if not told:
+        made = replace(made, annotations=replace(made.annotations, sums={}))
+    compiled = autoshard(step, mesh=mesh_of(axes), plan=made).lower(*shapes).compile()
+    as_planned = {(c.kind, c.axes) for c in read_collectives(compiled.as_text(), axes)} == {("all_reduce", ("y",))}
+    assert as_planned == told  # XLA for CPU has no reduce_scatter
 
 
 def count_constraints(lowered: jax.stages.Lowered) -> int:
