@@ -66,6 +66,12 @@ def _expanded(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
 
 
+def guards(eqn: JaxprEqn) -> Sequence[bool]:
+    """Which operands of a differentiated `jax.checkpoint` it reads from behind a barrier."""
+    prevent_cse = eqn.params["prevent_cse"]
+    return prevent_cse if isinstance(prevent_cse, tuple) else [prevent_cse] * len(eqn.invars)
+
+
 def called_operands(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Those of a call equation's operands that its `called_jaxpr` takes."""
     if eqn.primitive.name != "custom_linear_solve":

@@ -31,6 +31,7 @@ from autoshard.jaxprs import (
     Literal,
     called_jaxpr,
     called_operands,
+    guards,
     is_array,
     is_kernel,
     on_host,
@@ -291,9 +292,9 @@ class _Emitter:
 
         Cotangents are among its operands, so that the recomputation waits for the backward pass to come to it.
         """
-        opened, prevent_cse = called_jaxpr(eqn), eqn.params["prevent_cse"]
+        opened = called_jaxpr(eqn)
         if eqn.params["differentiated"]:
-            guarded = prevent_cse if isinstance(prevent_cse, tuple) else [prevent_cse] * len(operands)
+            guarded = guards(eqn)
             behind = iter(self.behind_barrier(list(itertools.compress(operands, guarded))))
             entries = [next(behind) if guard else held for held, guard in zip(operands, guarded, strict=True)]
             return self.call(opened, entries, path)
@@ -303,7 +304,7 @@ class _Emitter:
             results[:] = self.call(opened, operands, path)
             return [(held.array, held.copy) for held in results]
 
-        pairs = jax.checkpoint(body, prevent_cse=prevent_cse, policy=eqn.params["policy"])()
+        pairs = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])()
         return [
             _Held(array, held.layout, copy, held.copy_layout)
             for held, (array, copy) in zip(results, pairs, strict=True)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -41,12 +42,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
 from autoshard.jaxprs import (
+    REMAT,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Literal,
     called_jaxpr,
     called_operands,
+    guards,
     is_array,
     key_bytes,
     on_host,
@@ -140,6 +143,7 @@ class Program:
     in_tree: Any  # of (args, kwargs), static arguments left out
     out_tree: Any
     jaxpr: ClosedJaxpr = field(repr=False)
+    guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
 
     @cached_property
     def fingerprint(self) -> str:
@@ -233,6 +237,7 @@ class _Reader:
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
+        self.guarded: set[int] = set()
 
     def program(self) -> Program:
         closed = self.traced.jaxpr
@@ -260,6 +265,7 @@ class _Reader:
             in_tree=in_tree,
             out_tree=jax.tree.structure(self.traced.out_info),
             jaxpr=closed,
+            guarded=frozenset(self.guarded),
         )
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
@@ -284,6 +290,9 @@ class _Reader:
 
     def equation(self, eqn: JaxprEqn, inputs: list, at: _Place) -> list:
         opened = called_jaxpr(eqn)
+        if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
+            behind = itertools.compress(inputs, guards(eqn))
+            self.guarded |= {x.id for x in behind if isinstance(x, Value)}
         if opened is not None:
             return self.call(opened, called_operands(eqn, inputs), at)
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)

@@ -203,6 +203,16 @@ def test_a_scan_is_planned_once_and_weighed_by_its_trips():
     assert [value.shape for value in program.results] == [(4, 8), (3, 5, 4)]
 
 
+@pytest.mark.parametrize("prevent_cse, guarded", [(True, 3), (False, 0)])
+def test_a_recomputation_reads_from_behind_a_barrier(prevent_cse, guarded):
+    """The weight, the layer's input and the cotangent; nothing that the forward pass reads."""
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.sin(x @ w)), prevent_cse=prevent_cse)
+    program = traced(jax.grad(lambda w, x: layer(x, w).sum()), np.ones((8, 8), np.float32), X)
+    assert len(program.guarded) == guarded
+    read = {x.id for e in program.equations if e.primitive == "sin" for x in e.inputs}
+    assert read.isdisjoint(program.guarded)
+
+
 def test_a_carry_ties_its_four_values():
     program = traced(lambda w, x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=3)[0], W, X)
     (carry,) = (equation for equation in program.equations if equation.primitive == "scan_carry")

@@ -33,6 +33,7 @@ class Backend:
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     recopies: int = 0  # how often an all_to_all copies its operand, to cut it into pieces or to put these together
+    slicing: float = 1.0  # at which part of the memory's bandwidth a loop copies what it slices
     convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
     rounds_first: bool = False  # what is only converted to a smaller type after it is moved, before that
@@ -80,6 +81,7 @@ TPU = Backend(
     sums_gathers=2**24,
     combines_below=2**26,
     recopies=2,
+    slicing=0.5,  # by libtpu's cycles: slices of 2 to 32 MiB, on v5e
     hoists_sums=True,
     sums_first=True,
     rounds_operands=True,

@@ -179,7 +179,8 @@ def formulate(
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     groups = groups_of(program, rules, backend)
     widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
-    prices = Prices(mesh, topology, widths, backend, weights, read_through(groups), image_dims(program))
+    entering = {use.value.id for group in groups if group.enters for use in group.uses}
+    prices = Prices(mesh, topology, widths, backend, weights, entering, read_through(groups), image_dims(program))
     return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
 
 

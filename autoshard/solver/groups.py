@@ -122,6 +122,11 @@ class Group:
         return self.equations[0].primitive in _BOUNDARIES
 
     @property
+    def enters(self) -> bool:
+        """Whether it hands a loop what that only reads."""
+        return self.equations[0].primitive in ("scan_const", "scan_slice")
+
+    @property
     def stacks(self) -> bool:
         """Whether it writes what a loop's body makes into the loop's result, in place."""
         return self.equations[0].primitive == "scan_stack"
@@ -233,6 +238,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.ends = _end(group, readers, home, len(program.equations))
     _schedule(groups)
     stored = needed_outside | scattered
+    stored |= {m.value.id for group in groups if not group.is_view for m in group.made} & program.guarded
     of_results = [any(made.value.id in stored for made in group.made) for group in groups]
     for group, is_result in zip(groups, of_results, strict=True):
         group.folded = not is_result and not backend.takes_in and _is_folded(group, users[group.index])

@@ -82,6 +82,7 @@ class Prices:
         widths: Widths | None = None,
         backend: Backend = CPU,
         weights: Collection[int] = (),
+        entering: Collection[int] = (),
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, tuple[int, int]] | None = None,
     ):
@@ -89,6 +90,7 @@ class Prices:
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
+        self.ahead = self.weights.difference(entering)  # and behind compute: a loop, and all in it, waits for these
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self._groups: dict[tuple, Priced] = {}
@@ -136,7 +138,7 @@ class Prices:
 
     def hidden(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """How many of these run behind compute."""
-        return self._of(value, source, target, readers)[2] if value.id in self.weights else 0.0
+        return self._of(value, source, target, readers)[2] if value.id in self.ahead else 0.0
 
     def exposed(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """How many of these something waits for. In the host's memory nothing is resharded."""
@@ -152,14 +154,15 @@ class Prices:
         With what it takes to write it, if it is not stored otherwise. The array is shared, and not to be changed.
         """
         size = self.widths.moving(value, readers)
-        waits = value.id not in self.weights
+        late, ahead = value.id in self.weights, value.id in self.ahead
         written = self.widths.stored(value) if value.id in self.instead else None
-        what = value.shape, size, value.on_host, waits, written and (written, self.images.get(value.id)), value.trips
+        stored = written and (written, self.images.get(value.id))
+        what = value.shape, size, value.on_host, late, ahead, stored, value.trips
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            seconds, behind = self._moved(value.shape, size, rows, columns, not waits)
-            table = seconds if waits else seconds - behind
+            seconds, behind = self._moved(value.shape, size, rows, columns, late)
+            table = seconds - behind if ahead else seconds
             moves = np.array([[a != b for b in columns] for a in rows])
             if value.on_host:
                 table = np.where(moves, np.inf, table)
@@ -237,7 +240,7 @@ class Prices:
             return (), 0.0, 0.0
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, size, source, target, self.mesh)]
         sent = _at_once(found, self.mesh, self.backend)
-        steps = tuple(Step(self._sent_as(kind, axes, size), axes, size) for kind, axes, size in sent)
+        steps = tuple(Step(self._sent_as(kind, axes, size), axes, size) for kind, axes, size, _ in sent)
         costs = [self._sent(*one, late) for one in sent]
         behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
         return steps, sum(costs), behind
@@ -253,9 +256,9 @@ class Prices:
         moves = self._moves.setdefault(len(shape), _Moves(self.mesh, self.backend))
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * size
-        sizes = [(kind, axes, math.ceil(total / tiles)) for kind, axes, tiles in moves.known]
-        costs = [0.0, *(self._sent(*one, late) for one in sizes)]
-        hidden = [0.0, *(self.backend.hides.get(self._sent_as(*one), 0.0) for one in sizes)]
+        sent = [(kind, axes, math.ceil(total / tiles), several) for kind, axes, tiles, several in moves.known]
+        costs = [0.0, *(self._sent(*one, late) for one in sent)]
+        hidden = [0.0, *(self.backend.hides.get(self._sent_as(*one[:3]), 0.0) for one in sent)]
         seconds = np.array(costs)[steps]
         return seconds.sum(axis=-1), (seconds * np.array(hidden)[steps]).sum(axis=-1)
 
@@ -282,11 +285,19 @@ class Prices:
         devices, everywhere = shards(axes, self.mesh), math.prod(self.mesh.values()) // self.backend.slices
         return ALL_REDUCE if MANY_DEVICES <= devices == everywhere else kind
 
-    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> float:
-        """Seconds of a collective as XLA sends it. For an all_reduce instead of a gather it makes an array of zeros."""
+    def _sent(self, kind: str, axes: tuple[str, ...], size: int, several: bool, late: bool) -> float:
+        """Seconds of a collective as XLA sends it. For an all_reduce instead of a gather it makes an array of zeros.
+
+        Args:
+            several: whether it gathers several dims, whose pieces are then put in order.
+        """
         sent = self._sent_as(kind, axes, size)
         zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
-        return self._collective(sent, axes, size, late=late) + zeros
+        return self._collective(sent, axes, size, late=late) + zeros + self._recopied(size) * several
+
+    def _recopied(self, size: int) -> float:
+        """Seconds to bring the pieces of so many bytes into another order."""
+        return self.backend.recopies * 2 * size / self.topology.memory_bandwidth
 
     def _collective(
         self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None, late: bool = False
@@ -305,8 +316,7 @@ class Prices:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
             penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
             latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among)
-            copies = self.backend.recopies if kind == "all_to_all" else 0
-            through = copies * 2 * size / self.topology.memory_bandwidth
+            through = self._recopied(size) if kind == "all_to_all" else 0.0
             share = min(1.0, size / self.backend.combines_below) if combined else 1.0
             saved = (1 - share) * latency
             self._collectives[key] = (textbook - saved) * penalty + through + share * LAUNCH_SECONDS
@@ -386,7 +396,7 @@ class Prices:
         written = sum(map(self.sizes, (made.value for made in group.made), leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
-            return 2 * written
+            return 2 * written / (self.backend.slicing if first.primitive == "scan_slice" else 1.0)
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]
             pairs = zip(group.uses, wants, strict=True)
@@ -412,7 +422,7 @@ class _Moves:
 
     def __init__(self, mesh: MeshShape, backend: Backend):
         self.mesh, self.backend = mesh, backend
-        self.known: dict[tuple[str, tuple[str, ...], int], int] = {}  # kind, axes, tiles -> number, from 1
+        self.known: dict[tuple[str, tuple[str, ...], int, bool], int] = {}  # kind, axes, tiles, several -> from 1
         self._number: dict[Layout, int] = {}
         # [source, target, step]: its number; 0: none; -1: unknown
         self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
@@ -445,16 +455,17 @@ class _Moves:
 
 def _at_once(
     steps: Iterable[tuple[str, tuple[str, ...], int]], mesh: MeshShape, backend: Backend
-) -> list[tuple[str, tuple[str, ...], int]]:
-    """Collectives, (kind, axes, what tells their size), with those that the backend makes one of put together."""
-    sent: list[tuple[str, tuple[str, ...], int]] = []
+) -> list[tuple[str, tuple[str, ...], int, bool]]:
+    """Collectives, (kind, axes, what tells their size), those that the backend makes one of put together: several."""
+    sent: list[tuple[str, tuple[str, ...], int, bool]] = []
     for kind, axes, size in steps:
+        several = False
         if backend.gathers_at_once and sent and kind == sent[-1][0] == "all_gather":
             all_axes = tuple(axis for axis in mesh if axis in axes or axis in sent[-1][1])
             if shards(all_axes, mesh) >= MANY_DEVICES:
-                axes = all_axes
+                axes, several = all_axes, True
                 sent.pop()
-        sent.append((kind, axes, size))
+        sent.append((kind, axes, size, several))
     return sent
 
 

@@ -221,6 +221,29 @@ def test_all_to_alls_copy_pieces(backend, copies):
     assert found == pytest.approx(RESHARDINGS["all_to_all"][2] + through)
 
 
+def test_pieces_gathered_in_several_dims_are_put_in_order():
+    """All 64 devices are asked at once either way; a matrix of 64 MiB is then read and written twice."""
+    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=TPU)
+    matrix = value(4096, 4096)
+    rows, both = (asked.resharding(matrix, source, NONE) for source in ((("x", "y"), ()), (("x",), ("y",))))
+    assert both == pytest.approx(rows + 2 * 2 * 2**26 / TOPOLOGY.memory_bandwidth, rel=1e-9)
+    tables = [asked.table(matrix, [source], [NONE]) for source in ((("x", "y"), ()), (("x",), ("y",)))]
+    np.testing.assert_allclose(tables, [[[rows]], [[both]]])
+
+
+@pytest.mark.parametrize("behind_barrier", [True, False])
+def test_what_a_recomputation_slices_is_copied(behind_barrier):
+    """A weight and a layer's input in each of three trips, at half of the memory's bandwidth; the forward pass none."""
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), prevent_cse=behind_barrier)
+    gradient = jax.grad(lambda w, x: jnp.sum(lax.scan(layer, x, w)[0]))
+    program = traced(gradient, f32(3, 128, 128), f32(8, 128))
+    asked = Prices({}, round_topology(), backend=TPU)
+    slices = [g for g in groups_of(program, rules_for(program), TPU) if g.equations[0].primitive == "scan_slice"]
+    seconds = [asked.group(group).seconds[0].compute for group in slices]
+    copies = [2 * 2 * 4 * rows * 128 * 3 * 1e-9 * behind_barrier for rows in (8, 128)]
+    assert seconds == pytest.approx([0.0, *copies])
+
+
 def test_what_needs_no_reduction_talks_to_nobody():
     group = grouped(jnp.matmul, f32(8, 4), f32(4, 8))[0]
     priced = prices().group(group)
@@ -302,8 +325,9 @@ HIDDEN = {"nothing": 0.0, "a slice": 0.0, "gathered": 0.5, "all_to_all": 0.0}  #
 def test_gathers_of_weights_are_hidden(case):
     source, target, seconds = RESHARDINGS[case]
     weight = Prices(LINE, TOPOLOGY, backend=HIDING, weights=[0])
+    of_a_loop = Prices(LINE, TOPOLOGY, backend=HIDING, weights=[0], entering=[0])  # which waits for all that it reads
     activation = Prices(LINE, TOPOLOGY, backend=HIDING)
-    for asked, share in ((weight, HIDDEN[case]), (activation, 0.0), (prices(), 0.0)):
+    for asked, share in ((weight, HIDDEN[case]), (of_a_loop, 0.0), (activation, 0.0), (prices(), 0.0)):
         assert asked.resharding(value(8, 8), source, target) == pytest.approx(seconds)
         assert asked.hidden(value(8, 8), source, target) == pytest.approx(share * seconds)
         assert asked.exposed(value(8, 8), source, target) == pytest.approx((1 - share) * seconds)
