@@ -157,7 +157,8 @@ class Program:
             params = [f"{name}={text}" for name, text in _printed(equation.params)]
             digest.update(f"{equation.primitive} {operands} {results} {params} {equation.trips};".encode())
         results = [x.id if isinstance(x, Value) else x.shape for x in self.results]
-        digest.update(f"{results} {sorted(self.donated)} {sorted(self.carried.items())}".encode())
+        flags = sorted(self.donated), sorted(self.carried.items()), sorted(self.guarded)
+        digest.update(f"{results} {flags}".encode())
         return digest.hexdigest()[:16]
 
     @property

@@ -285,6 +285,8 @@ def test_fingerprints_differ_where_programs_do():
         fingerprint(lambda w, x: (x @ w, x), W, X),
     }
     assert len(others) == 8 and same[0] not in others
+    again = [jax.checkpoint(lambda w, x: jnp.sin(x @ w).sum(), prevent_cse=prevented) for prevented in (True, False)]
+    assert len({fingerprint(jax.grad(loss), W, X) for loss in again}) == 2
 
 
 @pytest.mark.parametrize("returns", [True, False], ids=["returned", "lost"])
