@@ -34,6 +34,7 @@ from autoshard.solver.groups import (
     is_kernel_gradient,
     made_of_state,
     read_through,
+    stacked_beside,
 )
 from autoshard.solver.memory import (
     HEAP,
@@ -180,7 +181,17 @@ def formulate(
     groups = groups_of(program, rules, backend)
     widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
     entering = {use.value.id for group in groups if group.enters for use in group.uses}
-    prices = Prices(mesh, topology, widths, backend, weights, entering, read_through(groups), image_dims(program))
+    prices = Prices(
+        mesh,
+        topology,
+        widths,
+        backend,
+        weights=weights,
+        entering=entering,
+        stacked=stacked_beside(program),
+        instead=read_through(groups),
+        images=image_dims(program),
+    )
     return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
 
 

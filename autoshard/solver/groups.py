@@ -367,6 +367,20 @@ def _scattered(program: Program, readers: Mapping[int, Sequence[tuple[Equation, 
     return frozenset(found)
 
 
+def stacked_beside(program: Program) -> dict[int, int]:
+    """Values that are made in loops -> bytes of all that the innermost loop around them stacks."""
+    stacks: dict[tuple[int, int], list[Equation]] = defaultdict(list)
+    for equation in program.equations:
+        if equation.primitive == "scan_stack":
+            stacks[equation.loop].append(equation)
+    found = {}
+    for (start, end), stacked in sorted(stacks.items(), key=lambda item: (item[0][0], -item[0][1])):  # from outside in
+        inside = (made for equation in program.equations[start:end] for made in equation.outputs)
+        size = sum(equation.outputs[0].bytes for equation in stacked)
+        found |= {made.id: size for made in inside if made.trips >= stacked[0].trips}
+    return found
+
+
 def _note_hoisted(program: Program, read_once: set[int], home) -> None:
     """Sets `Group.hoisted` of what a loop only adds up, and of what it goes through on the way."""
     makers = {output.id: equation for equation in program.equations for output in equation.outputs}

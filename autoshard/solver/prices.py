@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from autoshard.mesh.resharding import Step, path, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value, dtype_name
 from autoshard.solver.groups import Group, Use
-from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, strategies_of
+from autoshard.solver.strategies import ALL_REDUCE, Finish, Strategy, axes_between_slices, strategies_of
 from autoshard.solver.widths import ROUNDED, Widths
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
@@ -83,6 +83,7 @@ class Prices:
         backend: Backend = CPU,
         weights: Collection[int] = (),
         entering: Collection[int] = (),
+        stacked: Mapping[int, int] | None = None,
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, tuple[int, int]] | None = None,
     ):
@@ -91,6 +92,8 @@ class Prices:
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.ahead = self.weights.difference(entering)  # and behind compute: a loop, and all in it, waits for these
+        self.between = axes_between_slices(self.mesh, backend)
+        self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self._groups: dict[tuple, Priced] = {}
@@ -156,7 +159,7 @@ class Prices:
         size = self.widths.moving(value, readers)
         late, ahead = value.id in self.weights, value.id in self.ahead
         written = self.widths.stored(value) if value.id in self.instead else None
-        stored = written and (written, self.images.get(value.id))
+        stored = written and (written, self.images.get(value.id)), self.stacked.get(value.id)
         what = value.shape, size, value.on_host, late, ahead, stored, value.trips
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
@@ -166,15 +169,23 @@ class Prices:
             moves = np.array([[a != b for b in columns] for a in rows])
             if value.on_host:
                 table = np.where(moves, np.inf, table)
-            if written is not None:
-                table = table + np.where(moves, np.array([[self.writing(value, a)] for a in rows]), 0.0)
+            if any(stored):
+                table = table + np.array([[self.writing_first(value, a, b) for b in columns] for a in rows])
             return _frozen((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
 
         return self.once(made, self.one(sources), self.one(targets), of=what)
 
     def writing_first(self, value: Value, source: Layout, target: Layout) -> float:
-        """Seconds to write a value that is resharded, if its readers would make it again otherwise."""
-        return self.writing(value, source) if value.id in self.instead and source != target else 0.0
+        """Seconds to write what is not written if a value is not resharded.
+
+        That is the value, if its readers would make it again otherwise; and of each trip of a loop, whose next one XLA
+        for TPU starts to bring over from other slices in the one before, its part of clearing what the loop stacks.
+        """
+        seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
+        if value.id in self.stacked and any(axes & self.between for axes in _left(source, target)):
+            whole = self.stacked[value.id] / math.prod(self.mesh.values())
+            seconds += whole / value.trips / self.topology.memory_bandwidth
+        return seconds
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
@@ -467,6 +478,11 @@ def _at_once(
                 sent.pop()
         sent.append((kind, axes, size, several))
     return sent
+
+
+def _left(source: Layout, target: Layout) -> Iterator[frozenset[str]]:
+    """The axes that split each dim before, and not after."""
+    return (frozenset(before) - frozenset(after) for before, after in zip(source, target, strict=True))
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

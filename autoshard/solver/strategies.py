@@ -156,13 +156,19 @@ def _scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) 
     return backend.scatters_globally or not inside or not (between or everybody)
 
 
-def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those of the axes that lie between slices, and those that go on inside one."""
+def axes_between_slices(mesh: MeshShape, backend: Backend) -> frozenset[str]:
+    """The axes that join slices, not devices of one: the outermost."""
     between, count = set(), 1
     for axis, size in mesh.items():
         count *= size
         if size > 1 and backend.slices % count == 0:
             between.add(axis)
+    return frozenset(between)
+
+
+def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of the axes that lie between slices, and those that go on inside one."""
+    between = axes_between_slices(mesh, backend)
     return tuple(axis for axis in axes if axis in between), tuple(axis for axis in axes if axis not in between)
 
 

@@ -14,7 +14,7 @@ from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import groups as module
-from autoshard.solver.groups import Group, groups_of
+from autoshard.solver.groups import Group, groups_of, stacked_beside
 
 
 def adamw(w, m, v, g):
@@ -513,3 +513,18 @@ def test_the_tables_of_compilers_can_fail(monkeypatch):
         monkeypatch.setattr(module, name, lambda *_: None)
         with pytest.raises(AssertionError):
             test(*case)
+
+
+def test_what_is_stacked_beside():
+    """The inner loop stacks 3 x 8 floats beside what it makes, the outer one twice that, and nothing lies outside."""
+    def inner(x, w):
+        return jnp.sin(x @ w), x.sum(1)
+
+    def outer(ws):
+        return lambda x, _: jax.lax.scan(inner, jnp.cos(x), ws)
+
+    program = traced(lambda x, ws: jax.lax.scan(outer(ws), jnp.exp(x), length=2), X, f32(3, 4, 4))
+    beside = stacked_beside(program)
+    of = {equation.primitive: beside.get(equation.outputs[0].id) for equation in program.equations}
+    assert (of["sin"], of["scan_slice"], of["cos"], of["exp"]) == (96, 96, 192, None)
+    assert beside.keys().isdisjoint(x.id for x in program.results)

@@ -315,6 +315,24 @@ def test_a_loops_body_is_paid_every_time():
     assert reductions == pytest.approx([5 * (LAUNCH + 2 * ring)] + [5 * (LAUNCH + HALF * ring)] * 2)
 
 
+@pytest.mark.parametrize("source, target, cleared", [
+    ((("s",), ()), NONE, True),
+    ((("s", "x"), ()), X, True),
+    ((("s",), ()), ((), ("s",)), True),
+    ((("x",), ()), NONE, False),
+    (NONE, (("s",), ()), False),
+])  # fmt: skip
+def test_what_comes_from_other_slices_in_a_loop_has_its_stacks_cleared(source, target, cleared):
+    """8,000 bytes of all devices, once in the five trips together."""
+    options = {"backend": replace(TPU, slices=2, gathers_at_once=False)}
+    plain, asked = (Prices({"s": 2, "x": 4}, round_topology("s", "x"), stacked=stacked, **options)
+                    for stacked in (None, {0: 8000}))  # fmt: skip
+    made, seconds = value(8, 8, trips=5), 8000 / 8 / 5 / TOPOLOGY.memory_bandwidth * cleared
+    assert asked.writing_first(made, source, target) == pytest.approx(seconds)
+    more = asked.table(made, [source], [target]) - plain.table(made, [source], [target])
+    np.testing.assert_allclose(more, [[5 * seconds]], atol=1e-15)
+
+
 # What runs behind compute: a compiler that hides half of each gather, a fifth of each reduce_scatter.
 
 HIDING = replace(TEXTBOOK, hides={"all_gather": 0.5, "reduce_scatter": 0.2})
