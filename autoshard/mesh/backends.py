@@ -32,7 +32,8 @@ class Backend:
     sums_gathers: float = 0.0
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
-    recopies: int = 0  # how often an all_to_all copies its operand, to cut it into pieces or to put these together
+    # How often an all_to_all, or a gather of several dims, copies what it moves, to cut it up or put pieces in order.
+    recopies: int = 0
     slicing: float = 1.0  # at which part of the memory's bandwidth a loop copies what it slices
     convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can

@@ -29,6 +29,7 @@ from autoshard.propagation.rule import Rule
 from autoshard.solver.changes import Change, Reader
 from autoshard.solver.groups import (
     Group,
+    entering_loops,
     groups_of,
     image_dims,
     is_kernel_gradient,
@@ -180,14 +181,13 @@ def formulate(
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     groups = groups_of(program, rules, backend)
     widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
-    entering = {use.value.id for group in groups if group.enters for use in group.uses}
     prices = Prices(
         mesh,
         topology,
         widths,
         backend,
         weights=weights,
-        entering=entering,
+        entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
         instead=read_through(groups),
         images=image_dims(program),
@@ -284,7 +284,8 @@ class _Formulator:
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
-            what = value.shape, value.on_host, value.id in self.prices.weights, self.prices.widths.moving(value)
+            told = value.id in self.prices.weights, value.id in self.prices.ahead
+            what = value.shape, value.on_host, *told, self.prices.widths.moving(value)
             stored = None  # a size in memory, if it arrives anew every step
             if index not in self.program.carried:
                 stored = self.prices.widths.stored(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -237,21 +237,39 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.late = all(user is group or (user.fuses and user.late) for user in users[group.index])
         group.ends = _end(group, readers, home, len(program.equations))
     _schedule(groups)
-    stored = needed_outside | scattered
-    stored |= {m.value.id for group in groups if not group.is_view for m in group.made} & program.guarded
-    of_results = [any(made.value.id in stored for made in group.made) for group in groups]
-    for group, is_result in zip(groups, of_results, strict=True):
-        group.folded = not is_result and not backend.takes_in and _is_folded(group, users[group.index])
+    stored = needed_outside | scattered | _guarded(program, groups)
+    are_stored = [any(made.value.id in stored for made in group.made) for group in groups]
+    for group, is_stored in zip(groups, are_stored, strict=True):
+        group.folded = not is_stored and not backend.takes_in and _is_folded(group, users[group.index])
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
     padded = {e.outputs[0].id for e in program.equations if e.primitive == "pad" and "pad" in backend.taken_in}
-    for group, is_result in zip(groups, of_results, strict=True):
+    for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
-        again = not is_result and _is_repeated(group, read, backend)
+        again = not is_stored and _is_repeated(group, read, backend)
         group.repeated = group.folded or (again and not _reads_far(group, read, through, padded))
         group.sunk = group.repeated and any(user.equations[0].primitive == "scan_const" for user in read)
     for group in reversed(groups):
         group.last = max((user.last for user in users[group.index]), default=0) if group.repeated else group.point
     return groups
+
+
+def _guarded(program: Program, groups: Sequence[Group]) -> set[int]:
+    """Values that lie behind a barrier; of a view, what it views."""
+    found = set(program.guarded)
+    for group in reversed(groups):
+        if group.is_view and any(made.value.id in found for made in group.made):
+            found.difference_update(made.value.id for made in group.made)
+            found.update(use.value.id for use in group.uses)
+    return found
+
+
+def entering_loops(groups: Sequence[Group], weights: Set[int]) -> set[int]:
+    """What loops read, and the weights that this is made of."""
+    found: set[int] = set()
+    for group in reversed(groups):
+        if group.enters or any(made.value.id in found and made.value.id in weights for made in group.made):
+            found.update(use.value.id for use in group.uses)
+    return found
 
 
 def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:

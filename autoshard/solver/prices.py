@@ -91,7 +91,7 @@ class Prices:
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
-        self.ahead = self.weights.difference(entering)  # and behind compute: a loop, and all in it, waits for these
+        self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
         self.between = axes_between_slices(self.mesh, backend)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
         self.instead = instead or {}  # values that their readers make again -> what they read for it
@@ -467,7 +467,10 @@ class _Moves:
 def _at_once(
     steps: Iterable[tuple[str, tuple[str, ...], int]], mesh: MeshShape, backend: Backend
 ) -> list[tuple[str, tuple[str, ...], int, bool]]:
-    """Collectives, (kind, axes, what tells their size), those that the backend makes one of put together: several."""
+    """Collectives (kind, axes, what tells their size), and of each whether it gathers several dims.
+
+    Given are such as gather one dim each; those that follow each other become one where the backend does that.
+    """
     sent: list[tuple[str, tuple[str, ...], int, bool]] = []
     for kind, axes, size in steps:
         several = False

@@ -110,6 +110,26 @@ def test_the_best_choice_by_hand():
     assert formulation.peak_bytes(best.choice) == int(4 * (16 + 24 + 24 + 16) + HEAP * 4 * (24 + 24))
 
 
+@pytest.mark.parametrize("first, second", ["ab", "ba"])
+def test_arguments_alike_that_are_read_otherwise_cost_otherwise(first, second):
+    """One is read by a loop, which waits for it; the other is not, and half of its gather runs behind compute."""
+    def step(state, x):
+        layers, other = state[first], state[second]
+        x = jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(jnp.tanh(x @ layers[0]) @ layers[1]), x)
+        return jax.tree.map(lambda w: 0.9 * w, state), jnp.tanh(x @ other[1])
+
+    state = {name: f32(2, 1024, 1024) for name in "ab"}
+    topology = round_topology("x")
+    made = formulated(step, state, f32(4096, 1024), mesh={"x": 8}, topology=topology, donate=(0,), backend=GPU)
+    shares = {}
+    for index, value in enumerate(made.program.arguments[:2]):
+        priced = [(made.prices.exposed(value, k.home, k.copy), k) for k in made.arguments[index]]
+        np.testing.assert_allclose(made.problem.costs[index], [seconds for seconds, _ in priced])
+        exposed, gathered = max(priced, key=lambda pair: pair[0])
+        shares[value.name] = exposed / made.prices.resharding(value, gathered.home, gathered.copy)
+    assert shares == pytest.approx({f"state/{first}": 1.0, f"state/{second}": 1 - GPU.hides["all_gather"]})
+
+
 def test_what_a_resharding_holds():
     """x arrives by rows, gathered for a product that is left whole: the copy stands beside its home."""
     formulation = formulation_of("forward", fixed={0: (("x",), ()), 1: ((), ()), 2: ((), ())})

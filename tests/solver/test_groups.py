@@ -14,7 +14,7 @@ from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import groups as module
-from autoshard.solver.groups import Group, groups_of, stacked_beside
+from autoshard.solver.groups import Group, entering_loops, groups_of, made_of_state, stacked_beside
 
 
 def adamw(w, m, v, g):
@@ -528,3 +528,24 @@ def test_what_is_stacked_beside():
     of = {equation.primitive: beside.get(equation.outputs[0].id) for equation in program.equations}
     assert (of["sin"], of["scan_slice"], of["cos"], of["exp"]) == (96, 96, 192, None)
     assert beside.keys().isdisjoint(x.id for x in program.results)
+
+
+def test_what_a_guarded_view_shows_is_stored():
+    """A recomputation reads the squeeze of a slice of stacked weights, which lies where that slice is stored."""
+    layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+    program = traced(jax.grad(lambda ws, x: layer(jnp.sin(x), ws[1]).sum()), f32(3, 4, 4), X)
+    views = [e for e in program.equations if e.primitive == "squeeze" and e.outputs[0].id in program.guarded]
+    found = {group.equations[0].index: group for group in groups_of(program, rules_for(program), TPU)}
+    (shown,) = [group for group in found.values() if group.made[0].value is views[0].inputs[0]]
+    assert found[views[0].index].repeated and not shown.repeated
+
+
+def test_loops_wait_for_what_weights_are_made_of_that_they_read():
+    def step(ws, w, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.concatenate([ws[1:], w[None]]))[0] @ w.T, ws, w
+
+    program = traced(step, f32(3, 4, 4), f32(4, 4), X, donate=(0, 1))
+    groups = groups_of(program, rules_for(program), TPU)
+    found = entering_loops(groups, made_of_state(program, groups))
+    assert {value.name for value in program.arguments if value.id in found} == {"ws", "w"}
+    assert entering_loops(groups, frozenset()).isdisjoint(value.id for value in program.arguments)
