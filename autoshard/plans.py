@@ -391,6 +391,11 @@ class _Choice:
             if layout != self.homes[value]:
                 self.copies[value] = layout
 
+    @cached_property
+    def scatters(self) -> list[Scatter | None]:
+        """How `lower` finishes each group; None where that is left to XLA."""
+        return list(map(Scatter.of, self.formulation.groups, self.strategies))
+
     def want(self, reader: Reader) -> Layout:
         return reader.wants[self.choice[reader.node]]
 
@@ -411,7 +416,7 @@ class _Choice:
                             dims = reader.group.operands[equation.index][operand]
                             if value is reader.use.value and dims == reader.use.dims:
                                 wants[equation.index, operand] = self.want(reader)
-        finished = zip(self.formulation.groups, map(Scatter.of, self.formulation.groups, self.strategies), strict=True)
+        finished = zip(self.formulation.groups, self.scatters, strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
         return Annotations(self.homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
 
@@ -420,9 +425,9 @@ class _Choice:
 
         XLA has to be told both: from the slices alone it would split what is summed as they are, and move it for that.
         """
-        for group, strategy in zip(self.formulation.groups, self.strategies, strict=True):
+        for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
             sliced = {axis for finish in strategy.finishes if finish.kind == REDUCE_SCATTER for axis in finish.axes}
-            if sliced and Scatter.of(group, strategy) is None:
+            if sliced and scatter is None:
                 (made,), (layout,) = group.made, strategy.leaves
                 yield made.value.id, tuple(tuple(axis for axis in axes if axis not in sliced) for axes in layout)
 
@@ -434,7 +439,7 @@ class _Choice:
         partitions the program; after a reduce_scatter by hand it says again what that has said.
         """
         loose: dict[int, Sequence[Reader]] = {}  # values whose axes do not come from what they are made of
-        for group, strategy in zip(self.formulation.groups, self.strategies, strict=True):
+        for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
             if group.is_boundary or group.hoisted is not None:
                 continue
             for made in group.made:
@@ -444,7 +449,7 @@ class _Choice:
                 if self.may_be_split_unevenly(made.value):
                     continue
                 brought = not strategy.finishes and self.is_split_by_others(group, made.dims)
-                if brought or Scatter.of(group, strategy):
+                if brought or scatter:
                     yield value
                 elif not strategy.finishes:
                     loose[value] = readers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -159,8 +159,9 @@ class Prices:
         size = self.widths.moving(value, readers)
         late, ahead = value.id in self.weights, value.id in self.ahead
         written = self.widths.stored(value) if value.id in self.instead else None
-        stored = written and (written, self.images.get(value.id)), self.stacked.get(value.id)
-        what = value.shape, size, value.on_host, late, ahead, stored, value.trips
+        stored = written and (written, self.images.get(value.id))
+        clearing = self._clearing(value)
+        what = value.shape, size, value.on_host, late, ahead, stored, clearing, value.trips
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
@@ -169,8 +170,10 @@ class Prices:
             moves = np.array([[a != b for b in columns] for a in rows])
             if value.on_host:
                 table = np.where(moves, np.inf, table)
-            if any(stored):
-                table = table + np.array([[self.writing_first(value, a, b) for b in columns] for a in rows])
+            if written is not None:
+                table = table + np.where(moves, np.array([[self.writing(value, a)] for a in rows]), 0.0)
+            if clearing:
+                table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
             return _frozen((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
 
         return self.once(made, self.one(sources), self.one(targets), of=what)
@@ -182,10 +185,20 @@ class Prices:
         for TPU starts to bring over from other slices in the one before, its part of clearing what the loop stacks.
         """
         seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
-        if value.id in self.stacked and any(axes & self.between for axes in _left(source, target)):
-            whole = self.stacked[value.id] / math.prod(self.mesh.values())
-            seconds += whole / value.trips / self.topology.memory_bandwidth
-        return seconds
+        return seconds + self._clearing(value) * self._leaves_slices(source, target)
+
+    def _clearing(self, value: Value) -> float:
+        """Seconds to clear what the loop around `value` stacks, of one trip."""
+        whole = self.stacked.get(value.id, 0) / math.prod(self.mesh.values())
+        return whole / value.trips / self.topology.memory_bandwidth
+
+    def _leaves_slices(self, source: Layout, target: Layout) -> bool:
+        """Whether slices of TPUs have other parts of some dim before, and not after."""
+        return any(
+            axis in self.between and axis not in after
+            for before, after in zip(source, target, strict=True)
+            for axis in before
+        )
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
@@ -250,11 +263,13 @@ class Prices:
         if source == target:
             return (), 0.0, 0.0
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, size, source, target, self.mesh)]
-        sent = _at_once(found, self.mesh, self.backend)
-        steps = tuple(Step(self._sent_as(kind, axes, size), axes, size) for kind, axes, size, _ in sent)
-        costs = [self._sent(*one, late) for one in sent]
-        behind = sum(cost * self.backend.hides.get(step.kind, 0.0) for step, cost in zip(steps, costs, strict=True))
-        return steps, sum(costs), behind
+        steps, total, behind = [], 0.0, 0.0
+        for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
+            sent, seconds, share = self._sent(kind, axes, size, several, late)
+            steps.append(Step(sent, axes, size))
+            total += seconds
+            behind += seconds * share
+        return tuple(steps), total, behind
 
     def _moved(
         self, shape: tuple[int, ...], size: int, sources: list[Layout], targets: list[Layout], late: bool
@@ -267,11 +282,13 @@ class Prices:
         moves = self._moves.setdefault(len(shape), _Moves(self.mesh, self.backend))
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * size
-        sent = [(kind, axes, math.ceil(total / tiles), several) for kind, axes, tiles, several in moves.known]
-        costs = [0.0, *(self._sent(*one, late) for one in sent)]
-        hidden = [0.0, *(self.backend.hides.get(self._sent_as(*one[:3]), 0.0) for one in sent)]
-        seconds = np.array(costs)[steps]
-        return seconds.sum(axis=-1), (seconds * np.array(hidden)[steps]).sum(axis=-1)
+        known = [
+            self._sent(kind, axes, math.ceil(total / tiles), several, late)[1:]
+            for kind, axes, tiles, several in moves.known
+        ]
+        seconds, shares = np.array([(0.0, 0.0), *known]).T
+        seconds = seconds[steps]
+        return seconds.sum(axis=-1), (seconds * shares[steps]).sum(axis=-1)
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
@@ -296,15 +313,20 @@ class Prices:
         devices, everywhere = shards(axes, self.mesh), math.prod(self.mesh.values()) // self.backend.slices
         return ALL_REDUCE if MANY_DEVICES <= devices == everywhere else kind
 
-    def _sent(self, kind: str, axes: tuple[str, ...], size: int, several: bool, late: bool) -> float:
-        """Seconds of a collective as XLA sends it. For an all_reduce instead of a gather it makes an array of zeros.
+    def _sent(
+        self, kind: str, axes: tuple[str, ...], size: int, several: bool, late: bool
+    ) -> tuple[str, float, float]:
+        """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
+
+        For an all_reduce instead of a gather it makes an array of zeros.
 
         Args:
             several: whether it gathers several dims, whose pieces are then put in order.
         """
         sent = self._sent_as(kind, axes, size)
         zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
-        return self._collective(sent, axes, size, late=late) + zeros + self._recopied(size) * several
+        seconds = self._collective(sent, axes, size, late=late) + zeros + self._recopied(size) * several
+        return sent, seconds, self.backend.hides.get(sent, 0.0)
 
     def _recopied(self, size: int) -> float:
         """Seconds to bring the pieces of so many bytes into another order."""
@@ -481,11 +503,6 @@ def _at_once(
                 sent.pop()
         sent.append((kind, axes, size, several))
     return sent
-
-
-def _left(source: Layout, target: Layout) -> Iterator[frozenset[str]]:
-    """The axes that split each dim before, and not after."""
-    return (frozenset(before) - frozenset(after) for before, after in zip(source, target, strict=True))
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
