@@ -188,8 +188,10 @@ class Prices:
         return seconds + self._clearing(value) * self._leaves_slices(source, target)
 
     def _clearing(self, value: Value) -> float:
-        """Seconds to clear what the loop around `value` stacks, of one trip."""
-        whole = self.stacked.get(value.id, 0) / math.prod(self.mesh.values())
+        """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
+        if value.id not in self.stacked or not value.trips:
+            return 0.0
+        whole = self.stacked[value.id] / math.prod(self.mesh.values())
         return whole / value.trips / self.topology.memory_bandwidth
 
     def _leaves_slices(self, source: Layout, target: Layout) -> bool:
