@@ -15,7 +15,11 @@ from .model import Model
 
 
 class CNN(nn.Module):
-    """Conv, batch norm and relu per entry of `channels`; average pool after the first, max pool after the second."""
+    """Conv, batch norm and silu per entry of `channels`; average pool after the first two.
+
+    Neither relu nor max pool: among so many activations there is one so near a kink, or a tie, that rounding decides
+    which gradient it gets.
+    """
 
     channels: tuple[int, ...]
     classes: int
@@ -25,10 +29,9 @@ class CNN(nn.Module):
         for layer, features in enumerate(self.channels):
             # Batch norm cancels a bias of the convolution before it.
             x = nn.Conv(features, (3, 3), use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
+            x = nn.silu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
             if layer < 2:
-                pool = nn.avg_pool if layer == 0 else nn.max_pool
-                x = pool(x, (2, 2), strides=(2, 2))
+                x = nn.avg_pool(x, (2, 2), strides=(2, 2))
         return nn.Dense(self.classes)(x.reshape(len(x), -1))
 
 
