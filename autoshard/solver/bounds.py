@@ -27,7 +27,6 @@ from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.tables import classes
 from autoshard.solver.verify import ROUNDING
 
-UNPRICED = 20  # rounds before memory gets its first price
 AIM = 0.01  # of the bound: how much higher prices are to raise it at first ...
 RAISED = 0.3  # ... what share of that is a reason to aim twice as high ...
 SHORTER, SHORTEST = 0.5, 2e-4  # ... factor of the aim when prices do not raise it any more, and the last one
@@ -37,9 +36,11 @@ TEMPERATURE = 0.3  # of the aim per node, at which options are mixed
 PATIENCE = 10  # rounds of prices that do not raise the bound, after which they go back and aim lower
 LITTLE = 1e-2  # of the gap: a rise that does not count as one
 MOST = 1000  # rounds
+LAST = 20  # rounds under the best prices
 SLACK = 1e-11  # relative; what rounding may make of bytes, and of what they cost and get back
 PAUSE = 25  # rounds without prices between two looks at whether they pay ...
-WORTH = 0.02  # ... which they do if they closed this much of the gap
+WORTH, EARLY = 0.02, 0.1  # ... which they do if they closed this much of the gap; this, where prices would follow
+FAR = 0.05  # of the bound: a larger gap says more about the choice in hand, which better messages would make better
 DESCENTS = 5  # rounds without prices between two choices, which are improved node by node ...
 PASSES = 4  # ... so many times
 MANY = 8  # edges with one table, from which on they are dealt with apart and the table is kept once, ...
@@ -231,6 +232,7 @@ class Relaxation:
         best, before = -np.inf, -np.inf  # the bound, now and at the last look
         messages = self._messages.copy()
         prices, tried, aim, direction = self.prices.values, 0, AIM, None
+        priced = bool(prices.any())
         for count in range(1, MOST + 1):
             yield None, self.sweep(choose=False)
             bound = self.sweep(forward=False)
@@ -249,17 +251,18 @@ class Relaxation:
                 tried = 0
                 if self.prices.values.any() and rise > RAISED * gap:
                     aim *= 2
-            priced = prices.any() or self.prices.values.any()
-            if count % PAUSE == 0 and not priced:
-                if best - before <= WORTH * gap:
-                    return
-                before = best
-            if count < UNPRICED:
-                continue
             if gap <= 0 or not np.isfinite(bound):  # solved, or nothing fits
                 return
-            if not (priced or (self._over() > 0).any()):  # all fits
-                continue
+            if not priced:
+                if count % PAUSE:
+                    continue
+                closed, before = best - before, best
+                fits = not (self._over() > 0).any()
+                if closed > (WORTH if fits else EARLY) * min(gap, FAR * abs(best)):
+                    continue
+                if fits:
+                    return
+                priced = True
             over = self.prices.over(self._shares(TEMPERATURE * gap / len(self.problem.costs)))
             direction = over if direction is None else SMOOTHING * direction + (1 - SMOOTHING) * over
             slope = np.where((self.prices.values <= 0) & (direction < 0), 0.0, direction)
@@ -273,7 +276,7 @@ class Relaxation:
             else:
                 step = STEP * (best + gap - bound) / (slope @ slope)
                 self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
-        for forward in (True, False) * UNPRICED:  # until the messages suit the best prices again
+        for forward in (True, False) * LAST:  # until the messages suit the best prices again
             bound = self.sweep(forward=forward)
             yield self.better(known()), bound
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from problems import random_problem
 
 import autoshard.solver.lifted
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, bounds
+from autoshard.solver import Problem, bounds, solve
 from autoshard.solver.alike import Alike
 from autoshard.solver.bounds import Prices, Relaxation
 from autoshard.solver.lifted import lifted
@@ -153,6 +154,35 @@ def test_prices_lift_the_bound():
     lives = tuple(Live(node, 0, 1, np.array([1, 0])) for node in range(10))
     bound = max(bound for _, bound in Relaxation(Problem(one, (), lives, limit=5)).rounds(lambda: 5.0))
     assert bound == pytest.approx(5.0, rel=1e-2)
+
+
+def torus(seed: int, side: int = 12) -> Problem:
+    """Nodes of four options, the last of which holds a byte and does not fit."""
+    rng = np.random.default_rng(seed)
+    nodes = np.arange(side**2).reshape(side, side)
+    ends = [pair for axis in (0, 1) for pair in zip(nodes.flat, np.roll(nodes, -1, axis).flat, strict=True)]
+    edges = [Edge(*sorted(map(int, pair)), rng.random((4, 4)) * (1 - np.eye(4))) for pair in ends]
+    costs = tuple(0.3 * rng.random(4) for _ in nodes.flat)
+    lives = tuple(Live(int(node), 0, 1, np.array([0, 0, 0, 1])) for node in nodes.flat)
+    return Problem(costs, tuple(edges), lives, limit=0)
+
+
+def test_memory_has_no_price_before_the_bound_settles():
+    """On a torus, where it takes long to, passing choices hold what the cheapest does not."""
+    waited = 0
+    for seed in range(10):
+        problem = torus(seed)
+        free = solve(replace(problem, limit=None))
+        if not fits(verify(problem, free.choice)[1], problem.limit):
+            continue
+        relaxation = Relaxation(problem)
+        over = [0.0]
+        for count, _ in enumerate(relaxation.rounds(lambda: np.inf)):
+            assert not relaxation.prices.values.any()
+            if count % 2:  # backward, which chooses
+                over.append(relaxation.prices.over(relaxation.prices.taken(relaxation.choice)).max())
+        waited += max(over) > 0
+    assert waited > 1, waited
 
 
 def test_over_of_a_mix():
