@@ -1,9 +1,9 @@
 """A formulation and its cheapest solution in; of several plans that differ, the one whose compiled program is best out.
 
-Plans are ranked by predictions, which leave things out. What is compared here, cheapest first: the solution itself;
-data parallel, FSDP and tensor parallel form, where they fit; and for each of the kinds of arguments that hold the most
-bytes, the cheapest plan that splits those otherwise. Plans that run the same bytes of each collective and peak at the
-same bytes are taken for one.
+Plans are ranked by predictions, which leave things out. What is compared here: the solution itself; the cheapest of
+data parallel, FSDP and tensor parallel form, which shares least with it what predictions leave out; then, cheapest
+first, the other two, and for each of the kinds of arguments that hold the most bytes, the cheapest plan that splits
+those otherwise. Plans that run the same bytes of each collective and peak at the same bytes are taken for one.
 
 A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its schedule
 (`report/schedule.py`); on CPU those of the predicted work and of the collectives that it runs, one after the other.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import jax
@@ -75,13 +75,17 @@ def compiled_seconds(plan: Plan, options: Options) -> float:
 
 
 def different(formulation: Formulation, best: Solution, options: Options) -> list[Solution]:
-    """Up to `options.refine` solutions that differ in what they run or hold; `best` first, then the cheapest."""
+    """Up to `options.refine` solutions that differ in what they run or hold: `best`, a textbook, the cheapest."""
     limit = formulation.problem.limit * options.backend.usable
+
+    def by_cost(solutions: Iterable[Solution]) -> list[Solution]:
+        fitting = (solution for solution in solutions if fits(formulation.peak_bytes(solution.choice), limit))
+        return sorted(fitting, key=lambda solution: solution.cost)
+
+    textbook = by_cost(filter(None, solutions_of(formulation).values()))
     found = {_figures(formulation, best): best}
-    others = [*filter(None, solutions_of(formulation).values()), *_otherwise(formulation, best, options)]
-    for solution in sorted(others, key=lambda solution: solution.cost):
-        if fits(formulation.peak_bytes(solution.choice), limit):
-            found.setdefault(_figures(formulation, solution), with_bound(solution, best.bound))
+    for solution in [*textbook[:1], *by_cost([*textbook[1:], *_otherwise(formulation, best, options)])]:
+        found.setdefault(_figures(formulation, solution), with_bound(solution, best.bound))
     return list(found.values())[: options.refine]
 
 

@@ -17,6 +17,7 @@ from autoshard.mesh.backends import CPU
 from autoshard.options import options_of
 from autoshard.program import trace
 from autoshard.propagation import rules_for
+from autoshard.report.alternatives import solutions_of
 from autoshard.solver import prices
 from autoshard.solver.verify import fits
 from autoshard.solver.within import solve_within
@@ -56,15 +57,30 @@ def compiled_seconds(plan, **given):
     return refine.compiled_seconds(plan, options(refine=2, **given))
 
 
-def test_what_is_compared_differs_fits_and_is_in_the_order_of_its_cost():
+def test_what_is_compared_differs_and_fits():
     limit = 3_000_000  # too little for data parallel and FSDP form
     formulation, found = candidates(refine=4, memory=limit)
     figures = [refine._figures(formulation, solution) for solution in found]
     assert len(found) == 4 and len(set(figures)) == 4
-    assert [solution.cost for solution in found] == sorted(solution.cost for solution in found)
     assert all(fits(formulation.peak_bytes(solution.choice), limit * CPU.usable) for solution in found)
     assert all(solution.bound == found[0].bound <= solution.cost for solution in found)
     assert found[0].status == "optimal" and found[-1].status == "feasible"
+
+
+def test_a_textbook_comes_second_and_then_the_cheapest():
+    formulation, (best, textbook, *others) = candidates(refine=5)
+    costs = [solution.cost for solution in others]
+    assert textbook.cost == min(solution.cost for solution in solutions_of(formulation).values() if solution)
+    assert costs == sorted(costs) and best.cost <= min(textbook.cost, *costs)
+
+
+def test_a_textbook_is_compared_however_dear_it_is_predicted_to_be(monkeypatch):
+    formulation, _ = candidates(refine=2)
+    dearest = max(filter(None, solutions_of(formulation).values()), key=lambda solution: solution.cost)
+    monkeypatch.setattr(refine, "solutions_of", lambda _: {"the only one": dearest, "not to be had": None})
+    _, (_, textbook, *others) = candidates(refine=4)
+    assert textbook.choice == dearest.choice
+    assert min(solution.cost for solution in others) < textbook.cost
 
 
 def test_arguments_alike_lie_in_other_pieces():
