@@ -1,11 +1,12 @@
 """Our plans beside the shardings that experts write, each compiled for its machine: does it fit, and how fast is it.
 
     python benchmarks/plans.py --machines v5e:4x4 --models gpt moe  # a part; only prints the rows
-    python benchmarks/plans.py --rows FILE --cache DIR  # adds to earlier runs; writes docs/benchmarks/plans.md
+    python benchmarks/plans.py --rows FILE --cache DIR  # adds to the rows of FILE; writes docs/benchmarks/plans.md
     python benchmarks/plans.py --rows FILE --refine 4   # our plan alone, the best of four that are compiled
     python benchmarks/plans.py --rows FILE --memory     # our plans alone, under smaller and smaller memory limits
 
-Needs the extras tpu and cuda, but no hardware. Everything takes hours on two cores.
+The rows of the page are in docs/benchmarks/plans.json. Needs the extras tpu and cuda, but no hardware. Everything takes
+hours on two cores.
 """
 
 import argparse
