@@ -46,7 +46,9 @@ def relax_always(monkeypatch, *, rounds: int) -> None:
     monkeypatch.setattr(module, "FEW_OPTIONS", 0)
     monkeypatch.setattr(module, "good_choices", lambda problem, seed: ())
     monkeypatch.setattr(bounds, "MOST", rounds)
-    monkeypatch.setattr(bounds, "UNPRICED", 0)
+    monkeypatch.setattr(bounds, "LAST", 0)
+    monkeypatch.setattr(bounds, "PAUSE", 1)
+    monkeypatch.setattr(bounds, "EARLY", np.inf)  # memory has prices at once
 
 
 @pytest.mark.parametrize("rounds", [1, 1000])
