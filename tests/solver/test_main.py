@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -144,7 +145,9 @@ def test_interrupted_with_a_choice(tmp_path):
     problem = hard_problem()
     problem.write(file)
     line = [sys.executable, "-m", "autoshard.solver", str(file), "--output", str(output), "--time-limit", "600"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    hearing = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(line, **pipes, preexec_fn=hearing) as process:
         try:
             for said in process.stderr:
                 if "cost -" not in said:  # some choice is known
