@@ -257,7 +257,7 @@ class Relaxation:
                 if count % PAUSE:
                     continue
                 closed, before = best - before, best
-                fits = not (self._over() > 0).any()
+                fits = self._fits()
                 if closed > (WORTH if fits else EARLY) * min(gap, FAR * abs(best)):
                     continue
                 if fits:
@@ -282,13 +282,13 @@ class Relaxation:
 
     def better(self, cost: float) -> tuple[int, ...] | None:
         """What the last sweep would take, if that costs less than this and fits."""
-        if self.cost < cost and not (self._over() > 0).any():
+        if self.cost < cost and self._fits():
             return tuple(self.choice.tolist())
         return None
 
-    def _over(self) -> np.ndarray:
-        """Bytes per pressure point by which `choice` is over the limit."""
-        return self.prices.over(self.prices.taken(self.choice))
+    def _fits(self) -> bool:
+        """Whether `choice` holds no more than the limit at any pressure point."""
+        return not (self.prices.over(self.prices.taken(self.choice)) > 0).any()
 
     def sweep(self, *, forward: bool = True, choose: bool = True) -> float:
         """Updates all messages in one direction, and `choice` if wanted; the bound that they prove now."""
