@@ -30,6 +30,8 @@ class Backend:
     # Bytes of the largest all_gather over all of many devices that becomes an all_reduce of zeros and the own piece. On
     # TPUs with tori of three dims it is any: `tests/mesh/test_targets.py` compiles gathers on either side.
     sums_gathers: float = 0.0
+    # Bytes of matrix products that a loop adds up and that need not go through memory: they stay in the chip's own.
+    adds_inside: float = 0.0
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     # How often an all_to_all, or a gather of several dims, copies what it moves, to cut it up or put pieces in order.
@@ -81,6 +83,7 @@ TPU = Backend(
     gathers_at_once=True,
     sums_gathers=2**24,
     combines_below=2**26,
+    adds_inside=6 * 2**24,  # six products of 16 MiB, and not eight: `tests/mesh/test_targets.py` compiles both
     recopies=2,
     slicing=0.5,  # by libtpu's cycles: slices of 2 to 32 MiB, on v5e
     hoists_sums=True,
@@ -140,5 +143,5 @@ def backend_of(mesh: Mesh | AbstractMesh, machine: str | None = None) -> Backend
     if backend is TPU and slices > 1:
         backend = replace(backend, slices=slices, gathers_at_once=False)  # not known of gathers over slices
     if backend.name == TPU.name and chip is not None and chip.torus_dims == 3:
-        backend = replace(backend, sums_gathers=math.inf)
+        backend = replace(backend, sums_gathers=math.inf, adds_inside=0.0)
     return backend

@@ -29,6 +29,7 @@ from autoshard.propagation.rule import Rule
 from autoshard.solver.changes import Change, Reader
 from autoshard.solver.groups import (
     Group,
+    added_up,
     entering_loops,
     groups_of,
     image_dims,
@@ -189,6 +190,7 @@ def formulate(
         weights=weights,
         entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
+        added=added_up(program),
         instead=read_through(groups),
         images=image_dims(program),
     )

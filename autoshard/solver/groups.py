@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -223,7 +223,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
         group.index = index
         group.equations.reverse()
         _connect(group, readers, home, needed_outside)
-    read_once = {value for value, found in readers.items() if len(found) == 1} - needed_outside
+    read_once = _read_once(program)
     if backend.hoists_sums:
         _note_hoisted(program, read_once, home)
     if backend.sums_first:
@@ -399,24 +399,57 @@ def stacked_beside(program: Program) -> dict[int, int]:
     return found
 
 
-def _note_hoisted(program: Program, read_once: set[int], home) -> None:
-    """Sets `Group.hoisted` of what a loop only adds up, and of what it goes through on the way."""
+def added_up(program: Program) -> dict[int, int]:
+    """Matrix products that a loop only adds up -> bytes of all in their loop; and sums, if they are not split."""
+    found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
+    for carry, total, makers in _sums_in_loops(program, _read_once(program)):
+        if makers and is_matrix_product(makers[-1]):
+            values, products = found[carry.loop]
+            (product,) = makers[-1].outputs
+            products[product.id] = product.bytes
+            values.add(product.id)
+            if not any(maker.primitive == "split" for maker in makers):
+                values.update(value.id for value in (carry.outputs[0], *total.outputs))
+                values.update(value.id for maker in makers for value in maker.outputs)
+    return {value: sum(products.values()) for values, products in found.values() for value in values}
+
+
+def _read_once(program: Program) -> set[int]:
+    """The values that have one reader, and are no result."""
+    reads = Counter(value.id for equation in program.equations for value in equation.inputs if isinstance(value, Value))
+    results = {value.id for value in program.results if isinstance(value, Value)}
+    return {value for value, count in reads.items() if count == 1} - results
+
+
+def _sums_in_loops(program: Program, read_once: Set[int]) -> Iterator[tuple[Equation, Equation, list[Equation]]]:
+    """Of each sum that a loop only adds to: the carry, the equation that adds, and what makes that which it adds.
+
+    The last of these is the first on the way back that is not linear.
+    """
     makers = {output.id: equation for equation in program.equations for output in equation.outputs}
     for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
-        inside, after = carry.outputs
+        inside, _ = carry.outputs
         total = makers.get(carry.inputs[1].id) if isinstance(carry.inputs[1], Value) else None
         if total is None or total.primitive not in ("add", "add_any") or inside not in total.inputs:
             continue
         added = next((x for x in total.inputs if x is not inside), None)
         if inside.id not in read_once:
             continue
+        chain = []
         while isinstance(added, Value) and added.id in makers and added.id in read_once:
-            maker = makers[added.id]
-            if maker.primitive in _LINEAR or home[maker.index].reduction:
-                home[maker.index].hoisted = after.trips
-            if maker.primitive not in _LINEAR:
+            chain.append(makers[added.id])
+            if chain[-1].primitive not in _LINEAR:
                 break
-            added = maker.inputs[0]
+            added = chain[-1].inputs[0]
+        yield carry, total, chain
+
+
+def _note_hoisted(program: Program, read_once: set[int], home) -> None:
+    """Sets `Group.hoisted` of what a loop only adds up, and of what it goes through on the way."""
+    for carry, _, makers in _sums_in_loops(program, read_once):
+        for maker in makers:
+            if maker.primitive in _LINEAR or home[maker.index].reduction:
+                home[maker.index].hoisted = carry.outputs[1].trips
 
 
 def _note_summands(program: Program, read_once: set[int], home) -> None:

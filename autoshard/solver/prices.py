@@ -84,6 +84,7 @@ class Prices:
         weights: Collection[int] = (),
         entering: Collection[int] = (),
         stacked: Mapping[int, int] | None = None,
+        added: Mapping[int, int] | None = None,
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, tuple[int, int]] | None = None,
     ):
@@ -94,6 +95,7 @@ class Prices:
         self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
         self.between = axes_between_slices(self.mesh, backend)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
+        self.added = added or {}  # products that loops add up -> bytes of all that their loop does
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self._groups: dict[tuple, Priced] = {}
@@ -391,7 +393,8 @@ class Prices:
 
         def sizes(value: Value) -> tuple:
             lies = self.images.get(value.id)
-            return value.shape, lies, value.on_host, self.widths.of(value), self.widths.stored(value)
+            width = self.widths.of(value), self.widths.stored(value)
+            return value.shape, lies, value.on_host, *width, self._room(value)
 
         place = itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
@@ -428,7 +431,7 @@ class Prices:
         """
         if group.repeated and not group.sunk:
             return 0.0
-        written = sum(map(self.sizes, (made.value for made in group.made), leaves))
+        written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
             return 2 * written / (self.backend.slicing if first.primitive == "scan_slice" else 1.0)
@@ -444,12 +447,24 @@ class Prices:
         """Of everything once, however many operands are made of it; per strategy."""
         read: dict[int, np.ndarray] = {}
         for use, want in uses:
-            local = self.sizes(use.value, want)
+            local = self._through_memory(use.value, want)
             whole = math.prod(use.value.shape) * self.widths.stored(use.value)
             for value in self._read(use.value):
                 share = math.prod(value.shape) * self.widths.stored(value) / whole if whole else 0.0
                 read[value.id] = np.maximum(read.get(value.id, 0.0), local * share)
         return sum(read.values(), start=0.0)
+
+
+    def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of `value` that go to memory and come from there, per layout: those that the chip has no room for."""
+        if value.id not in self.added:
+            return self.sizes(value, layouts)
+        return np.maximum(0.0, self.sizes(value, layouts) - self._room(value))
+
+    def _room(self, value: Value) -> float:
+        """Bytes of `value` that stay in the chip's own memory: its part of the room for all that its loop adds up."""
+        share = value.bytes / self.added[value.id] if value.id in self.added else 0.0
+        return self.backend.adds_inside * share
 
 
 class _Moves:

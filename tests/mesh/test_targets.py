@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import re
 from collections import Counter
 
 import jax
@@ -14,6 +15,7 @@ from oracles import tally
 
 import autoshard
 from autoshard.errors import MeshError
+from autoshard.mesh.backends import backend_of
 from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.report.hlo import read_collectives
 from autoshard.report.schedule import schedule_of
@@ -328,6 +330,24 @@ def test_scatters_between_slices_are_alone(stages, expected):
     step = jax.shard_map(scattered, mesh=mesh, in_specs=P(None, everywhere), out_specs=target, check_vma=False)
     hlo = compiled_for("2x v5e:2x2", axes, step, (P(None, everywhere),), target, f32(4096, 8192))
     assert read_between(hlo, axes) == expected
+
+
+@pytest.mark.parametrize("machine, products", [("v5e:2x2", 6), ("v5e:2x2", 8), ("v5p:2x2x1", 2)])
+def test_what_a_loop_adds_up_stays_in_the_chip(machine, products):
+    """Products of 16 MiB: XLA writes what it puts into the chip's own memory as in space 1."""
+    needs(machine)
+
+    def added(totals, xs):
+        rows = lambda x, i: jnp.sin(x * i)  # noqa: E731
+        return jax.lax.scan(lambda t, x: ([a + rows(x, i).T @ x for i, a in enumerate(t)], None), totals, xs)[0]
+
+    totals = [f32(2048, 2048)] * products
+    hlo = compiled_for(machine, {"x": 4}, added, (P(), P()), P(), totals, f32(8, 128, 2048))
+    made = re.findall(r"= f32\[2048,2048\](\S+) fusion\(.*/while/body/.*dot_general", hlo)
+    assert len(made) == products
+    inside = sum("S(1)" in layout for layout in made)
+    room = backend_of(target_mesh(machine, {"x": 4})).adds_inside
+    assert (inside == products) == (products * 2**24 <= room) and (inside > 0) == (room > 0)
 
 
 def scanned(x, ws):

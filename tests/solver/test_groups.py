@@ -14,7 +14,7 @@ from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import groups as module
-from autoshard.solver.groups import Group, entering_loops, groups_of, made_of_state, stacked_beside
+from autoshard.solver.groups import Group, added_up, entering_loops, groups_of, made_of_state, stacked_beside
 
 
 def adamw(w, m, v, g):
@@ -335,6 +335,26 @@ def test_sums_in_loops_that_are_reduced_after_them(case):
         assert product.finish_trips("reduce_scatter") == product.trips
         assert product.finish_trips("all_reduce") == (hoisted or product.trips)
     assert not CPU.hoists_sums and TPU.hoists_sums
+
+
+SPLIT = loop_of(lambda t, x: (tuple(a + b for a, b in zip(t, jnp.split(x.T @ x, 2), strict=True)), None))
+TWO = loop_of(lambda t, x: ((t[0] + x.T @ x, t[1] + x.T @ jnp.sin(x)), None))
+ADDED = {  # a loop, its sums, how many values stay, bytes of the loop's products
+    "the product and its sum": (HOISTED["added up"][0], SQUARE, 3, 64),
+    "and what it goes through": (HOISTED["by way of a transpose"][0], SQUARE, 4, 64),
+    "two": (TWO, (SQUARE, SQUARE), 6, 128),
+    "the product alone if it is split": (SPLIT, (f32(2, 4), f32(2, 4)), 1, 64),
+    "no sine": (HOISTED["by way of a sine"][0], SQUARE, 0, 0),
+    "no sum that is read": (HOISTED["a sum so far that is read"][0], SQUARE, 0, 0),
+    "nor what is no product": (loop_of(lambda t, x: (t + jnp.sin(x[:4]), None)), SQUARE, 0, 0),
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_products_that_a_loop_adds_up(case):
+    fn, totals, count, together = ADDED[case]
+    found = added_up(traced(fn, totals, f32(5, 8, 4)))
+    assert list(found.values()) == [together] * count
 
 
 DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more as they read it

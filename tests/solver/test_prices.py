@@ -17,7 +17,7 @@ from autoshard.mesh.topology import Link, Topology
 from autoshard.program import Value
 from autoshard.propagation import rules_for
 from autoshard.solver import prices as module
-from autoshard.solver.groups import groups_of, image_dims, read_through
+from autoshard.solver.groups import added_up, groups_of, image_dims, read_through
 from autoshard.solver.prices import Prices
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.solver.widths import Widths
@@ -242,6 +242,22 @@ def test_what_a_recomputation_slices_is_copied(behind_barrier):
     seconds = [asked.group(group).seconds[0].compute for group in slices]
     copies = [2 * 2 * 4 * rows * 128 * 3 * 1e-9 * behind_barrier for rows in (8, 128)]
     assert seconds == pytest.approx([0.0, *copies])
+
+
+@pytest.mark.parametrize("room, through", [(0, 1.0), (2**15, 0.5), (2**16, 0.0), (2**17, 0.0)])
+def test_what_a_loop_adds_up_stays_in_the_chip(room, through):
+    """A product of 64 KiB in each of three trips, and a sum that it is added to: what there is no room for moves."""
+    adding = lambda total, xs: lax.scan(lambda t, x: (t + x.T @ x, None), total, xs)[0]  # noqa: E731
+    program = traced(adding, f32(128, 128), f32(3, 8, 128))
+    fast = replace(TOPOLOGY, flops={"float32": 1e18})
+    asked = Prices({}, fast, backend=replace(TPU, adds_inside=room), added=added_up(program))
+    seconds = {
+        group.equations[0].primitive: asked.group(group).seconds[0].compute
+        for group in groups_of(program, rules_for(program), TPU)
+    }
+    moved = 2**16 * through
+    assert seconds["dot_general"] == pytest.approx(3 * (2 * 4 * 8 * 128 + moved) * 1e-9)
+    assert seconds["add"] == pytest.approx(3 * 3 * moved * 1e-9)
 
 
 def test_what_needs_no_reduction_talks_to_nobody():
