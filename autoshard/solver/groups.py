@@ -403,7 +403,7 @@ def added_up(program: Program) -> dict[int, int]:
     """Matrix products that a loop only adds up -> bytes of all in their loop; and sums, if they are not split."""
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
     for carry, total, makers in _sums_in_loops(program, _read_once(program)):
-        if makers and is_matrix_product(makers[-1]):
+        if makers and is_matrix_product(makers[-1]) and total.outputs[0].bytes:
             values, products = found[carry.loop]
             (product,) = makers[-1].outputs
             products[product.id] = product.bytes

@@ -454,7 +454,6 @@ class Prices:
                 read[value.id] = np.maximum(read.get(value.id, 0.0), local * share)
         return sum(read.values(), start=0.0)
 
-
     def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Bytes of `value` that go to memory and come from there, per layout: those that the chip has no room for."""
         if value.id not in self.added:

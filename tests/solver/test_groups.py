@@ -346,6 +346,7 @@ ADDED = {  # a loop, its sums, how many values stay, bytes of the loop's product
     "the product alone if it is split": (SPLIT, (f32(2, 4), f32(2, 4)), 1, 64),
     "no sine": (HOISTED["by way of a sine"][0], SQUARE, 0, 0),
     "no sum that is read": (HOISTED["a sum so far that is read"][0], SQUARE, 0, 0),
+    "none of no elements": (loop_of(lambda t, x: (t + x[:, :0].T @ x[:, :0], None)), f32(0, 0), 0, 0),
     "nor what is no product": (loop_of(lambda t, x: (t + jnp.sin(x[:4]), None)), SQUARE, 0, 0),
 }
 
