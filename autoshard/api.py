@@ -364,8 +364,7 @@ def propagate(
     layouts = argument_layouts(program, in_specs, mesh.shape)
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
     found = propagate_layouts(program, _rules(program, dict(mesh.shape)), dict(mesh.shape), fixed)
-    maker = {output.id: equation for equation in program.equations for output in equation.outputs}
-    maker |= dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
+    maker = dict.fromkeys(value.id for value in (*program.arguments, *program.constants)) | program.makers
     return Propagated(
         arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
         outputs=tuple(map(spec_of, found.results)),

@@ -31,6 +31,7 @@ import os
 import re
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -144,6 +145,16 @@ class Program:
     out_tree: Any
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
+
+    @cached_property
+    def makers(self) -> Mapping[int, Equation]:
+        """The equation that makes a value, by its id; arguments and constants have none."""
+        return {output.id: equation for equation in self.equations for output in equation.outputs}
+
+    @cached_property
+    def reads(self) -> Counter[int]:
+        """How often equations read a value, by its id; 0 if none does."""
+        return Counter(x.id for equation in self.equations for x in equation.inputs if isinstance(x, Value))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -138,7 +138,6 @@ class Operations:
         return self._held.get(id_, id_)
 
     def _apply_annotations(self, program: Program, rules: Sequence[Rule]) -> None:
-        maker = {output.id: equation for equation in program.equations for output in equation.outputs}
         said: dict[int, list[Given]] = defaultdict(list)  # id -> what constraints say of it
         annotated = []
         for equation, rule in zip(program.equations, rules, strict=True):
@@ -160,7 +159,8 @@ class Operations:
                 id_, wanted = self.seen_as(value), _given(dims, rule, equation)
                 if id_ in self.given or wanted.open or any(other != wanted for other in said[id_]):
                     continue
-                if id_ in maker and maker[id_].primitive in _HANDS_OVER and equation.primitive in CONSTRAINTS:
+                hands_over = id_ in program.makers and program.makers[id_].primitive in _HANDS_OVER
+                if hands_over and equation.primitive in CONSTRAINTS:
                     self._held[id_] = equation.outputs[0].id
                 else:
                     self.given[id_] = wanted
@@ -169,8 +169,7 @@ class Operations:
     def _find_chains(self, program: Program, said: Mapping[int, Sequence[Given]]) -> None:
         constraints = [equation for equation in program.equations if equation.primitive in CONSTRAINTS]
         by_result = {equation.outputs[0].id: equation for equation in constraints}
-        readers = Counter(x.id for equation in program.equations for x in equation.inputs if isinstance(x, Value))
-        readers.update(x.id for x in program.results if isinstance(x, Value))
+        readers = program.reads + Counter(x.id for x in program.results if isinstance(x, Value))
         for last in constraints:
             first = last
             while (before := by_result.get(_id(first.inputs[0]))) is not None and readers[before.outputs[0].id] == 1:

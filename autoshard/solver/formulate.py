@@ -190,7 +190,7 @@ def formulate(
         weights=weights,
         entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
-        added=added_up(program),
+        added=added_up(program) if backend.adds_inside else None,
         instead=read_through(groups),
         images=image_dims(program),
     )

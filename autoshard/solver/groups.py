@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -403,7 +403,7 @@ def added_up(program: Program) -> dict[int, int]:
     """Matrix products that a loop only adds up -> bytes of all in their loop; and sums, if they are not split."""
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
     for carry, total, makers in _sums_in_loops(program, _read_once(program)):
-        if makers and is_matrix_product(makers[-1]) and total.outputs[0].bytes:
+        if is_matrix_product(makers[-1]) and total.outputs[0].bytes:
             values, products = found[carry.loop]
             (product,) = makers[-1].outputs
             products[product.id] = product.bytes
@@ -416,9 +416,8 @@ def added_up(program: Program) -> dict[int, int]:
 
 def _read_once(program: Program) -> set[int]:
     """The values that have one reader, and are no result."""
-    reads = Counter(value.id for equation in program.equations for value in equation.inputs if isinstance(value, Value))
     results = {value.id for value in program.results if isinstance(value, Value)}
-    return {value for value, count in reads.items() if count == 1} - results
+    return {value for value, count in program.reads.items() if count == 1} - results
 
 
 def _sums_in_loops(program: Program, read_once: Set[int]) -> Iterator[tuple[Equation, Equation, list[Equation]]]:
@@ -426,22 +425,23 @@ def _sums_in_loops(program: Program, read_once: Set[int]) -> Iterator[tuple[Equa
 
     The last of these is the first on the way back that is not linear.
     """
-    makers = {output.id: equation for equation in program.equations for output in equation.outputs}
     for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
         inside, _ = carry.outputs
-        total = makers.get(carry.inputs[1].id) if isinstance(carry.inputs[1], Value) else None
+        total = program.makers.get(carry.inputs[1].id) if isinstance(carry.inputs[1], Value) else None
         if total is None or total.primitive not in ("add", "add_any") or inside not in total.inputs:
             continue
         added = next((x for x in total.inputs if x is not inside), None)
         if inside.id not in read_once:
             continue
         chain = []
-        while isinstance(added, Value) and added.id in makers and added.id in read_once:
-            chain.append(makers[added.id])
-            if chain[-1].primitive not in _LINEAR:
+        while isinstance(added, Value) and added.id in program.makers and added.id in read_once:
+            maker = program.makers[added.id]
+            chain.append(maker)
+            if maker.primitive not in _LINEAR:
                 break
-            added = chain[-1].inputs[0]
-        yield carry, total, chain
+            added = maker.inputs[0]
+        if chain:
+            yield carry, total, chain
 
 
 def _note_hoisted(program: Program, read_once: set[int], home) -> None:

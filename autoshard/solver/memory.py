@@ -34,7 +34,7 @@ import functools
 import itertools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -143,12 +143,11 @@ def aliased(program: Program) -> set[int]:
 
 def looped(program: Program) -> dict[int, int]:
     """The donated arguments that a loop carries on in their own buffer: value that it carries -> argument."""
-    readers = Counter(x.id for equation in program.equations for x in equation.inputs if isinstance(x, Value))
     index = {program.arguments[a].id: a for a in program.carried if a in program.donated}
     found = {}
     for equation in program.equations:
         entering = equation.inputs[0] if equation.primitive == "scan_carry" else None
-        if isinstance(entering, Value) and entering.id in index and readers[entering.id] == 1:
+        if isinstance(entering, Value) and entering.id in index and program.reads[entering.id] == 1:
             argument = index[entering.id]
             if program.results[program.carried[argument]] is equation.outputs[1]:
                 found[equation.outputs[0].id] = argument

@@ -456,9 +456,8 @@ class Prices:
 
     def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Bytes of `value` that go to memory and come from there, per layout: those that the chip has no room for."""
-        if value.id not in self.added:
-            return self.sizes(value, layouts)
-        return np.maximum(0.0, self.sizes(value, layouts) - self._room(value))
+        sizes, room = self.sizes(value, layouts), self._room(value)
+        return np.maximum(0.0, sizes - room) if room else sizes
 
     def _room(self, value: Value) -> float:
         """Bytes of `value` that stay in the chip's own memory: its part of the room for all that its loop adds up."""
