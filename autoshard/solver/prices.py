@@ -36,6 +36,7 @@ HALF_PENALTY = 1.2
 # at once with fewer, too; that is priced as one after the other, which is nearer to what such programs take.
 MANY_DEVICES = 64
 
+Lies = tuple[int, int] | None  # batch and feature dims of a value that lies as convolutions want images
 Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
@@ -161,13 +162,12 @@ class Prices:
         size = self.widths.moving(value, readers)
         late, ahead = value.id in self.weights, value.id in self.ahead
         written = self.widths.stored(value) if value.id in self.instead else None
-        stored = written and (written, self.images.get(value.id))
-        clearing = self._clearing(value)
-        what = value.shape, size, value.on_host, late, ahead, stored, clearing, value.trips
+        clearing, lies = self._clearing(value), self.images.get(value.id)
+        what = value.shape, size, value.on_host, late, ahead, written, lies, clearing, value.trips
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            seconds, behind = self._moved(value.shape, size, rows, columns, late)
+            seconds, behind = self._moved(value.shape, size, rows, columns, late, lies)
             table = seconds - behind if ahead else seconds
             moves = np.array([[a != b for b in columns] for a in rows])
             if value.on_host:
@@ -258,10 +258,11 @@ class Prices:
     def _of(
         self, value: Value, source: Layout, target: Layout, readers: Readers
     ) -> tuple[tuple[Step, ...], float, float]:
-        return self._pair(value.shape, self.widths.moving(value, readers), source, target, value.id in self.weights)
+        size, late, lies = self.widths.moving(value, readers), value.id in self.weights, self.images.get(value.id)
+        return self._pair(value.shape, size, source, target, late, lies)
 
     def _pair(
-        self, shape, size: int, source: Layout, target: Layout, late: bool
+        self, shape: tuple[int, ...], size: int, source: Layout, target: Layout, late: bool, lies: Lies
     ) -> tuple[tuple[Step, ...], float, float]:
         """The steps of a resharding, their seconds, and how many of these can run behind compute."""
         if source == target:
@@ -270,17 +271,19 @@ class Prices:
         steps, total, behind = [], 0.0, 0.0
         for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
             sent, seconds, share = self._sent(kind, axes, size, several, late)
+            if lies is not None and kind == "all_to_all":
+                seconds += self._recopied(size) * self._more_copies(shape, lies, [source], [target]).item()
             steps.append(Step(sent, axes, size))
             total += seconds
             behind += seconds * share
         return tuple(steps), total, behind
 
     def _moved(
-        self, shape: tuple[int, ...], size: int, sources: list[Layout], targets: list[Layout], late: bool
+        self, shape: tuple[int, ...], size: int, sources: list[Layout], targets: list[Layout], late: bool, lies: Lies
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
-            pairs = [[self._pair(shape, size, a, b, late)[1:] for b in targets] for a in sources]
+            pairs = [[self._pair(shape, size, a, b, late, lies)[1:] for b in targets] for a in sources]
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self._moves.setdefault(len(shape), _Moves(self.mesh, self.backend))
@@ -292,7 +295,29 @@ class Prices:
         ]
         seconds, shares = np.array([(0.0, 0.0), *known]).T
         seconds = seconds[steps]
+        if lies is not None:
+            cut = [self._recopied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
+            more = self._more_copies(shape, lies, sources, targets)
+            seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
         return seconds.sum(axis=-1), (seconds * shares[steps]).sum(axis=-1)
+
+    def _more_copies(
+        self, shape: tuple[int, ...], lies: tuple[int, int], sources: list[Layout], targets: list[Layout]
+    ) -> np.ndarray:
+        """How many times more than of other values the all_to_alls from `sources` to `targets` copy of images.
+
+        Pieces of few channels or images pad.
+        """
+        if not self.backend.image_recopies:
+            return np.zeros((len(sources), len(targets)))
+        before, after = (
+            np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
+        )
+        cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in lies], axis=-1)
+        pieces, place = np.unique(cut.reshape(-1, 2), axis=0, return_inverse=True)
+        padding = [padded_size(piece, self.backend.tile) / max(1, math.prod(piece)) for piece in pieces.tolist()]
+        often = self.backend.image_recopies / self.backend.recopies
+        return often * np.array(padding)[place].reshape(len(sources), len(targets)) - 1
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
@@ -434,12 +459,16 @@ class Prices:
         written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
-            return 2 * written / (self.backend.slicing if first.primitive == "scan_slice" else 1.0)
+            padding = self._row_padding(first, first.outputs[0], leaves[0])
+            return 2 * written * padding / (self.backend.slicing if first.primitive == "scan_slice" else 1.0)
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]
             pairs = zip(group.uses, wants, strict=True)
-            these = [(use, want) for use, want in pairs if (use.equation, use.operand) == part]
-            inserted = sum(self._read_bytes([one]) for one in these)
+            inserted = sum(
+                self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want)
+                for use, want in pairs
+                if (use.equation, use.operand) == part
+            )
             return 2 * np.where(inserted, inserted, written)
         return self._read_bytes(zip(group.uses, wants, strict=True)) + written
 
@@ -458,6 +487,21 @@ class Prices:
         """Bytes of `value` that go to memory and come from there, per layout: those that the chip has no room for."""
         sizes, room = self.sizes(value, layouts), self._room(value)
         return np.maximum(0.0, sizes - room) if room else sizes
+
+    def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
+        """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
+        numbers = equation.params.get("dimension_numbers")
+        window = getattr(numbers, "offset_dims", ()) or getattr(numbers, "update_window_dims", ())
+        if not window or self.backend.tile is None:
+            return 1.0
+
+        def padding(layout: Layout) -> float:
+            shape = local_shape(rows.shape, layout, self.mesh)
+            columns = max(1, shape[window[-1]])
+            apart = math.prod(shape) // columns * padded_size((columns,), self.backend.tile)
+            return max(1.0, apart / max(1, self._local_size(rows, layout)))
+
+        return np.array([padding(layout) for layout in layouts])
 
     def _room(self, value: Value) -> float:
         """Bytes of `value` that stay in the chip's own memory: its part of the room for all that its loop adds up."""

@@ -26,6 +26,7 @@ LINE = {"x": 4}
 TOPOLOGY = Topology({"x": Link(1e-3, 1e6)}, memory_bytes=1e9, memory_bandwidth=1e9, flops={"float32": 1e9, "int8": 4e9})
 INDEX = jax.ShapeDtypeStruct((), np.int32)
 INDICES = jax.ShapeDtypeStruct((10,), np.int32)
+MANY = jax.ShapeDtypeStruct((128,), np.int32)
 NHWC = ("NHWC", "HWIO", "NHWC")
 LAUNCH, HALF = 1e-6, 1.2  # s; how much dearer than half an all_reduce
 
@@ -219,6 +220,42 @@ def test_all_to_alls_copy_pieces(backend, copies):
     through = copies * 2 * 64 / TOPOLOGY.memory_bandwidth
     found = prices(backend=backend).resharding(value(8, 8), X, Y)
     assert found == pytest.approx(RESHARDINGS["all_to_all"][2] + through)
+
+
+@pytest.mark.parametrize("backend, copies", [(CPU, 0), (GPU, 1), (TPU, 6 * 128 / 4)])
+def test_all_to_alls_of_images_copy_padded_pieces(backend, copies):
+    """8 images of 16 channels on 4 devices: 2048 bytes of each, in pieces of 2 images and 4 of 128 lanes."""
+    images = value(8, 4, 4, 16)
+    asked = prices(backend=backend, images={images.id: (0, 3)})
+    batch, features = (("x",), (), (), ()), ((), (), (), ("x",))
+    through = copies * 2 * 2048 / TOPOLOGY.memory_bandwidth
+    for source, target in ((batch, features), (features, batch)):
+        found = asked.resharding(images, source, target)
+        assert found == pytest.approx(LAUNCH + 3 * 1e-3 + 3 / 4 * 2048 / 1e6 + through, rel=1e-9)
+        np.testing.assert_allclose(asked.table(images, [source, target], [target]), [[found], [0]])
+
+
+ROWS = {  # what is done with 128 rows of 256 columns
+    "looked up": (lambda table, at: table[at], [f32(4096, 256), MANY]),
+    "added": (lambda table, rows, at: table.at[at].add(rows), [f32(4096, 256), f32(128, 256), MANY]),
+    "written": (lambda table, rows, at: table.at[at].set(rows), [f32(4096, 256), f32(128, 256), MANY]),
+}
+
+
+@pytest.mark.parametrize("backend, columns", [(CPU, 64), (TPU, 128)])
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_lie_by_themselves(case, backend, columns):
+    """Of columns split in four, on TPU the 64 of each row pad to 128."""
+    fn, args = ROWS[case]
+    group = grouped(fn, *args)[-1]
+    priced = prices(backend=backend).group(group)
+    (factor,) = next(use.dims[1] for use in group.uses if use.value.shape == (4096, 256))
+    nanoseconds = {
+        strategy.axes.get(factor, ()): 1e9 * seconds.compute
+        for strategy, seconds in zip(priced.strategies, priced.seconds, strict=True)
+        if strategy.axes.keys() <= {factor}
+    }
+    assert nanoseconds == pytest.approx({(): 2 * 4 * 128 * 256, ("x",): 2 * 4 * 128 * columns})
 
 
 def test_pieces_gathered_in_several_dims_are_put_in_order():
