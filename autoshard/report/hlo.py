@@ -121,16 +121,17 @@ class Part:
     begun: int  # how many collectives of this channel have begun before other work that they run beside, by now
     frame: str | None  # the stack frame that asks for it
     rotates: bool  # whether everybody hands on to another what it has
+    whole: bool  # whether it runs by itself, or in one fusion with the slice of what it sums
 
     @property
     def key(self) -> Hashable:
-        """Equal for all parts of one collective; None if it has but one.
+        """Equal for all parts of one collective; None if it has but one, as what runs by itself does.
 
         They share a channel; so do all that a `shard_map` writes, and one before a loop with those inside, which differ
         in something else. What is said of the fusions that they stand in may differ.
         """
         one = self.collective
-        if self.channel is None:
+        if self.channel is None or self.whole:
             return None
         why = one.why if "metadata=" in self.instruction.rest else None
         what = self.instruction.opcode == "recv", one.kind, one.axes, one.bytes // one.count, why
@@ -170,7 +171,8 @@ def collectives_in(
         if not axes:
             continue
         size = shape_bytes(_result_shape(instruction))
-        if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        scatters = opcode == "all-reduce" and computation.startswith("all-reduce-scatter")
+        if scatters:
             kind, size = "reduce_scatter", size // groups.shape[-1]
         said = instruction.rest
         if "metadata=" not in said and computation in module.callers:
@@ -186,6 +188,7 @@ def collectives_in(
             begun=begun[channel],
             frame=attribute(said, "stack_frame_id"),
             rotates=opcode == "collective-permute" and len(groups) == partitions,
+            whole=scatters or module.outermost(computation, instruction) == (computation, instruction),
         )
 
 

@@ -242,6 +242,7 @@ SUMMED = [
     ZEROS, handed("a", 1, NEXT, "%zeros"), handed("b", 2, BACK, "%zeros"), handed("c", 3, NEXT, "%sum.1"),
     handed("d", 4, BACK, "%sum.2"), handed("e", 5, NEXT, "%sum.3"),
 ]  # fmt: skip
+SUMMED_UP = f"%r = f32[8]{{0}} all-reduce(%p), channel_id=1, {OVER_X}, to_apply=%add"
 WHOLE, PART = ("all_gather", ("x",), 1, 4 * 64), ("reduce_scatter", ("x",), 1, 64)
 OTHERS = handed("a", 1, NEXT, said='metadata={op_name="jit(f)/roll"}')
 TRAPS = {  # text, what is in it
@@ -266,12 +267,24 @@ TRAPS = {  # text, what is in it
         + entry(fused("one"), fused("two"), loop("layer", 5)),
         [("all_gather", ("x",), 1, 32), ("all_gather", ("x",), 5, 5 * 32)],
     ),
+    "one channel before a loop, and in it, each by itself": (
+        TEST + computation("%layer", gathered(7)) + entry(gathered(7).removeprefix("ROOT "), loop("layer", 5)),
+        [("all_gather", ("x",), 1, 32), ("all_gather", ("x",), 5, 5 * 32)],
+    ),
+    "one channel, scattered before a loop and in it": (
+        TEST + "".join(computation(f"%all-reduce-scatter.{i}", SUMMED_UP) for i in (1, 2))
+        + computation("%layer", fused("all-reduce-scatter.1")) + entry(fused("all-reduce-scatter.2"), loop("layer", 5)),
+        [("reduce_scatter", ("x",), 1, 8), ("reduce_scatter", ("x",), 5, 5 * 8)],
+    ),
+    "one channel, twice": (
+        entry(gathered(7).removeprefix("ROOT "), gathered(7)), [("all_gather", ("x",), 1, 32)] * 2,
+    ),
     "two channels": (
         computation("%one", gathered(7)) + computation("%other", gathered(8)) + entry(fused("one"), fused("other")),
         [("all_gather", ("x",), 1, 32)] * 2,
     ),
     "a reduce_scatter": (
-        computation("%all-reduce-scatter.3", f"%r = f32[8]{{0}} all-reduce(%p), channel_id=1, {OVER_X}, to_apply=%add")
+        computation("%all-reduce-scatter.3", SUMMED_UP)
         + entry(fused("all-reduce-scatter.3")),
         [("reduce_scatter", ("x",), 1, 8)],
     ),
