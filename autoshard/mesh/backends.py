@@ -36,7 +36,7 @@ class Backend:
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     # How often an all_to_all, or a gather of several dims, copies what it moves, to cut it up or put pieces in order.
     recopies: int = 0
-    image_recopies: int = 0  # the same for images, whose pieces pad
+    image_recopies: int = 0  # the same for images of two bytes each element, whose pieces pad; 0: as for others
     slicing: float = 1.0  # at which part of the memory's bandwidth a loop copies what it slices
     convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can
@@ -66,7 +66,6 @@ GPU = Backend(
     combined_kinds=frozenset({"all_gather", "all_reduce", "reduce_scatter"}),
     combines_below=30 * 2**20,  # the default of XLA's combiners (xla/service/collective_utils.h)
     recopies=1,
-    image_recopies=1,
     hoists_sums=True,
     sums_first=True,
     rounds_first=True,
@@ -87,7 +86,9 @@ TPU = Backend(
     combines_below=2**26,
     adds_inside=6 * 2**24,  # six products of 16 MiB, and not eight: `tests/mesh/test_targets.py` compiles both
     recopies=2,
-    image_recopies=6,  # by libtpu's cycles: from 5 to 8 on v5e, from 6 to 10 on v5p
+    # By libtpu's cycles 5 to 10. XLA counts no copies where it chooses layouts itself: at more than 4 `evaluate` has a
+    # U-Net gather where XLA for TPU has all_to_alls.
+    image_recopies=4,
     slicing=0.5,  # by libtpu's cycles: slices of 2 to 32 MiB, on v5e
     hoists_sums=True,
     sums_first=True,

@@ -258,37 +258,37 @@ class Prices:
     def _of(
         self, value: Value, source: Layout, target: Layout, readers: Readers
     ) -> tuple[tuple[Step, ...], float, float]:
-        size, late, lies = self.widths.moving(value, readers), value.id in self.weights, self.images.get(value.id)
-        return self._pair(value.shape, size, source, target, late, lies)
+        width, late, lies = self.widths.moving(value, readers), value.id in self.weights, self.images.get(value.id)
+        return self._pair(value.shape, width, source, target, late, lies)
 
     def _pair(
-        self, shape: tuple[int, ...], size: int, source: Layout, target: Layout, late: bool, lies: Lies
+        self, shape: tuple[int, ...], width: int, source: Layout, target: Layout, late: bool, lies: Lies
     ) -> tuple[tuple[Step, ...], float, float]:
         """The steps of a resharding, their seconds, and how many of these can run behind compute."""
         if source == target:
             return (), 0.0, 0.0
-        found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, size, source, target, self.mesh)]
+        found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
         steps, total, behind = [], 0.0, 0.0
         for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
             sent, seconds, share = self._sent(kind, axes, size, several, late)
             if lies is not None and kind == "all_to_all":
-                seconds += self._recopied(size) * self._more_copies(shape, lies, [source], [target]).item()
+                seconds += self._recopied(size) * self._more_copies(shape, width, lies, [source], [target]).item()
             steps.append(Step(sent, axes, size))
             total += seconds
             behind += seconds * share
         return tuple(steps), total, behind
 
     def _moved(
-        self, shape: tuple[int, ...], size: int, sources: list[Layout], targets: list[Layout], late: bool, lies: Lies
+        self, shape: tuple[int, ...], width: int, sources: list[Layout], targets: list[Layout], late: bool, lies: Lies
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
-            pairs = [[self._pair(shape, size, a, b, late, lies)[1:] for b in targets] for a in sources]
+            pairs = [[self._pair(shape, width, a, b, late, lies)[1:] for b in targets] for a in sources]
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self._moves.setdefault(len(shape), _Moves(self.mesh, self.backend))
         steps = moves.steps(sources, targets)
-        total = math.prod(shape) * size
+        total = math.prod(shape) * width
         known = [
             self._sent(kind, axes, math.ceil(total / tiles), several, late)[1:]
             for kind, axes, tiles, several in moves.known
@@ -297,16 +297,16 @@ class Prices:
         seconds = seconds[steps]
         if lies is not None:
             cut = [self._recopied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
-            more = self._more_copies(shape, lies, sources, targets)
+            more = self._more_copies(shape, width, lies, sources, targets)
             seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
         return seconds.sum(axis=-1), (seconds * shares[steps]).sum(axis=-1)
 
     def _more_copies(
-        self, shape: tuple[int, ...], lies: tuple[int, int], sources: list[Layout], targets: list[Layout]
+        self, shape: tuple[int, ...], width: int, lies: tuple[int, int], sources: list[Layout], targets: list[Layout]
     ) -> np.ndarray:
         """How many times more than of other values the all_to_alls from `sources` to `targets` copy of images.
 
-        Pieces of few channels or images pad.
+        Pieces of few channels or images pad. What takes long is to put elements in order, however wide they are.
         """
         if not self.backend.image_recopies:
             return np.zeros((len(sources), len(targets)))
@@ -316,7 +316,7 @@ class Prices:
         cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in lies], axis=-1)
         pieces, place = np.unique(cut.reshape(-1, 2), axis=0, return_inverse=True)
         padding = [padded_size(piece, self.backend.tile) / max(1, math.prod(piece)) for piece in pieces.tolist()]
-        often = self.backend.image_recopies / self.backend.recopies
+        often = self.backend.image_recopies / self.backend.recopies * min(1.0, ROUNDED / width)
         return often * np.array(padding)[place].reshape(len(sources), len(targets)) - 1
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:

@@ -366,7 +366,7 @@ BATCH, FEATURES = P(("x", "y")), P("x", None, None, "y")
 @pytest.mark.parametrize("source, target", [(FEATURES, BATCH), (BATCH, FEATURES)])
 @pytest.mark.parametrize("pixels, channels", [(28, 128), (14, 512)])
 def test_pieces_of_images_are_copied(machine, clock, source, target, pixels, channels):
-    """Pieces of 32 channels and of 128: predicted within a factor of two of libtpu's own cycles."""
+    """Pieces of 32 channels and of 128: predicted are a third to all of libtpu's own cycles."""
     needs(machine)
     axes = {"x": 4, "y": 4}
     mesh = target_mesh(machine, axes).abstract_mesh
@@ -390,7 +390,7 @@ def test_pieces_of_images_are_copied(machine, clock, source, target, pixels, cha
         return asked.resharding(value, *(layout_of(spec, 4) for spec in (source, target)))
 
     copies = predicted(TPU) - predicted(replace(TPU, recopies=0, image_recopies=0))
-    assert 0.5 < copies / seen < 2
+    assert 1 / 3 < copies / seen < 1
 
 
 def scanned(x, ws):

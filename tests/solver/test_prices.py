@@ -222,16 +222,20 @@ def test_all_to_alls_copy_pieces(backend, copies):
     assert found == pytest.approx(RESHARDINGS["all_to_all"][2] + through)
 
 
-@pytest.mark.parametrize("backend, copies", [(CPU, 0), (GPU, 1), (TPU, 6 * 128 / 4)])
-def test_all_to_alls_of_images_copy_padded_pieces(backend, copies):
-    """8 images of 16 channels on 4 devices: 2048 bytes of each, in pieces of 2 images and 4 of 128 lanes."""
-    images = value(8, 4, 4, 16)
+@pytest.mark.parametrize(
+    "backend, dtype, copies",
+    [(CPU, np.float32, 0), (GPU, np.float32, 1), (TPU, np.float16, 4 * 128 / 4), (TPU, np.float32, 2 * 128 / 4)],
+)
+def test_all_to_alls_of_images_copy_padded_pieces(backend, dtype, copies):
+    """8 images of 16 channels on 4 devices, in pieces of 2 images and 4 of 128 lanes; per element, however wide."""
+    images = value(8, 4, 4, 16, dtype=dtype)
     asked = prices(backend=backend, images={images.id: (0, 3)})
     batch, features = (("x",), (), (), ()), ((), (), (), ("x",))
-    through = copies * 2 * 2048 / TOPOLOGY.memory_bandwidth
+    size = images.bytes / 4
+    through = copies * 2 * size / TOPOLOGY.memory_bandwidth
     for source, target in ((batch, features), (features, batch)):
         found = asked.resharding(images, source, target)
-        assert found == pytest.approx(LAUNCH + 3 * 1e-3 + 3 / 4 * 2048 / 1e6 + through, rel=1e-9)
+        assert found == pytest.approx(LAUNCH + 3 * 1e-3 + 3 / 4 * size / 1e6 + through, rel=1e-9)
         np.testing.assert_allclose(asked.table(images, [source, target], [target]), [[found], [0]])
 
 
