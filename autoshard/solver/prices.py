@@ -459,7 +459,7 @@ class Prices:
         written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
-            padding = self._row_padding(first, first.outputs[0], leaves[0])
+            padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
             return 2 * written * padding / (self.backend.slicing if first.primitive == "scan_slice" else 1.0)
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]
