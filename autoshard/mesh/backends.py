@@ -36,7 +36,7 @@ class Backend:
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     # How often an all_to_all, or a gather of several dims, copies what it moves, to cut it up or put pieces in order.
     recopies: int = 0
-    image_recopies: int = 0  # the same for images of two bytes each element, whose pieces pad; 0: as for others
+    image_recopies: int = 0  # the same for images of two bytes an element, whose pieces pad; at least as for others
     slicing: float = 1.0  # at which part of the memory's bandwidth a loop copies what it slices
     convolves: float = 1.0  # at which part of the FLOP/s of matrix products convolutions run
     rounds_operands: bool = False  # float32 operands of products to bfloat16, as early as it can

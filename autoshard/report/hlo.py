@@ -95,7 +95,7 @@ def read_collectives(
             loop = _WINDOWED.search(computation)
             times = one.count // module.turns[computation] if loop else one.count
             turns = products[one.why, part.frame, one.axes]
-            turns[part.channel or len(turns)] = _Turn(
+            turns[part.key or len(turns)] = _Turn(
                 replace(one, bytes=one.bytes // one.count * times, count=times),
                 loop and (computation, loop["kind"]),
                 module.operand(part.instruction, computation).opcode == "broadcast",
@@ -121,7 +121,7 @@ class Part:
     begun: int  # how many collectives of this channel have begun before other work that they run beside, by now
     frame: str | None  # the stack frame that asks for it
     rotates: bool  # whether everybody hands on to another what it has
-    whole: bool  # whether it runs by itself, or in one fusion with the slice of what it sums
+    whole: bool  # whether it is in no fusion, or in one with the slice of what it sums
 
     @property
     def key(self) -> Hashable:
@@ -188,7 +188,7 @@ def collectives_in(
             begun=begun[channel],
             frame=attribute(said, "stack_frame_id"),
             rotates=opcode == "collective-permute" and len(groups) == partitions,
-            whole=scatters or module.outermost(computation, instruction) == (computation, instruction),
+            whole=scatters or all(by.opcode != "fusion" for _, by in module.around(computation)),
         )
 
 

@@ -75,9 +75,14 @@ class Module:
 
     def outermost(self, computation: str, instruction: Instruction) -> tuple[str, Instruction]:
         """The instruction that runs this one, as part of a fusion say, in a computation that runs by itself."""
+        *_, outermost = (computation, instruction), *self.around(computation)
+        return outermost
+
+    def around(self, computation: str) -> Iterator[tuple[str, Instruction]]:
+        """The instructions that a computation is part of, and theirs, up to those of one that runs by itself."""
         while computation in self.callers and self.callers[computation][1].opcode not in ("conditional", "while"):
             computation, instruction = self.callers[computation]
-        return computation, instruction
+            yield computation, instruction
 
     def inside(self, computation: str) -> Mapping[str, Instruction]:
         """The instructions of a computation by their names."""

@@ -36,7 +36,7 @@ HALF_PENALTY = 1.2
 # at once with fewer, too; that is priced as one after the other, which is nearer to what such programs take.
 MANY_DEVICES = 64
 
-Lies = tuple[int, int] | None  # batch and feature dims of a value that lies as convolutions want images
+ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
 Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
@@ -87,7 +87,7 @@ class Prices:
         stacked: Mapping[int, int] | None = None,
         added: Mapping[int, int] | None = None,
         instead: Mapping[int, Sequence[Value]] | None = None,
-        images: Mapping[int, tuple[int, int]] | None = None,
+        images: Mapping[int, ImageDims] | None = None,
     ):
         topology.check(mesh)
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
@@ -162,12 +162,12 @@ class Prices:
         size = self.widths.moving(value, readers)
         late, ahead = value.id in self.weights, value.id in self.ahead
         written = self.widths.stored(value) if value.id in self.instead else None
-        clearing, lies = self._clearing(value), self.images.get(value.id)
-        what = value.shape, size, value.on_host, late, ahead, written, lies, clearing, value.trips
+        clearing, image_dims = self._clearing(value), self.images.get(value.id)
+        what = value.shape, size, value.on_host, late, ahead, written, image_dims, clearing, value.trips
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            seconds, behind = self._moved(value.shape, size, rows, columns, late, lies)
+            seconds, behind = self._moved(value.shape, size, rows, columns, late, image_dims)
             table = seconds - behind if ahead else seconds
             moves = np.array([[a != b for b in columns] for a in rows])
             if value.on_host:
@@ -238,12 +238,12 @@ class Prices:
         what = value.shape, self.images.get(value.id), self.widths.moving(value)
         return self.once(copy_bytes, layouts, of=what)
 
-    def image_bytes(self, value: Value, layout: Layout, minor: tuple[int, int]) -> int:
+    def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
         """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
         width = min(value.itemsize, ROUNDED) if self.backend.rounds_operands else value.itemsize
         return self._local_size(value, layout, minor) * width
 
-    def _local_size(self, value: Value, layout: Layout, minor: tuple[int, int] | None = None) -> int:
+    def _local_size(self, value: Value, layout: Layout, minor: ImageDims | None = None) -> int:
         """Elements of `value` that one device has, with padding."""
         minor = minor or self.images.get(value.id)
         key = value.shape, layout, minor
@@ -258,11 +258,17 @@ class Prices:
     def _of(
         self, value: Value, source: Layout, target: Layout, readers: Readers
     ) -> tuple[tuple[Step, ...], float, float]:
-        width, late, lies = self.widths.moving(value, readers), value.id in self.weights, self.images.get(value.id)
-        return self._pair(value.shape, width, source, target, late, lies)
+        width, late = self.widths.moving(value, readers), value.id in self.weights
+        return self._pair(value.shape, width, source, target, late, self.images.get(value.id))
 
     def _pair(
-        self, shape: tuple[int, ...], width: int, source: Layout, target: Layout, late: bool, lies: Lies
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        source: Layout,
+        target: Layout,
+        late: bool,
+        image_dims: ImageDims | None,
     ) -> tuple[tuple[Step, ...], float, float]:
         """The steps of a resharding, their seconds, and how many of these can run behind compute."""
         if source == target:
@@ -271,19 +277,26 @@ class Prices:
         steps, total, behind = [], 0.0, 0.0
         for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
             sent, seconds, share = self._sent(kind, axes, size, several, late)
-            if lies is not None and kind == "all_to_all":
-                seconds += self._recopied(size) * self._more_copies(shape, width, lies, [source], [target]).item()
+            if image_dims is not None and kind == "all_to_all":
+                more = self._more_copies(shape, width, image_dims, [source], [target]).item()
+                seconds += self._copied(size) * more
             steps.append(Step(sent, axes, size))
             total += seconds
             behind += seconds * share
         return tuple(steps), total, behind
 
     def _moved(
-        self, shape: tuple[int, ...], width: int, sources: list[Layout], targets: list[Layout], late: bool, lies: Lies
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        sources: list[Layout],
+        targets: list[Layout],
+        late: bool,
+        image_dims: ImageDims | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
-            pairs = [[self._pair(shape, width, a, b, late, lies)[1:] for b in targets] for a in sources]
+            pairs = [[self._pair(shape, width, a, b, late, image_dims)[1:] for b in targets] for a in sources]
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self._moves.setdefault(len(shape), _Moves(self.mesh, self.backend))
@@ -295,16 +308,16 @@ class Prices:
         ]
         seconds, shares = np.array([(0.0, 0.0), *known]).T
         seconds = seconds[steps]
-        if lies is not None:
-            cut = [self._recopied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
-            more = self._more_copies(shape, width, lies, sources, targets)
+        if image_dims is not None:
+            cut = [self._copied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
+            more = self._more_copies(shape, width, image_dims, sources, targets)
             seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
         return seconds.sum(axis=-1), (seconds * shares[steps]).sum(axis=-1)
 
     def _more_copies(
-        self, shape: tuple[int, ...], width: int, lies: tuple[int, int], sources: list[Layout], targets: list[Layout]
+        self, shape: tuple[int, ...], width: int, image_dims: ImageDims, sources: list[Layout], targets: list[Layout]
     ) -> np.ndarray:
-        """How many times more than of other values the all_to_alls from `sources` to `targets` copy of images.
+        """How many times more often than other values the all_to_alls from `sources` to `targets` copy images.
 
         Pieces of few channels or images pad. What takes long is to put elements in order, however wide they are.
         """
@@ -313,11 +326,11 @@ class Prices:
         before, after = (
             np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
         )
-        cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in lies], axis=-1)
+        cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in image_dims], axis=-1)
         pieces, place = np.unique(cut.reshape(-1, 2), axis=0, return_inverse=True)
         padding = [padded_size(piece, self.backend.tile) / max(1, math.prod(piece)) for piece in pieces.tolist()]
-        often = self.backend.image_recopies / self.backend.recopies * min(1.0, ROUNDED / width)
-        return often * np.array(padding)[place].reshape(len(sources), len(targets)) - 1
+        often = self.backend.image_recopies * ROUNDED / width * np.array(padding)[place]
+        return np.maximum(0.0, often - self.backend.recopies).reshape(len(sources), len(targets))
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
@@ -359,7 +372,11 @@ class Prices:
 
     def _recopied(self, size: int) -> float:
         """Seconds to bring the pieces of so many bytes into another order."""
-        return self.backend.recopies * 2 * size / self.topology.memory_bandwidth
+        return self.backend.recopies * self._copied(size)
+
+    def _copied(self, size: int) -> float:
+        """Seconds to read so many bytes and write them."""
+        return 2 * size / self.topology.memory_bandwidth
 
     def _collective(
         self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None, late: bool = False
@@ -417,9 +434,9 @@ class Prices:
         """Equal for groups whose strategies and seconds are equal."""
 
         def sizes(value: Value) -> tuple:
-            lies = self.images.get(value.id)
+            image_dims = self.images.get(value.id)
             width = self.widths.of(value), self.widths.stored(value)
-            return value.shape, lies, value.on_host, *width, self._room(value)
+            return value.shape, image_dims, value.on_host, *width, self._room(value)
 
         place = itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
@@ -492,13 +509,13 @@ class Prices:
         """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
         numbers = equation.params.get("dimension_numbers")
         window = getattr(numbers, "offset_dims", ()) or getattr(numbers, "update_window_dims", ())
-        if not window or self.backend.tile is None:
+        if self.backend.tile is None or math.prod(rows.shape[dim] for dim in window) <= 1:
             return 1.0
 
         def padding(layout: Layout) -> float:
             shape = local_shape(rows.shape, layout, self.mesh)
-            columns = max(1, shape[window[-1]])
-            apart = math.prod(shape) // columns * padded_size((columns,), self.backend.tile)
+            row = tuple(shape[dim] for dim in window)
+            apart = math.prod(shape) // max(1, math.prod(row)) * padded_size(row, self.backend.tile)
             return max(1.0, apart / max(1, self._local_size(rows, layout)))
 
         return np.array([padding(layout) for layout in layouts])

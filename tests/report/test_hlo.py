@@ -216,6 +216,10 @@ def fused(callee, name="f"):
     return f'%f = f32[8]{{0}} fusion(%p), kind=kLoop, calls=%{callee}, metadata={{op_name="{name}"}}'
 
 
+def called(callee):
+    return f"%f = f32[8]{{0}} call(%p), to_apply=%{callee}"
+
+
 def beside(step):
     """The n-th part of a gather that runs beside other work; a part says nothing of where it comes from."""
     return gathered(7) + f', backend_config={{"async_collective_fusion_config":{{"flag_start":"{step}"}}}}'
@@ -279,6 +283,16 @@ TRAPS = {  # text, what is in it
     "one channel, twice": (
         entry(gathered(7).removeprefix("ROOT "), gathered(7)), [("all_gather", ("x",), 1, 32)] * 2,
     ),
+    "one channel, called before a loop and in it": (
+        TEST + computation("%one", gathered(7)) + computation("%other", gathered(7))
+        + computation("%layer", called("one")) + entry(called("other"), loop("layer", 5)),
+        [("all_gather", ("x",), 1, 32), ("all_gather", ("x",), 5, 5 * 32)],
+    ),
+    "one channel in a fusion that is called": (
+        computation("%one", gathered(7)) + computation("%inner", fused("one")) + computation("%other", gathered(7))
+        + entry(called("inner"), fused("other")),
+        [("all_gather", ("x",), 1, 32)],
+    ),
     "two channels": (
         computation("%one", gathered(7)) + computation("%other", gathered(8)) + entry(fused("one"), fused("other")),
         [("all_gather", ("x",), 1, 32)] * 2,
@@ -304,6 +318,15 @@ TRAPS = {  # text, what is in it
         + entry(loop(AG, 2), loop(f"{AG}.1", 3)),
         [("all_gather", ("x",), 1, 256)] * 2,
     ),
+    "the channels of one loop, in a loop over layers and before it": (
+        TEST + computation(f"%{AG}", *BOTH_WAYS) + computation(f"%{AG}.1", *BOTH_WAYS)
+        + computation("%layer", loop(AG, 2)) + entry(loop(f"{AG}.1", 2), loop("layer", 5)),
+        [WHOLE, ("all_gather", ("x",), 5, 5 * 256)],
+    ),
+    "the channels of an unrolled loop, in a loop over layers and before it": (
+        TEST + computation("%layer", *UNROLLED) + entry(*UNROLLED, loop("layer", 5)),
+        [WHOLE, ("all_gather", ("x",), 5, 5 * 256)],
+    ),
     "an unrolled loop that gathers": (entry(*UNROLLED), [WHOLE]),
     "two unrolled loops alike": (entry(*UNROLLED, *AGAIN), [("all_gather", ("x",), 2, 2 * 256)]),
     "an unrolled loop that scatters": (entry(*SUMMED), [PART]),
@@ -328,6 +351,8 @@ def test_traps(trap):
     [
         ("one channel in two fusions", "channel_id=7", "channel_id=8"),
         ("one channel before a loop, and in it", '"flag_start":"-1"', '"flag_start":"2"'),
+        ("one channel, called before a loop and in it", " call(%p), to_apply", " fusion(%p), kind=kLoop, calls"),
+        ("one channel, scattered before a loop and in it", "all-reduce-scatter", "region"),
         ("a reduce_scatter", "all-reduce-scatter.3", "region.3"),
         ("a loop that gathers", "windowed_dot_general_body_ag", "region"),
         ("an unrolled loop that scatters", "broadcast(", "copy("),

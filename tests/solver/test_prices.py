@@ -224,8 +224,11 @@ def test_all_to_alls_copy_pieces(backend, copies):
 
 @pytest.mark.parametrize(
     "backend, dtype, copies",
-    [(CPU, np.float32, 0), (GPU, np.float32, 1), (TPU, np.float16, 4 * 128 / 4), (TPU, np.float32, 2 * 128 / 4)],
-)
+    [
+        (CPU, np.float32, 0), (GPU, np.float32, 1), (TPU, np.int8, 8 * 128 / 4), (TPU, np.float16, 4 * 128 / 4),
+        (TPU, np.float32, 2 * 128 / 4), (TPU, np.float64, 128 / 4), (replace(TPU, recopies=0), np.float16, 4 * 128 / 4),
+    ],
+)  # fmt: skip
 def test_all_to_alls_of_images_copy_padded_pieces(backend, dtype, copies):
     """8 images of 16 channels on 4 devices, in pieces of 2 images and 4 of 128 lanes; per element, however wide."""
     images = value(8, 4, 4, 16, dtype=dtype)
@@ -237,6 +240,22 @@ def test_all_to_alls_of_images_copy_padded_pieces(backend, dtype, copies):
         found = asked.resharding(images, source, target)
         assert found == pytest.approx(LAUNCH + 3 * 1e-3 + 3 / 4 * size / 1e6 + through, rel=1e-9)
         np.testing.assert_allclose(asked.table(images, [source, target], [target]), [[found], [0]])
+
+
+def test_images_copy_at_least_as_others():
+    """Of 512 channels nothing pads; in 8 bytes an element one copy would do."""
+    images, batch, features = value(8, 4, 4, 512, dtype=np.float64), (("x",), (), (), ()), ((), (), (), ("x",))
+    asked = prices(backend=TPU, images={images.id: (0, 3)})
+    assert asked.resharding(images, batch, features) == prices(backend=TPU).resharding(images, batch, features)
+
+
+def test_images_that_do_not_divide_copy_padded_pieces():
+    """6 images on 4 devices, two each."""
+    images, batch, features = value(6, 4, 4, 16), (("x",), (), (), ()), ((), (), (), ("x",))
+    asked, others = prices(backend=TPU, images={images.id: (0, 3)}), prices(backend=TPU)
+    found = asked.resharding(images, batch, features)
+    assert found > others.resharding(images, batch, features)
+    np.testing.assert_allclose(asked.table(images, [batch, ((),) * 4], [features]), [[found], [0]])
 
 
 ROWS = {  # what is done with 128 rows of 256 columns
@@ -260,6 +279,30 @@ def test_rows_lie_by_themselves(case, backend, columns):
         if strategy.axes.keys() <= {factor}
     }
     assert nanoseconds == pytest.approx({(): 2 * 4 * 128 * 256, ("x",): 2 * 4 * 128 * columns})
+
+
+WINDOWS = {  # what is read of a table, and how many times larger it is when each window lies by itself
+    "numbers": (lambda table, at: table[at], (4096,), 1),
+    "columns of one": (lambda table, at: table[at], (4096, 1), 1),
+    "rows of one": (lambda table, at: table[at], (4096, 256, 1), 1),
+    "rows of half a tile": (lambda table, at: table[at], (4096, 64), 2),
+    "tiles": (lambda table, at: table[at], (4096, 8, 128), 1),
+    "crops": (lambda table, at: jax.vmap(lambda start: lax.dynamic_slice(table, (start, 0, 0), (32, 32, 3)))(at),
+              (4096, 32, 3), 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_lie_by_themselves(case):
+    fn, shape, larger = WINDOWS[case]
+    group = next(g for g in grouped(fn, f32(*shape), MANY) if g.equations[0].primitive == "gather")
+    asked, (made,) = prices(backend=TPU), group.equations[0].outputs
+    nothing_split = next(
+        seconds for strategy, seconds in zip(asked.group(group).strategies, asked.group(group).seconds, strict=True)
+        if not strategy.axes
+    )  # fmt: skip
+    size = asked.local_bytes(made, ((),) * len(made.shape))
+    assert nothing_split.compute * TOPOLOGY.memory_bandwidth == pytest.approx(2 * size * larger)
 
 
 def test_pieces_gathered_in_several_dims_are_put_in_order():
