@@ -191,6 +191,11 @@ def test_parts_in_a_loop_are_of_the_one_outside():
     assert schedule.exposed["all_gather"] == near(0.5 * TAKES["x"])
 
 
+def test_a_turn_before_the_loop_shares_its_channel():
+    schedule = found(gather("g1", "x", 7), loop(4), condition=CONDITION, turn="  " + gather("g2", "x", 7))
+    assert schedule.communication == schedule.exposed == {"all_gather": near(5 * TAKES["x"])}
+
+
 def test_what_shards_write_shares_a_channel():
     """All collectives of `shard_map` have one channel, and differ in where they come from."""
     names = ['metadata={op_name="jit(f)/a"}', 'metadata={op_name="jit(f)/b"}']
