@@ -19,6 +19,7 @@ back and does not hear Ctrl-C, so what it compiles goes to highspy from here.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import math
 import threading
@@ -40,6 +41,7 @@ TARGET_GAP = 1e-7  # of the whole cost; finer than what counts as optimal, to le
 FEW_ENTRIES = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
 ROWS_ADDED = 50  # at a time
 LAST_WORDS = 1.0  # s that HiGHS gets to finish after its time or Ctrl-C, before what it last reported is taken
+LEFT_BEHIND = 5.0  # s that the end of the process waits for a HiGHS that did not finish by then
 TINY = 300  # variables: HiGHS's presolve, which in release 1.15.1 does not end on some such programs, is left out, ...
 _DOUBLETON_EQUATIONS = 512  # ... and on larger ones this rule of it, for which it was so
 STEPS = 1000  # of the simplex method, between two looks
@@ -430,7 +432,11 @@ class _Highs:
             self.bound = info.objective_function_value
 
     def _finish(self) -> bool:
-        """Runs HiGHS to its end; False where it did not stop when it had to: then leave it alone."""
+        """Runs HiGHS to its end; False where it did not stop when it had to: then leave it alone.
+
+        There are programs on which it never stops. The process has to end all the same, but not while one that does
+        calls back: Python would abort.
+        """
         ended = threading.Event()
 
         def run() -> None:
@@ -438,11 +444,16 @@ class _Highs:
                 self._highs.run()
             finally:
                 ended.set()
+                atexit.unregister(at_exit)
+
+        def at_exit() -> None:
+            ended.wait(LEFT_BEHIND)
 
         # In a thread, since Python hears Ctrl-C only between two of its own instructions; it may hear one while that
         # starts. Waiting is for the event, since an interrupted Thread.join takes the thread for ended.
         try:
-            threading.Thread(target=run).start()
+            atexit.register(at_exit)
+            threading.Thread(target=run, daemon=True).start()
             while not ended.wait(0.1):
                 if time.monotonic() > self._deadline + LAST_WORDS or self._stop.is_set():
                     self.stopped = True

@@ -1,6 +1,9 @@
 """The integer program alone, on problems that nothing has simplified, against trying everything."""
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,3 +105,23 @@ def test_ctrl_c_is_heard_while_highs_starts(monkeypatch):
     assert outcome.interrupted
     started[0].join(timeout=20.0)
     assert not started[0].is_alive()
+
+
+def test_a_highs_that_never_stops_does_not_keep_the_process():
+    """It ran on after the best choice so far was there, and the process waited for it."""
+    script = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from problems import hard_problem
+from autoshard.solver import ilp
+
+def never_ends(self):
+    print("runs")
+    time.sleep(1000)
+
+ilp._Silent.run, ilp.LAST_WORDS, ilp.LEFT_BEHIND = never_ends, 0.1, 0.1
+print(ilp.cheapest(hard_problem(), None, time_limit=2.0, seed=0).choice)
+"""
+    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["runs", "None"]), done.stderr
