@@ -434,7 +434,7 @@ def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Fi
     def made(solution: Solution) -> Plan:
         return finish(program, make_plan(formulation, solution, options.mesh, *remarks)).plan
 
-    return refined(formulation, solution, options, made)
+    return refined(formulation, solution, options, functools.partial(_formulated, program, rules), made)
 
 
 def _rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

@@ -1,9 +1,10 @@
 """A formulation and its cheapest solution in; of several plans that differ, the one whose compiled program is best out.
 
 Plans are ranked by predictions, which leave things out. What is compared here: the solution itself; the cheapest of
-data parallel, FSDP and tensor parallel form, which shares least with it what predictions leave out; then, cheapest
-first, the other two, and for each of the kinds of arguments that hold the most bytes, the cheapest plan that splits
-those otherwise. Plans that run the same bytes of each collective and peak at the same bytes are taken for one.
+data parallel, FSDP and tensor parallel form, which shares least with it what predictions leave out; what would be the
+cheapest if most of what nothing waits for ran behind compute, which predictions know least of; then, cheapest first,
+the other two, and for each of the kinds of arguments that hold the most bytes, the cheapest plan that splits those
+otherwise. Plans that run the same bytes of each collective and peak at the same bytes are taken for one.
 
 A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its schedule
 (`report/schedule.py`); on CPU those of the predicted work and of the collectives that it runs, one after the other.
@@ -30,20 +31,31 @@ from autoshard.report.verification import compiled
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
-from autoshard.solver.verify import fits
+from autoshard.solver.verify import fits, verify
 from autoshard.solver.within import solve_within
 
 
-def refined(formulation: Formulation, best: Solution, options: Options, made: Callable[[Solution], Plan]) -> Plan:
+# As much of gathers of weights and of reductions of gradients runs behind compute where XLA finds room for most of it.
+MUCH_HIDDEN = dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.7)
+
+
+def refined(
+    formulation: Formulation,
+    best: Solution,
+    options: Options,
+    formulated: Callable[[Options], Formulation],
+    made: Callable[[Solution], Plan],
+) -> Plan:
     """The best compiled of `options.refine` plans, or of as many as there are.
 
     Args:
         formulation: what is solved, with a memory limit.
         best: its cheapest solution.
         options: what is compiled for, and within which limit.
+        formulated: makes the formulation of the same program under other options.
         made: makes a plan that can be lowered.
     """
-    plans = [made(solution) for solution in different(formulation, best, options)]
+    plans = [made(solution) for solution in different(formulation, best, options, formulated)]
     seconds = [compiled_seconds(plan, options) for plan in plans]
     kept = min(range(len(plans)), key=seconds.__getitem__)
     if math.isinf(seconds[kept]):
@@ -74,8 +86,10 @@ def compiled_seconds(plan: Plan, options: Options) -> float:
     return plan.predicted.compute_seconds + total_seconds(found.collectives, dict(mesh.shape), options.topology)
 
 
-def different(formulation: Formulation, best: Solution, options: Options) -> list[Solution]:
-    """Up to `options.refine` solutions that differ in what they run or hold: `best`, a textbook, the cheapest."""
+def different(
+    formulation: Formulation, best: Solution, options: Options, formulated: Callable[[Options], Formulation]
+) -> list[Solution]:
+    """Up to `options.refine` solutions that differ in what they run or hold, in the order in which they are tried."""
     limit = formulation.problem.limit * options.backend.usable
 
     def by_cost(solutions: Iterable[Solution]) -> list[Solution]:
@@ -83,10 +97,23 @@ def different(formulation: Formulation, best: Solution, options: Options) -> lis
         return sorted(fitting, key=lambda solution: solution.cost)
 
     textbook = by_cost(filter(None, solutions_of(formulation).values()))
+    overlapping = by_cost(_overlapping(formulation, options, formulated)) if options.refine > 2 else []
+    others = by_cost([*textbook[1:], *_otherwise(formulation, best, options)])
     found = {_figures(formulation, best): best}
-    for solution in [*textbook[:1], *by_cost([*textbook[1:], *_otherwise(formulation, best, options)])]:
+    for solution in [*textbook[:1], *overlapping, *others]:
         found.setdefault(_figures(formulation, solution), with_bound(solution, best.bound))
     return list(found.values())[: options.refine]
+
+
+def _overlapping(
+    formulation: Formulation, options: Options, formulated: Callable[[Options], Formulation]
+) -> Iterator[Solution]:
+    """The cheapest solution if much runs behind compute, at the cost that it is predicted to have."""
+    hiding = formulated(replace(options, backend=replace(options.backend, hides=MUCH_HIDDEN)))
+    with contextlib.suppress(SolverError):
+        choice = solve_within(hiding, options.time_limit).choice
+        cost, _ = verify(formulation.problem, choice)
+        yield Solution(choice, cost, bound=0.0, status="feasible")
 
 
 def _figures(formulation: Formulation, solution: Solution) -> tuple:
