@@ -248,7 +248,8 @@ def summary(rows: Sequence[Row]) -> str:
 def refined(rows: Sequence[Row]) -> str:
     """What refining our plans changed."""
     plain = {(row.machine, row.model): row for row in rows if row.sharding == OWN and row.limit is None}
-    lines, changed = ["machine | model | refine | ms, one after the other | refined | ratio"], 0
+    titles = ("machine", "model", "refine", "ms, one after the other", "refined", "ratio")
+    lines, changed = [" | ".join((*titles, "ms, overlapped", "refined", "ratio"))], 0
     lines.append(" | ".join("---" for _ in lines[0].split(" | ")))
     found = [row for row in rows if row.sharding.startswith(f"{OWN}, refine=") and (row.machine, row.model) in plain]
     if not found:
@@ -256,7 +257,8 @@ def refined(rows: Sequence[Row]) -> str:
     for row in found:
         before = plain[row.machine, row.model]
         changed += row.predicted != before.predicted
-        figures = f"{before.apart * 1e3:.4g} | {row.apart * 1e3:.4g} | {row.apart / before.apart:.3f}"
+        pairs = (before.apart, row.apart), (before.overlapped, row.overlapped)
+        figures = " | ".join(f"{old * 1e3:.4g} | {new * 1e3:.4g} | {new / old:.3f}" for old, new in pairs)
         lines.append(f"{row.machine} | {row.model} | {row.sharding.rpartition('=')[2]} | {figures}")
     return "\n".join([*lines, f"\nThe choice changed in {changed} of {len(found)} programs."])
 
