@@ -514,11 +514,14 @@ class _Choice:
                 what = "results" if group.picks else "sums"
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
         for value, source, target, line, readers in self.reshardings():
-            communication += self.prices.resharding(value, source, target, readers) * value.trips
+            steps = self.prices.steps(value, source, target, readers)
+            seconds = self.prices.resharding(value, source, target, readers) * value.trips
+            compute += 0.0 if steps else seconds
+            communication += seconds if steps else 0.0
             hidden += self.prices.hidden(value, source, target, readers) * value.trips
             size = self.prices.widths.moving(value, readers)
             smaller = f" in {8 * size} bits" if size < value.itemsize else ""
-            for step in self.prices.steps(value, source, target, readers):
+            for step in steps:
                 why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
                 note(step.kind, step.axes, step.bytes, value.trips, line, why)
         collectives = tuple(

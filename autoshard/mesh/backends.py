@@ -19,6 +19,7 @@ class Backend:
     name: str  # a `jax.Device.platform`
     usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
     slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
+    shortest: float = 0.0  # s, of an operation: what a slice takes that a device cuts out of what it has
     reduce_scatters: bool = True  # whether it makes an all_reduce and a slice a reduce_scatter
     tile: tuple[int, int] | None = None  # rows and columns that the two minor dims of an array are padded to
     # kind -> share of its time that runs behind compute, where nothing waits for it
@@ -62,7 +63,8 @@ CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=T
 GPU = Backend(
     "gpu",
     usable=0.7,
-    hides={"all_gather": 0.45},  # between what small and large models hide: docs/architecture.md, Overlap
+    # Between what small and large models hide: docs/architecture.md, Overlap.
+    hides=dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.55),
     combined_kinds=frozenset({"all_gather", "all_reduce", "reduce_scatter"}),
     combines_below=30 * 2**20,  # the default of XLA's combiners (xla/service/collective_utils.h)
     recopies=1,
@@ -79,6 +81,7 @@ GPU = Backend(
 TPU = Backend(
     "tpu",
     tile=(8, 128),
+    shortest=1.2e-6,  # by libtpu's cycles, 1830 on v5e and 2120 on v5p
     hides={"all_gather": 0.5},  # docs/benchmarks/prediction.md: in the median of programs that gather weights
     scatters_globally=False,
     gathers_at_once=True,

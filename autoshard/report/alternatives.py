@@ -190,10 +190,16 @@ class _Problems:
         """The problem without collectives on what is made of the state alone."""
         if problem is None:
             return None
-        nodes = {self.formulation.group_node(group) for group in self.making}
-        nodes |= {shared.node for value, shared in self.formulation.shared.items() if value in self.of_state}
+        values = self.formulation.program.values
+        trips = {self.formulation.group_node(group): group.trips for group in self.making}
+        trips |= {
+            shared.node: values[value].trips
+            for value, shared in self.formulation.shared.items()
+            if value in self.of_state
+        }
+        sliced = {node: self.formulation.prices.backend.shortest * count for node, count in trips.items()}
         edges = tuple(
-            replace(edge, costs=np.where(edge.costs > 0, np.inf, edge.costs)) if edge.i in nodes else edge
+            replace(edge, costs=np.where(edge.costs > sliced[edge.i], np.inf, edge.costs)) if edge.i in sliced else edge
             for edge in problem.edges
         )
         return replace(problem, edges=edges)

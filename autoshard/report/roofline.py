@@ -1,8 +1,8 @@
 """How long one operation of a compiled GPU program takes: the roofline of its FLOPs and of the memory it moves.
 
 XLA writes no estimate of its own into programs for GPU. Memory is what an operation reads and writes: of an array of
-which a fusion only takes slices, or into which it only puts one, the slices. FLOPs are those of matrix products and
-convolutions; next to the memory that other operations move, theirs do not show.
+which a fusion only takes slices, or into which it only puts one, the slices, whatever it casts or transposes first.
+FLOPs are those of matrix products and convolutions; next to the memory that other operations move, theirs do not show.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ _FREE = frozenset({
     "partition-id", "replica-id", "tuple", "while",
 })  # fmt: skip
 _SLICES = ("dynamic-slice", "slice")
+_RENAMES = ("bitcast", "convert", "copy", "reshape", "transpose")  # whoever reads part of them makes that part
 
 
 class Roofline:
@@ -60,15 +61,18 @@ class Roofline:
                 one = inside[operands(one)[0]]
             yield shape_bytes(inside[operands(one)[1]].shape if one.opcode == "dynamic-update-slice" else one.shape)
 
-    def _read(self, parameter: Instruction, inside: Mapping[str, Instruction]) -> float:
-        """Bytes of its parameter that a fusion reads."""
-        whole, read = shape_bytes(parameter.shape), 0
+    def _read(self, given: Instruction, inside: Mapping[str, Instruction]) -> float:
+        """Bytes that a fusion reads of its parameter, or of the same elements by another name."""
+        whole, read = shape_bytes(given.shape), 0.0
+        *_, root = inside.values()
         for one in inside.values():
-            if parameter.name not in operands(one):
+            if given.name not in operands(one) or not whole:
                 continue
             if one.opcode in _SLICES:
-                read += shape_bytes(one.shape)
-            elif one.opcode != "dynamic-update-slice" or operands(one)[0] != parameter.name:
+                read += whole * math.prod(dims_of(one.shape)) / math.prod(dims_of(given.shape))
+            elif one.opcode in _RENAMES and one is not root:
+                read += whole * self._read(one, inside) / shape_bytes(one.shape)
+            elif one.opcode != "dynamic-update-slice" or operands(one)[0] != given.name:
                 return whole
         return min(read, whole)
 

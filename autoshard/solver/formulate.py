@@ -347,9 +347,9 @@ class _Formulator:
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
-        from_home = self.prices.table(value, self._homes_of(kepts), reader.wants)
+        stays = self.prices.stays(value, self._homes_of(kepts), reader.wants)
         from_copy = self.prices.table(value, self._copies_of(kepts), reader.wants)
-        return self.prices.once(_from_argument, kepts, reader.wants, from_home, from_copy)
+        return self.prices.once(_from_argument, kepts, reader.wants, stays, from_copy)
 
     # Groups.
 
@@ -382,7 +382,7 @@ class _Formulator:
         alone = _copied_for(readers[0]) if len(readers) == 1 else None
         table = self.prices.table(value, leaves, wants, alone)
         if group.is_view:  # what it views can as well be resharded, and is counted
-            table = self.prices.once(_free_only, table)
+            table = self.prices.once(_only_where, self.prices.stays(value, leaves, wants), table)
         if group.hoisted is not None:
             table = table + self._unhoisted(group, value, leaves, wants)
         self._connect(node, holder, table)
@@ -547,19 +547,19 @@ def _held(kepts: Sequence[Kept], own: np.ndarray, gathered: np.ndarray) -> np.nd
 
 
 def _from_argument(
-    kepts: Sequence[Kept], wants: Sequence[Layout], from_home: np.ndarray, from_copy: np.ndarray
+    kepts: Sequence[Kept], wants: Sequence[Layout], stays: np.ndarray, from_copy: np.ndarray
 ) -> np.ndarray:
     bare = np.array([kept.home == kept.copy for kept in kepts])[:, None]
     at_home = np.array([[kept.home == want for want in wants] for kept in kepts])  # others read the copy
-    return np.where(bare & (from_home > 0), np.inf, np.where(at_home, 0.0, from_copy))
+    return np.where(bare & ~stays, np.inf, np.where(at_home, 0.0, from_copy))
 
 
 def _any_of(*wants: Sequence[Layout]) -> tuple[Layout, ...]:
     return tuple(dict.fromkeys(itertools.chain(*wants)))
 
 
-def _free_only(table: np.ndarray) -> np.ndarray:
-    return np.where(table > 0, np.inf, table)
+def _only_where(allowed: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return np.where(allowed, table, np.inf)
 
 
 def _without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:

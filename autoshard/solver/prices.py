@@ -139,7 +139,7 @@ class Prices:
         return self._of(value, source, target, readers)[0]
 
     def resharding(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
-        """Seconds of one resharding of `value`."""
+        """Seconds of one resharding of `value`; of one without steps they are compute."""
         return self._of(value, source, target, readers)[1]
 
     def hidden(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
@@ -169,7 +169,7 @@ class Prices:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
             seconds, behind = self._moved(value.shape, size, rows, columns, late, image_dims)
             table = seconds - behind if ahead else seconds
-            moves = np.array([[a != b for b in columns] for a in rows])
+            moves = _differ(rows, columns)
             if value.on_host:
                 table = np.where(moves, np.inf, table)
             if written is not None:
@@ -179,6 +179,19 @@ class Prices:
             return _frozen((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
 
         return self.once(made, self.one(sources), self.one(targets), of=what)
+
+    def stays(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """[source, target]: whether resharding `value` takes a slice at most: nothing is sent, nor written for it.
+
+        The array is shared, and not to be changed.
+        """
+        written = value.id in self.instead
+
+        def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+            sent = self._moves_of(len(value.shape)).steps(sources, targets)[..., 0] > 0
+            return _frozen(~(sent | (written & _differ(sources, targets))))
+
+        return self.once(made, self.one(sources), self.one(targets), of=(written,))
 
     def writing_first(self, value: Value, source: Layout, target: Layout) -> float:
         """Seconds to write what is not written if a value is not resharded.
@@ -270,13 +283,18 @@ class Prices:
         late: bool,
         image_dims: ImageDims | None,
     ) -> tuple[tuple[Step, ...], float, float]:
-        """The steps of a resharding, their seconds, and how many of these can run behind compute."""
+        """The steps of a resharding, their seconds, and how many of these can run behind compute.
+
+        Where a slice will do there are no steps, but it may be an operation of its own.
+        """
         if source == target:
             return (), 0.0, 0.0
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
-        steps, total, behind = [], 0.0, 0.0
+        steps, total, behind = [], 0.0 if found else self.backend.shortest, 0.0
         for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
-            sent, seconds, share = self._sent(kind, axes, size, several, late)
+            sent, seconds, share = self._sent(kind, axes, size, late)
+            if several and _out_of_order(shape, [source], [target], self.mesh).item():
+                seconds += self._recopied(size)
             if image_dims is not None and kind == "all_to_all":
                 more = self._more_copies(shape, width, image_dims, [source], [target]).item()
                 seconds += self._copied(size) * more
@@ -299,20 +317,26 @@ class Prices:
             pairs = [[self._pair(shape, width, a, b, late, image_dims)[1:] for b in targets] for a in sources]
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
-        moves = self._moves.setdefault(len(shape), _Moves(self.mesh, self.backend))
+        moves = self._moves_of(len(shape))
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * width
-        known = [
-            self._sent(kind, axes, math.ceil(total / tiles), several, late)[1:]
-            for kind, axes, tiles, several in moves.known
-        ]
+        known = [self._sent(kind, axes, math.ceil(total / tiles), late)[1:] for kind, axes, tiles, _ in moves.known]
         seconds, shares = np.array([(0.0, 0.0), *known]).T
         seconds = seconds[steps]
+        if self.backend.shortest:
+            seconds[..., 0] += self.backend.shortest * (_differ(sources, targets) & (steps[..., 0] == 0))
+        if any(several for *_, several in moves.known):
+            ordered = [self._recopied(math.ceil(total / tiles)) * several for *_, tiles, several in moves.known]
+            apart = _out_of_order(shape, sources, targets, self.mesh)
+            seconds = seconds + np.array([0.0, *ordered])[steps] * apart[..., np.newaxis]
         if image_dims is not None:
             cut = [self._copied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
             more = self._more_copies(shape, width, image_dims, sources, targets)
             seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
         return seconds.sum(axis=-1), (seconds * shares[steps]).sum(axis=-1)
+
+    def _moves_of(self, rank: int) -> _Moves:
+        return self._moves.setdefault(rank, _Moves(self.mesh, self.backend))
 
     def _more_copies(
         self, shape: tuple[int, ...], width: int, image_dims: ImageDims, sources: list[Layout], targets: list[Layout]
@@ -355,19 +379,14 @@ class Prices:
         devices, everywhere = shards(axes, self.mesh), math.prod(self.mesh.values()) // self.backend.slices
         return ALL_REDUCE if MANY_DEVICES <= devices == everywhere else kind
 
-    def _sent(
-        self, kind: str, axes: tuple[str, ...], size: int, several: bool, late: bool
-    ) -> tuple[str, float, float]:
+    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
         """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
 
         For an all_reduce instead of a gather it makes an array of zeros.
-
-        Args:
-            several: whether it gathers several dims, whose pieces are then put in order.
         """
         sent = self._sent_as(kind, axes, size)
         zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
-        seconds = self._collective(sent, axes, size, late=late) + zeros + self._recopied(size) * several
+        seconds = self._collective(sent, axes, size, late=late) + zeros
         return sent, seconds, self.backend.hides.get(sent, 0.0)
 
     def _recopied(self, size: int) -> float:
@@ -536,7 +555,7 @@ class _Moves:
         # [source, target, step]: its number; 0: none; -1: unknown
         self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
 
-    def steps(self, sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+    def steps(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """[source, target, step]: which of `known` it is; 0 where there are fewer steps."""
         for layout in (*sources, *targets):
             self._number.setdefault(layout, len(self._number))
@@ -579,6 +598,28 @@ def _at_once(
                 sent.pop()
         sent.append((kind, axes, size, several))
     return sent
+
+
+def _out_of_order(
+    shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout], mesh: MeshShape
+) -> np.ndarray:
+    """[source, target]: whether pieces of several dims that are gathered at once have to be put in order.
+
+    One after the other, they are in order if no piece has more than one element of any dim between those that are
+    gathered, nor of these, but for the last.
+    """
+    long = np.array([local_shape(shape, layout, mesh) for layout in sources])[:, np.newaxis] > 1
+    number = {axes: i for i, axes in enumerate({axes for layout in (*sources, *targets) for axes in layout})}
+    before, after = (np.array([[number[axes] for axes in layout] for layout in some]) for some in (sources, targets))
+    moved = before[:, np.newaxis] != after
+    begun = np.logical_or.accumulate(moved, axis=-1)[..., :-1]
+    to_come = np.logical_or.accumulate(moved[..., :0:-1], axis=-1)[..., ::-1]
+    return (long[..., :-1] & begun & to_come).any(axis=-1)
+
+
+def _differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    """[source, target]: whether these are two."""
+    return np.array([[source != target for target in targets] for source in sources])
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

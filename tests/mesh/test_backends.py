@@ -80,7 +80,7 @@ def test_a_machine_that_is_not_known():
 
 NOT_THERE = [
     ("v5e:2x2", "libtpu", TPU),
-    ("2x v5e:2x1", "libtpu", replace(TPU, slices=2)),
+    ("2x v5e:2x1", "libtpu", replace(TPU, slices=2, gathers_at_once=False)),
     ("h100:4", "jax_cuda13_plugin", GPU),
     ("h100:2x2", "jax_cuda13_plugin", GPU),
 ]

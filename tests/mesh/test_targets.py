@@ -22,7 +22,7 @@ from autoshard.mesh.presets import CHIPS, parse_machine
 from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.program import Value
 from autoshard.report.hlo import read_collectives
-from autoshard.report.module import Module
+from autoshard.report.module import Module, shape_bytes
 from autoshard.report.schedule import schedule_of
 from autoshard.solver.prices import Prices
 
@@ -188,6 +188,31 @@ def test_what_gathers_become(machine, shape, spec, size, expected):
     plan = autoshard.evaluate(gathered, x, mesh=mesh, topology=machine, in_shardings=(spec,))
     found = plan.verify(target=machine)
     assert found.predicted == found.actual == expected, str(found)
+
+
+@pytest.mark.parametrize("spec, copied", [(P("x", "y"), False), (P("x", None, "y"), True)])
+def test_pieces_that_come_in_order_are_not_copied(spec, copied):
+    """Weights of 8 experts, gathered at once: one of them in each piece, of which some rows, or else some columns."""
+    needs("v5e")
+    axes, experts = {"x": 8, "y": 8}, jax.ShapeDtypeStruct((8, 2048, 1024), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((64, 8, 128, 2048), jnp.bfloat16)
+    mesh = target_mesh("v5e:8x8", axes).abstract_mesh
+
+    def multiplied(x, w):
+        w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+        return jnp.einsum("bgrm,gmh->bgrh", x, w)
+
+    hlo = compiled_for("v5e:8x8", axes, multiplied, (P(("x", "y")), spec), P(("x", "y")), rows, experts)
+    assert [one.kind for one in read_collectives(hlo, axes)] == ["all_gather"]
+    copies = [step for _, step, _ in Module.of(hlo).executed() if step.opcode == "copy"]
+    assert any(shape_bytes(step.shape) >= 2 * experts.size for step in copies) == copied
+    found, plain = (
+        Prices(axes, autoshard.topology("v5e:8x8", axes), backend=backend).resharding(
+            Value(0, experts.shape, experts.dtype, experts.size * 2), layout_of(spec, 3), ((),) * 3
+        )
+        for backend in (TPU, replace(TPU, recopies=0))
+    )
+    assert (found > plain) == copied
 
 
 def heads_step(weights, x):

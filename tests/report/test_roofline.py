@@ -22,6 +22,19 @@ BODIES = {
         "%a = f32[16,64]{1,0} parameter(0)", "%b = f32[1,64]{1,0} parameter(1)", "%i = s32[] parameter(2)",
         "%u = f32[16,64]{1,0} dynamic-update-slice(%a, %b, %i, %i)", "ROOT %r = f32[16,64]{1,0} bitcast(%u)",
     ],
+    "cast": [
+        "%a = f32[16,64]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%b = f32[64,16]{0,1} bitcast(%a)",
+        "%c = bf16[64,16]{0,1} convert(%b)",
+        "ROOT %r = bf16[64,1]{0,1} dynamic-slice(%c, %i, %i), dynamic_slice_sizes={64,1}",
+    ],
+    "kept": [
+        "%a = f32[16,64]{1,0} parameter(0)", "%b = f32[64,16]{0,1} bitcast(%a)",
+        "ROOT %r = bf16[64,16]{0,1} convert(%b)",
+    ],
+    "bent": [
+        "%a = f32[64,16]{0,1} parameter(0)", "%b = f32[1,64]{1,0} parameter(1)", "%i = s32[] parameter(2)",
+        "%s = f32[16,64]{1,0} bitcast(%a)", "ROOT %r = f32[16,64]{1,0} dynamic-update-slice(%s, %b, %i, %i)",
+    ],
     "multiplied": [
         "%a = bf16[8192,4096]{1,0} parameter(0)", "%b = bf16[4096,8192]{1,0} parameter(1)",
         "ROOT %r = bf16[8192,8192]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
@@ -35,6 +48,9 @@ ENTRY = [
     "%added = f32[64]{0} fusion(%vector, %vector), kind=kLoop, calls=%added_body",
     "%sliced = f32[1,64]{1,0} fusion(%stack, %i), kind=kLoop, calls=%sliced_body",
     "%put = f32[16,64]{1,0} fusion(%stack, %row, %i), kind=kLoop, calls=%put_body",
+    "%cast = bf16[64,1]{0,1} fusion(%stack, %i), kind=kLoop, calls=%cast_body",
+    "%kept = bf16[64,16]{0,1} fusion(%stack), kind=kLoop, calls=%kept_body",
+    "%bent = f32[16,64]{1,0} fusion(%stack, %row, %i), kind=kLoop, calls=%bent_body",
     "%multiplied = bf16[8192,8192]{1,0} fusion(%left, %right), kind=kCustom, calls=%multiplied_body",
     f"%gemm = (bf16[8192,8192]{{1,0}}, s8[33554432]{{0}}) custom-call(%left, %right), {GEMM}{CONTRACTS % 1}",
     f'%forward = (bf16[32,56,56,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%images, %kernel), {CONV}"{CUDNN}Forward"',
@@ -61,6 +77,9 @@ def module():
     ("added", 3 * 256 / HBM),
     ("sliced", (2 * 256 + ROUNDED) / HBM),  # not the stack
     ("put", (2 * 256 + ROUNDED) / HBM),
+    ("cast", (256 + 128 + ROUNDED) / HBM),
+    ("kept", (16 * 256 + 16 * 128) / HBM),
+    ("bent", (2 * 256 + ROUNDED) / HBM),
     ("multiplied", 2 * 8192 * 8192 * 4096 / BF16),
     ("gemm", 2 * 8192 * 8192 * 4096 / BF16),
     ("forward", max((2 * IMAGES + KERNEL) / HBM, PRODUCTS / BF16)),

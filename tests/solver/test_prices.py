@@ -255,7 +255,7 @@ def test_images_that_do_not_divide_copy_padded_pieces():
     asked, others = prices(backend=TPU, images={images.id: (0, 3)}), prices(backend=TPU)
     found = asked.resharding(images, batch, features)
     assert found > others.resharding(images, batch, features)
-    np.testing.assert_allclose(asked.table(images, [batch, ((),) * 4], [features]), [[found], [0]])
+    np.testing.assert_allclose(asked.table(images, [batch, ((),) * 4], [features]), [[found], [TPU.shortest]])
 
 
 ROWS = {  # what is done with 128 rows of 256 columns
@@ -313,6 +313,34 @@ def test_pieces_gathered_in_several_dims_are_put_in_order():
     assert both == pytest.approx(rows + 2 * 2 * 2**26 / TOPOLOGY.memory_bandwidth, rel=1e-9)
     tables = [asked.table(matrix, [source], [NONE]) for source in ((("x", "y"), ()), (("x",), ("y",)))]
     np.testing.assert_allclose(tables, [[[rows]], [[both]]])
+
+
+@pytest.mark.parametrize("shape, source, target, copied", [
+    ((8, 512, 64), (("x",), ("y",), ()), ((), (), ()), False),  # one row of each of x in every piece
+    ((16, 512, 64), (("x",), ("y",), ()), ((), (), ()), True),  # two
+    ((8, 512, 64), (("x",), (), ("y",)), ((), (), ()), True),  # what is whole between them
+    ((8, 1, 64), (("x",), (), ("y",)), ((), (), ()), False),
+    ((8, 8, 512, 64), ((), ("x",), ("y",), ()), ((), (), (), ()), False),  # what is whole before them
+    ((8, 512, 64), (("x",), ("y",), ()), (("x",), (), ()), False),  # one dim alone
+])  # fmt: skip
+def test_pieces_that_come_in_order_are_not_copied(shape, source, target, copied):
+    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=TPU)
+    array = value(*shape)
+    plain = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=replace(TPU, recopies=0))
+    found = asked.resharding(array, source, target)
+    more = found - plain.resharding(array, source, target)
+    assert more == pytest.approx(copied * 2 * 2 * 4 * math.prod(shape) / TOPOLOGY.memory_bandwidth, abs=1e-15)
+    np.testing.assert_allclose(asked.table(array, [source, target], [target]), [[found], [0]])
+
+
+def test_a_slice_is_an_operation_of_its_own():
+    """Where nothing moves between devices; the rows that an uneven split leaves over, too."""
+    asked = prices(backend=replace(TPU, shortest=1e-3))
+    for rows in (8, 9):
+        array = value(rows, 8, trips=3)
+        assert asked.resharding(array, NONE, X) == 1e-3
+        assert asked.resharding(array, X, NONE) == prices(backend=TPU).resharding(array, X, NONE)
+        assert asked.table(array, [NONE], [NONE, X]).tolist() == [[0.0, 3e-3]]
 
 
 @pytest.mark.parametrize("behind_barrier", [True, False])
