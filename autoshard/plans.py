@@ -516,8 +516,10 @@ class _Choice:
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
             seconds = self.prices.resharding(value, source, target, readers) * value.trips
-            compute += 0.0 if steps else seconds
-            communication += seconds if steps else 0.0
+            if steps:
+                communication += seconds
+            else:  # a slice
+                compute += seconds
             hidden += self.prices.hidden(value, source, target, readers) * value.trips
             size = self.prices.widths.moving(value, readers)
             smaller = f" in {8 * size} bits" if size < value.itemsize else ""
