@@ -35,7 +35,7 @@ class Backend:
     adds_inside: float = 0.0
     hoists_sums: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     sums_first: bool = False  # partial sums that are only added up are added before they are reduced, once
-    # How often an all_to_all, or a gather of several dims, copies what it moves, to cut it up or put pieces in order.
+    # How often an all_to_all, or a gather whose pieces come out of order, copies what it moves.
     recopies: int = 0
     image_recopies: int = 0  # the same for images of two bytes an element, whose pieces pad; at least as for others
     slicing: float = 1.0  # at which part of the memory's bandwidth a loop copies what it slices

@@ -293,7 +293,7 @@ class Prices:
         steps, total, behind = [], 0.0 if found else self.backend.shortest, 0.0
         for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
             sent, seconds, share = self._sent(kind, axes, size, late)
-            if several and _out_of_order(shape, [source], [target], self.mesh).item():
+            if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
                 seconds += self._recopied(size)
             if image_dims is not None and kind == "all_to_all":
                 more = self._more_copies(shape, width, image_dims, [source], [target]).item()
@@ -320,23 +320,47 @@ class Prices:
         moves = self._moves_of(len(shape))
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * width
-        known = [self._sent(kind, axes, math.ceil(total / tiles), late)[1:] for kind, axes, tiles, _ in moves.known]
-        seconds, shares = np.array([(0.0, 0.0), *known]).T
-        seconds = seconds[steps]
+        of_step = [(0.0, 0.0, 0.0, False)]
+        for kind, axes, tiles, several in moves.known:
+            size = math.ceil(total / tiles)
+            _, takes, share = self._sent(kind, axes, size, late)
+            of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
+        seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
         if self.backend.shortest:
             seconds[..., 0] += self.backend.shortest * (_differ(sources, targets) & (steps[..., 0] == 0))
-        if any(several for *_, several in moves.known):
-            ordered = [self._recopied(math.ceil(total / tiles)) * several for *_, tiles, several in moves.known]
-            apart = _out_of_order(shape, sources, targets, self.mesh)
-            seconds = seconds + np.array([0.0, *ordered])[steps] * apart[..., np.newaxis]
+        if ordering.any():
+            one, together = self._out_of_order(shape, sources, targets)[..., np.newaxis]
+            seconds = seconds + ordering * np.where(several, together, one)
         if image_dims is not None:
             cut = [self._copied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
             more = self._more_copies(shape, width, image_dims, sources, targets)
             seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
-        return seconds.sum(axis=-1), (seconds * shares[steps]).sum(axis=-1)
+        return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
 
     def _moves_of(self, rank: int) -> _Moves:
         return self._moves.setdefault(rank, _Moves(self.mesh, self.backend))
+
+    def _out_of_order(self, shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """[several, source, target]: whether what is gathered, in one dim or in several at once, is copied into order.
+
+        Of several dims pieces come in order if they have one element of each dim from the first that is gathered to the
+        last, but for that. And XLA for TPU puts only whole tiles side by side: where pieces of rows or columns, the two
+        minor dims, do not end with one, the dim becomes the outermost, in which order only a matrix can stay.
+        """
+        before, after = (
+            np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
+        )
+        before, after = before[:, np.newaxis], after[np.newaxis]
+        gathered = before < after
+        later = np.zeros_like(gathered)
+        later[..., :-1] = np.logical_or.accumulate(gathered[..., :0:-1], axis=-1)[..., ::-1]
+        begun = np.logical_or.accumulate(gathered, axis=-1)
+        scattered = (begun & later & (before > 1)).any(axis=-1)
+        minor = np.arange(len(shape)) >= len(shape) - 2
+        cut = before % self.backend.tile[0] > 0 if self.backend.tile else np.zeros_like(before, bool)
+        others = (after > 1).sum(axis=-1, keepdims=True) - (after > 1)
+        broken = (gathered & ~later & minor & cut & (others > 1)).any(axis=-1)
+        return np.stack([broken, broken | scattered])
 
     def _more_copies(
         self, shape: tuple[int, ...], width: int, image_dims: ImageDims, sources: list[Layout], targets: list[Layout]
@@ -598,23 +622,6 @@ def _at_once(
                 sent.pop()
         sent.append((kind, axes, size, several))
     return sent
-
-
-def _out_of_order(
-    shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout], mesh: MeshShape
-) -> np.ndarray:
-    """[source, target]: whether pieces of several dims that are gathered at once have to be put in order.
-
-    One after the other, they are in order if no piece has more than one element of any dim between those that are
-    gathered, nor of these, but for the last.
-    """
-    long = np.array([local_shape(shape, layout, mesh) for layout in sources])[:, np.newaxis] > 1
-    number = {axes: i for i, axes in enumerate({axes for layout in (*sources, *targets) for axes in layout})}
-    before, after = (np.array([[number[axes] for axes in layout] for layout in some]) for some in (sources, targets))
-    moved = before[:, np.newaxis] != after
-    begun = np.logical_or.accumulate(moved, axis=-1)[..., :-1]
-    to_come = np.logical_or.accumulate(moved[..., :0:-1], axis=-1)[..., ::-1]
-    return (long[..., :-1] & begun & to_come).any(axis=-1)
 
 
 def _differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:

@@ -215,6 +215,30 @@ def test_pieces_that_come_in_order_are_not_copied(spec, copied):
     assert (found > plain) == copied
 
 
+def test_pieces_that_cut_tiles_are_put_in_order():
+    """A stack of matrices that is gathered before the loop over it: by 63 rows, or by 256 columns."""
+    needs("v5e")
+    axes, stack = {"x": 16}, jax.ShapeDtypeStruct((8, 1008, 4096), jnp.bfloat16)
+    mesh = target_mesh("v5e:4x4", axes).abstract_mesh
+
+    def layers(x, stack):
+        stack = jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, P()))
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w.T, None), x, stack)[0]
+
+    def cycles(spec):
+        x = jax.ShapeDtypeStruct((16 * 2048, 1008), jnp.bfloat16)
+        hlo = compiled_for("v5e:4x4", axes, layers, (P("x"), spec), P("x"), x, stack)
+        assert [one.kind for one in read_collectives(hlo, axes)] == ["all_gather"]
+        return sum(step.cycles * count for _, step, count in Module.of(hlo).executed())
+
+    asked = Prices(axes, autoshard.topology("v5e:4x4", axes), backend=TPU)
+    value = Value(0, stack.shape, stack.dtype, stack.size * 2)
+    rows, columns = P(None, "x"), P(None, None, "x")
+    by_rows, by_columns = (asked.resharding(value, layout_of(spec, 3), ((),) * 3) for spec in (rows, columns))
+    slower = (cycles(rows) - cycles(columns)) / CHIPS["v5e"].clock
+    assert slower > by_rows - by_columns > 0
+
+
 def heads_step(weights, x):
     """Gradients of [512, 16, 64], which lie split along each of their dims, and of [512, 2048]."""
     def loss(weights):

@@ -322,6 +322,13 @@ def test_pieces_gathered_in_several_dims_are_put_in_order():
     ((8, 1, 64), (("x",), (), ("y",)), ((), (), ()), False),
     ((8, 8, 512, 64), ((), ("x",), ("y",), ()), ((), (), (), ()), False),  # what is whole before them
     ((8, 512, 64), (("x",), ("y",), ()), (("x",), (), ()), False),  # one dim alone
+    ((8, 504, 64), (("x",), ("y",), ()), ((), (), ()), True),  # 63 rows, which do not fill tiles of 8
+    ((8, 504, 64), ((), ("y",), ()), ((), (), ()), True),
+    ((8, 64, 32), ((), (), ("y",)), ((), (), ()), True),  # 4 columns
+    ((8, 64, 64), ((), (), ("y",)), ((), (), ()), False),
+    ((1, 64, 32), ((), (), ("y",)), ((), (), ()), False),  # a matrix
+    ((504, 64), (("y",), ()), ((), ()), False),
+    ((8, 64, 64, 64), ((), ("y", "x"), (), ()), ((), (), (), ()), False),  # neither rows nor columns
 ])  # fmt: skip
 def test_pieces_that_come_in_order_are_not_copied(shape, source, target, copied):
     asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=TPU)
