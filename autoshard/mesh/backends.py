@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.mesh.presets import CHIPS, chip_of, parse_machine
@@ -122,13 +124,39 @@ def padded_size(shape: tuple[int, ...], tile: tuple[int, int] | None, minor: tup
     size = math.prod(shape)
     if tile is None or not size:
         return size
-    rows, columns = tile
     if len(shape) < 2:
-        return _padded(size, columns)
-    return min(
-        size // (row * column) * _padded(row, min(rows, 1 << (row - 1).bit_length())) * _padded(column, columns)
-        for row, column in itertools.permutations(shape if minor is None else [shape[dim] for dim in minor], 2)
-    )
+        return _padded(size, tile[1])
+    dims = itertools.permutations(range(len(shape)) if minor is None else minor, 2)
+    return min(_size_with(shape, row, column, tile) for row, column in dims)
+
+
+@functools.cache
+def tiled_dims(shape: tuple[int, ...], tile: tuple[int, int]) -> np.ndarray:
+    """[other, rows, columns; dim]: whether that is what a dim can be where an array lies with the least padding.
+
+    The outermost dim is neither rows nor columns if that takes no more: what reads a stack reads a layer at a time.
+
+    >>> tiled_dims((24, 1024, 16, 64), (8, 128)).astype(int)  # weights of heads of 64, as columns half of them padding
+    array([[1, 0, 1, 1],
+           [0, 0, 1, 1],
+           [0, 1, 0, 0]])
+    """
+    roles = np.zeros((3, len(shape)), dtype=bool)
+    if not math.prod(shape):
+        return ~roles
+    sizes = {(a, b): _size_with(shape, a, b, tile) for a, b in itertools.permutations(range(len(shape)), 2)}
+    pairs = [pair for pair, size in sizes.items() if size == min(sizes.values())]
+    for row, column in [pair for pair in pairs if 0 not in pair] or pairs:
+        others = [dim for dim in range(len(shape)) if dim not in (row, column)]
+        roles[0, others] = roles[1, row] = roles[2, column] = True
+    return roles
+
+
+def _size_with(shape: tuple[int, ...], row: int, column: int, tile: tuple[int, int]) -> int:
+    """Elements that an array takes with these dims as rows and columns."""
+    rows, columns = tile
+    rest = math.prod(shape) // (shape[row] * shape[column])
+    return rest * _padded(shape[row], min(rows, 1 << (shape[row] - 1).bit_length())) * _padded(shape[column], columns)
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, divides, local_shape, shards
-from autoshard.mesh.backends import CPU, Backend, padded_size
+from autoshard.mesh.backends import CPU, Backend, padded_size, tiled_dims
 from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.resharding import Step, path, reshard
@@ -344,8 +344,8 @@ class Prices:
         """[several, source, target]: whether what is gathered, in one dim or in several at once, is copied into order.
 
         Of several dims pieces come in order if they have one element of each dim from the first that is gathered to the
-        last, but for that. And XLA for TPU puts only whole tiles side by side: where pieces of rows or columns, the two
-        minor dims, do not end with one, the dim becomes the outermost, in which order only a matrix can stay.
+        last, but for that. And XLA for TPU puts only whole tiles side by side: where pieces of rows or columns do not
+        end with one, it makes the dim the outermost, in which order only a matrix can stay.
         """
         before, after = (
             np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
@@ -356,10 +356,11 @@ class Prices:
         later[..., :-1] = np.logical_or.accumulate(gathered[..., :0:-1], axis=-1)[..., ::-1]
         begun = np.logical_or.accumulate(gathered, axis=-1)
         scattered = (begun & later & (before > 1)).any(axis=-1)
-        minor = np.arange(len(shape)) >= len(shape) - 2
-        cut = before % self.backend.tile[0] > 0 if self.backend.tile else np.zeros_like(before, bool)
-        others = (after > 1).sum(axis=-1, keepdims=True) - (after > 1)
-        broken = (gathered & ~later & minor & cut & (others > 1)).any(axis=-1)
+        broken = gathered & ~later & ((after > 1).sum(axis=-1, keepdims=True) - (after > 1) > 1)
+        if tile := self.backend.tile:
+            other, rows, columns = np.stack([tiled_dims(size, tile) for size in map(tuple, after[0].tolist())], axis=1)
+            broken &= ~(other | (rows & (before % tile[0] == 0)) | (columns & (before % tile[1] == 0)))
+        broken = broken.any(axis=-1) if tile else np.zeros_like(scattered)
         return np.stack([broken, broken | scattered])
 
     def _more_copies(
