@@ -356,11 +356,14 @@ class Prices:
         later[..., :-1] = np.logical_or.accumulate(gathered[..., :0:-1], axis=-1)[..., ::-1]
         begun = np.logical_or.accumulate(gathered, axis=-1)
         scattered = (begun & later & (before > 1)).any(axis=-1)
-        broken = gathered & ~later & ((after > 1).sum(axis=-1, keepdims=True) - (after > 1) > 1)
-        if tile := self.backend.tile:
-            other, rows, columns = np.stack([tiled_dims(size, tile) for size in map(tuple, after[0].tolist())], axis=1)
-            broken &= ~(other | (rows & (before % tile[0] == 0)) | (columns & (before % tile[1] == 0)))
-        broken = broken.any(axis=-1) if tile else np.zeros_like(scattered)
+        if self.backend.tile is None:
+            return np.stack([np.zeros_like(scattered), scattered])
+        tile_rows, tile_columns = self.backend.tile
+        roles = [tiled_dims(tuple(size), self.backend.tile) for size in after[0].tolist()]
+        other, rows, columns = np.stack(roles, axis=1)
+        whole = other | (rows & (before % tile_rows == 0)) | (columns & (before % tile_columns == 0))
+        around = (after > 1).sum(axis=-1, keepdims=True) - (after > 1)
+        broken = (gathered & ~later & ~whole & (around > 1)).any(axis=-1)
         return np.stack([broken, broken | scattered])
 
     def _more_copies(
