@@ -112,8 +112,8 @@ def page(found: dict[str, dict[str, list[str]]], count: int) -> str:
     lines = [
         "# What our plans do",
         "",
-        "Written by `python benchmarks/techniques.py`, which plans the programs of `docs/benchmarks/plans.md` and reads",
-        f"the plans; what they gain is there. A technique counts from {PART:.0%} of the state's bytes on, or",
+        "Written by `python benchmarks/techniques.py`, which plans the programs of `docs/benchmarks/plans.md` and",
+        f"reads the plans; what they gain is there. A technique counts from {PART:.0%} of the state's bytes on, or",
         f"{LITTLE:.0%} of all bytes that are moved.",
         "",
         f"technique | of {count} plans | programs",
