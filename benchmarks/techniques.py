@@ -3,12 +3,10 @@
     python benchmarks/techniques.py                                  # everything; writes docs/benchmarks/techniques.md
     python benchmarks/techniques.py --machines h100:2x8 --models moe  # a part; only prints it
 
-Plans the programs of benchmarks/plans.py, and compiles nothing. Needs the extras tpu and cuda; takes a quarter of an
-hour on two cores.
+Plans the programs of benchmarks/plans.py, and compiles nothing. Needs the extras tpu and cuda; takes minutes.
 """
 
 import argparse
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -17,7 +15,9 @@ from pathlib import Path
 from plans import MACHINES, MODELS, for_devices
 
 from autoshard import Collective, Plan, plan, topology
+from autoshard.layout import axes_of, shards
 from autoshard.mesh.targets import target_mesh
+from autoshard.plans import Placed
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "techniques.md"
 SLOW = {"2x v5e:4x4": "slices", "h100:2x8": "data"}  # the axis whose links are slower by far
@@ -64,11 +64,13 @@ def techniques(made: Plan, slow: str | None, scanned: bool) -> list[str]:
     """
     axes = {axis for axis, size in made.mesh.shape.items() if size > 1}
     state = [made.arguments[i] for i in made.carried]
-    whole = sum(x.local_bytes * pieces(x.layout, made) for x in state)
     moved = made.predicted.collectives
 
-    def share(chosen: Iterable) -> float:
-        return sum(x.local_bytes * pieces(x.layout, made) for x in chosen) / whole
+    def whole(chosen: Iterable[Placed]) -> int:
+        return sum(x.local_bytes * shards(axes_of(x.layout), made.mesh.shape) for x in chosen)
+
+    def share(chosen: Iterable[Placed]) -> float:
+        return whole(chosen) / whole(state)
 
     over = [one for one in moved if slow in one.axes]
     gathered = [one for one in over if one.kind not in ("all_reduce", "reduce_scatter")]
@@ -88,14 +90,6 @@ def techniques(made: Plan, slow: str | None, scanned: bool) -> list[str]:
 
 def amount(collectives: Iterable[Collective], kind: str, why: str) -> int:
     return sum(one.bytes for one in collectives if one.kind == kind and one.why.startswith(why))
-
-
-def axes_of(layout: tuple[tuple[str, ...], ...]) -> set[str]:
-    return {axis for axes in layout for axis in axes}
-
-
-def pieces(layout: tuple[tuple[str, ...], ...], made: Plan) -> int:
-    return math.prod(made.mesh.shape[axis] for axis in axes_of(layout))
 
 
 def layers_differ(made: Plan) -> bool:
