@@ -83,7 +83,7 @@ GPU = Backend(
 TPU = Backend(
     "tpu",
     tile=(8, 128),
-    shortest=1.2e-6,  # by libtpu's cycles, 1830 on v5e and 2120 on v5p
+    shortest=1.2e-6,  # by libtpu's cycles: `tests/mesh/test_targets.py` compiles a slice
     hides={"all_gather": 0.5},  # docs/benchmarks/prediction.md: in the median of programs that gather weights
     scatters_globally=False,
     gathers_at_once=True,
@@ -145,7 +145,8 @@ def tiled_dims(shape: tuple[int, ...], tile: tuple[int, int]) -> np.ndarray:
     if not math.prod(shape):
         return ~roles
     sizes = {(a, b): _size_with(shape, a, b, tile) for a, b in itertools.permutations(range(len(shape)), 2)}
-    pairs = [pair for pair, size in sizes.items() if size == min(sizes.values())]
+    least = min(sizes.values(), default=0)
+    pairs = [pair for pair, size in sizes.items() if size == least]
     for row, column in [pair for pair in pairs if 0 not in pair] or pairs:
         others = [dim for dim in range(len(shape)) if dim not in (row, column)]
         roles[0, others] = roles[1, row] = roles[2, column] = True

@@ -239,6 +239,16 @@ def test_pieces_that_cut_tiles_are_put_in_order():
     assert slower > by_rows - by_columns > 0
 
 
+@pytest.mark.parametrize("machine", ["v5e:2x2", "v5p:2x2x1"])
+def test_a_slice_takes_an_operation(machine):
+    """However little a device cuts out of what it has."""
+    needs(machine)
+    hlo = compiled_for(machine, {"x": 4}, lambda row: row, (P(),), P("x"), f32(4, 128))
+    slices = [step for _, step, _ in Module.of(hlo).executed() if "dynamic-slice" in step.name and step.cycles]
+    clock = CHIPS[parse_machine(machine).chip].clock
+    assert [step.cycles / clock for step in slices] == [pytest.approx(TPU.shortest, rel=0.05)]
+
+
 def heads_step(weights, x):
     """Gradients of [512, 16, 64], which lie split along each of their dims, and of [512, 2048]."""
     def loss(weights):
