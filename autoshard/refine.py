@@ -34,8 +34,8 @@ from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 from autoshard.solver.within import solve_within
 
-# Of gathers of weights and reductions of gradients: more than plans are predicted to hide, less than the four fifths
-# that programs of large models for GPU do (docs/benchmarks/plans.md).
+# Of gathers of weights and reductions of gradients: more than plans are predicted to hide, less than programs of large
+# models for GPU do (docs/benchmarks/plans.md, Summary).
 MUCH_HIDDEN = dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.7)
 
 

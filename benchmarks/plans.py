@@ -12,6 +12,7 @@ hours on two cores.
 import argparse
 import dataclasses
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,7 +243,19 @@ def summary(rows: Sequence[Row]) -> str:
         worse, better = sum(ratio > WORSE for ratio in found), sum(ratio <= BETTER for ratio in found)
         how = "one after the other" if by == "apart" else "with overlap"
         lines.append(f"\n{how}: of {len(found)} programs ours is faster by 5% or more in {better}, slower in {worse}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *hidden(rows)])
+
+
+def hidden(rows: Sequence[Row]) -> Iterator[str]:
+    """How much of what our plans communicate runs behind compute, per machine."""
+    for machine in dict.fromkeys(row.machine for row in rows):
+        ours = [row for row in rows if (row.machine, row.sharding) == (machine, OWN) and row.communication]
+        shares = sorted(max(0.0, row.apart - row.overlapped) / row.communication for row in ours)
+        if shares:
+            yield (
+                f"\n{machine}: of what our plans communicate {statistics.median(shares):.0%} runs behind compute in the"
+                f" median, {shares[0]:.0%} to {shares[-1]:.0%}."
+            )
 
 
 def refined(rows: Sequence[Row]) -> str:
