@@ -21,7 +21,7 @@ from pathlib import Path
 from autoshard.errors import SolverError
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
-from autoshard.solver.solve import solve
+from autoshard.solver.solve import SECONDS, solve
 
 SILENCE = 2.0  # s without a word, and between two lines where lines cannot be overwritten ...
 PAUSE = 10.0  # ... or this, if the stage is the same
@@ -40,12 +40,14 @@ def main(arguments: Sequence[str] | None = None, start: float | None = None) -> 
         description="Solves files of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", type=Path, help=".json or .json.gz")
-    parser.add_argument("--time-limit", type=_seconds, default=60.0, help="seconds for each file, all included")
-    parser.add_argument("--iterations", type=_count, help="how much to search, instead: the same in any run")
+    parser.add_argument("--time-limit", type=_seconds, help="seconds for each file, all included (60)")
+    parser.add_argument("--iterations", type=_count, help="how much to search: the same in any run, if no time is set")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=_count, help="all cores if left out")
     parser.add_argument("--output", type=Path, help="file for the chosen option of each node, as [0, 2, 1]")
     options = parser.parse_args(arguments)
+    if options.time_limit is None:
+        options.time_limit = math.inf if options.iterations else SECONDS
     if options.output and len(options.files) > 1:
         parser.error("--output takes the choice for one file")
     if options.output and not options.output.absolute().parent.is_dir():

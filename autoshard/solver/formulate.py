@@ -381,6 +381,8 @@ class _Formulator:
         holder, wants = self._connect_readers(readers, value, group.point if group.repeated else None)
         alone = _copied_for(readers[0]) if len(readers) == 1 else None
         table = self.prices.table(value, leaves, wants, alone)
+        if narrow := self._narrow(readers, value):
+            table = self.prices.once(_halves, table, self.prices.table(value, leaves, wants, narrow))
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = self.prices.once(_only_where, self.prices.stays(value, leaves, wants), table)
         if group.hoisted is not None:
@@ -433,7 +435,8 @@ class _Formulator:
     ) -> tuple[int, tuple[Layout, ...]]:
         """The node that decides in which layout the readers of a value see it, and that layout per option.
 
-        Several readers get a node between them and the value; a single one decides for itself.
+        Several readers get a node between them and the value; a single one decides for itself. Where some read it in
+        fewer bits, each layout is there twice: for a copy that others may read too, and for one in those bits.
 
         Args:
             made: the point that makes the value, if it is not stored until it is used.
@@ -441,6 +444,9 @@ class _Formulator:
         if len(readers) == 1:
             return readers[0].node, readers[0].wants
         wants = self.prices.once(_any_of, *(reader.wants for reader in readers))
+        narrow = self._narrow(readers, value)
+        if narrow:
+            wants = self.prices.once(_twice, wants)
         holder = len(self.costs)
         self.shared[value.id] = Shared(holder, wants)
         self.costs.append(np.zeros(len(wants)))
@@ -452,12 +458,22 @@ class _Formulator:
             if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
                 sizes = self.prices.sizes(value, wants), self.prices.sizes(value, reader.wants)
                 table = self.prices.once(_without_growth, table, *sizes)
+            if narrow and not _elementwise(reader) and reader.group not in narrow:
+                sizes = self.prices.sizes(value, wants), self.prices.sizes(value, reader.wants)
+                table = self.prices.once(_without_narrow_copies, table, *sizes)
             self._connect(holder, reader.node, table)
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
                 hop = (holder, wants), (reader.node, reader.wants)
                 self.changes.append(Change(value, used, *hop, True, False, False, [reader], copied_for, made))
         return holder, wants
+
+    def _narrow(self, readers: Sequence[Reader], value: Value) -> tuple[Group, ...]:
+        """Those of several readers for whom a copy is smaller than one for all."""
+        if len(readers) == 1:
+            return ()
+        size, groups = self.prices.widths.moving(value), (reader.group for reader in readers)
+        return tuple(group for group in groups if group and self.prices.widths.moving(value, [group]) < size)
 
     def _hold_made(self, node: int, group: Group, held: Holding, left: np.ndarray, kept: bool) -> None:
         """What a group holds to make a value of `left` bytes per strategy, and until the value is first used."""
@@ -564,6 +580,22 @@ def _only_where(allowed: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 def _without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.where(np.less.outer(before, after), np.inf, table)
+
+
+def _twice(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    return layouts + layouts
+
+
+def _halves(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """The first half of the columns of one table, the second of the other."""
+    half = first.shape[1] // 2
+    return np.hstack([first[:, :half], second[:, half:]])
+
+
+def _without_narrow_copies(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Only a slice goes from the second half of the rows: it is taken of the value as it was left."""
+    second = np.arange(len(table)) >= len(table) // 2
+    return np.where(second[:, None] & np.less_equal.outer(before, after), np.inf, table)
 
 
 def _all_reduced(strategies: Sequence[Strategy]) -> np.ndarray:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from autoshard.solver.large import Found
 
 ENOUGH = OPTIMAL_GAP / 10  # the gap at which a part counts as solved; finer, to leave room for rounding
+SECONDS = 60.0  # to spend, if nothing else is asked for
 GRACE = 3.0  # s, or iterations, past the limit to find a first choice
 FINISH = 3.0  # times what it takes to verify a choice: what is left for the end, ...
 FINISH_SHARE = 0.2  # ... but no more than this of the time limit
@@ -56,7 +57,8 @@ REPEATED = 20_000  # options from which on what repeats itself is solved as one 
 KINDS = 0.6  # ... if no more than this share of the nodes are different,
 FEW_KINDS = 0.25  # ... or, if memory binds, than this
 FEW_LIFTED = 0.5  # of the nodes: with more kinds in a lifted bound, that of the whole costs no more
-CLOSE = 0.01  # the gap that is small enough for a problem of the planner
+CLOSE = 0.01  # the gap that is small enough for a problem of the planner, ...
+CLOSE_IF_BINDING = 0.005  # ... and for one of no more than REPEATED options once memory has prices
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
 HOPELESS = 0.02  # the same of lifted bounds, which are quick, and while the gap is too large: what follows is not
@@ -64,17 +66,20 @@ NEAR = 0.05  # of the bound: what a choice may cost more to be worth moves
 CHOOSING = 10  # sweeps between two choices in which layers may differ
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
 LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
+ROUGH = 0.05  # the gap that is small enough while the best choice is not accepted, ...
+ROUGH_SHARE = 0.5  # ... and how much of the time such choices get
 
 
 def solve(
     problem: Problem,
     *,
-    time_limit: float = 60.0,
+    time_limit: float | None = None,
     iterations: int | None = None,
     seed: int = 0,
     threads: int | None = None,
     layered: bool = False,
     gap: float = 0.0,
+    accepts: Callable[[Sequence[int]], bool] = lambda choice: True,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
@@ -88,16 +93,18 @@ def solve(
     Solution(choice=(1, 0), cost=1.0, bound=1.0, status='optimal')
 
     Args:
-        time_limit: seconds to spend, what follows the search included.
-        iterations: how much to search instead, however long that takes: rounds of a large problem, each of which takes
-            about half a second of every core, and looks of HiGHS at whether to stop. The same problem, seed and
-            iterations give the same solution, however busy the machine is and with however many threads.
+        time_limit: seconds to spend, what follows the search included; None: 60, or as long as the iterations take.
+        iterations: how much to search: rounds of a large problem, each of which takes about half a second of every
+            core, and looks of HiGHS at whether to stop. The same problem, seed and iterations give the same solution,
+            however busy the machine is and with however many threads, unless a time limit ends the search.
         seed: of the random numbers inside. The same problem and seed give the same optimal solution in any process.
         threads: that search side by side where a problem is large; None: one per core.
         layered: whether to solve what repeats itself as one first, as layers of a model that memory binds little, and
-            to leave a problem of thousands of options alone within one percent.
+            to leave a problem of thousands of options alone within one percent, or half of that where memory binds it.
         gap: the relative gap with which any problem is left alone, however few options it has, as far as the bound
             shows by then: an integer program is held to the one known when it starts.
+        accepts: whether a choice is of use, where that takes more than the problem says. While the best one is not, it
+            is left alone within five percent, or after half of the time: what is of use comes of another problem.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
 
     Raises:
@@ -105,11 +112,16 @@ def solve(
         SolverError: every choice is forbidden, or none was found in time.
         KeyboardInterrupt: Ctrl-C, before any choice was found.
     """
+    if time_limit is None:
+        time_limit = SECONDS if iterations is None else math.inf
     search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
     known = search.known
-    enough = gap or (CLOSE if layered else 0.0)
-    known.tolerance = lambda: enough * max(0.0, known.bound)
+    search.accepts = functools.lru_cache(maxsize=1)(accepts)
     search.early = gap > 0
+    if layered:
+        search.enough = CLOSE, CLOSE_IF_BINDING if _options(problem) <= REPEATED else CLOSE
+    if gap:
+        search.enough = gap, gap
     try:
         known.prove(_least_sum(problem))
         search.begin()
@@ -265,11 +277,17 @@ class _Search:
         self.seed, self.threads = seed, threads
         self.loaded = False  # compiled code
         self.early = False  # whether integer programs, too, end when a choice is close
+        self.enough = 0.0, 0.0  # the gap with which a choice is, and with which where memory binds
+        self.binds = False  # whether it does
+        self.accepts: Callable[[Sequence[int]], bool] = lambda choice: True
         self.grace = GRACE
         self.report = _Report(progress)
         self.done: float | None = None if iterations is None else 0.0  # iterations; None: the clock decides
-        self.deadline = self.report.start + time_limit if iterations is None else float(iterations)
+        self.latest = self.report.start + time_limit
+        self.deadline = self.latest if iterations is None else float(iterations)
+        self.rough_until = math.inf
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
+        self.known.tolerance = self.tolerance
 
     def begin(self) -> None:
         """Tries the first option of every node, and sets time aside for what comes when time is up."""
@@ -277,18 +295,31 @@ class _Search:
         self.known.offer([0] * len(self.known.problem.costs))
         if self.done is None:
             self.deadline -= min(FINISH * (time.monotonic() - start), FINISH_SHARE * self.left())
+        self.rough_until = self.now() + ROUGH_SHARE * self.left()
 
     def now(self) -> float:
         """Seconds, or iterations that are done."""
         return time.monotonic() if self.done is None else self.done
 
     def left(self) -> float:
-        """Seconds or iterations until time is up."""
-        return max(0.0, self.deadline - self.now())
+        """Seconds or iterations until time is up, for a choice like the best one."""
+        return max(0.0, min(self.deadline, self.rough_until if self.rough else math.inf) - self.now())
+
+    @property
+    def rough(self) -> bool:
+        """Whether the best choice is one that is not accepted."""
+        return self.known.best is not None and not self.accepts(self.known.choice)
+
+    def tolerance(self) -> float:
+        """How far from the best a choice of many options may be."""
+        if not self.rough:
+            return self.enough[self.binds] * max(0.0, self.known.bound)
+        return ROUGH * max(0.0, self.known.bound) if self.left() else math.inf
 
     def check_time(self) -> None:
         self.report.tick()
-        if self.now() - self.deadline > (0.0 if self.known.best else self.grace):
+        grace = 0.0 if self.known.best else self.grace
+        if self.now() - self.deadline > grace or time.monotonic() - self.latest > grace:
             raise _TimeUp
 
     def count(self, iterations: float) -> None:
@@ -524,7 +555,9 @@ class _Search:
 
     def limits(self) -> dict[str, Any]:
         """What an integer program may spend."""
-        return {"time_limit": self.left()} if self.done is None else {"time_limit": math.inf, "look": self.look}
+        if self.done is None:
+            return {"time_limit": self.left()}
+        return {"time_limit": max(0.0, self.latest - time.monotonic()), "look": self.look}
 
     def relax(self, known: _Known) -> None:
         """Solves a problem by what its bound says of single options.
@@ -546,6 +579,7 @@ class _Search:
                 if known.bound > most + ENOUGH * abs(most):
                     raise _Nothing
                 priced = relaxation.prices.values.any()
+                self.binds |= bool(priced)
                 if known.solved or (known.close and (priced or known.hasty)):
                     return
                 self.check_time()
@@ -615,7 +649,7 @@ class _Search:
             return
         ilp = self.programs()
         with self.report.during("integer program"):
-            gap = known.tolerance() if self.early else 0.0
+            gap = known.tolerance() if self.early or self.rough else 0.0
             outcome = ilp.cheapest(known.problem, known.choice, seed=self.seed, gap=gap, **self.limits())
         if outcome.bound == math.inf:
             raise _Nothing

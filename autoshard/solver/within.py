@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving with more and more reshardings counted
-ENOUGH = 0.01  # the gap with which such a problem is left alone: its bound is not that of what is asked
+ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
 SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)  # times the least that any choice holds without
 # reshardings: limits to seek lean choices under ...
-LEAN_ITERATIONS = 1  # ... for so long, twice: however busy the machine is, it finds the same ones, if time does for all
+LEAN_ITERATIONS = 4  # ... for so long, twice: however busy the machine is, it finds the same ones, if time does for all
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
@@ -38,30 +38,32 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     problem = replace(formulation.problem, limit=limit, checked=True)
     deadline = time.monotonic() + time_limit
     changes: dict[Change, None] = {}
+
+    def within(choice: Sequence[int]) -> bool:
+        return fits(formulation.peak_bytes(choice[: len(problem.costs)]), limit)
+
     for _ in range(ROUNDS):
         left = max(0.0, deadline - time.monotonic())
         if changes and not left:
             break
         try:
-            solution = _solved(formulation, problem, changes, time_limit=left, gap=ENOUGH if changes else 0.0)
+            gap = ENOUGH if changes else 0.0
+            solution = _solved(formulation, problem, changes, time_limit=left, gap=gap, accepts=within)
         except SolverError:  # nothing fits, or nothing was found in time
             break
         if not changes:
             bound = solution.bound  # with some counted, it may be that of more than is held
-        if fits(formulation.peak_bytes(solution.choice), limit):
+        if within(solution.choice):
             return with_bound(solution, bound)
         over = formulation.changes_over(solution.choice, limit)
         if changes.keys() >= set(over):  # but for rounding there is another one
             break
         changes.update(dict.fromkeys(over))
     best, needed = None, math.inf
-    deadline = time.monotonic() + time_limit
     for solution, peak in _lean_solutions(formulation, replace(problem, lives=tuple(formulation.lives)), time_limit):
         needed = min(needed, peak / usable)
         if fits(peak, limit) and (best is None or solution.cost < best.cost):
             best = solution
-        if time.monotonic() > deadline:
-            break
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
     return with_bound(best, bound)
@@ -87,6 +89,7 @@ def _lean_solutions(
     Raises:
         SolverError: the least that a choice holds was not found in time.
     """
+    deadline = time.monotonic() + time_limit
     try:
         solution = solve(replace(problem, limit=0.0), time_limit=time_limit, layered=True)
         yield solution, formulation.peak_bytes(solution.choice)
@@ -105,7 +108,8 @@ def _lean_solutions(
                     if fits(peak, limit):
                         break  # about as good as any here
                     changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
-                last = _solved(formulation, leaner, changes, iterations=LEAN_ITERATIONS, gap=ENOUGH)
+                limits = {"iterations": LEAN_ITERATIONS, "time_limit": max(0.0, deadline - time.monotonic())}
+                last = _solved(formulation, leaner, changes, gap=ENOUGH, **limits)
                 peak = formulation.peak_bytes(last.choice)
                 yield last, peak
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")

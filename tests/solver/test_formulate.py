@@ -518,6 +518,39 @@ def test_a_value_is_resharded_once_for_all_its_readers():
     assert predicted.step_seconds == pytest.approx(solution.cost)
 
 
+def test_a_copy_for_those_who_read_fewer_bits():
+    """On TPU a product reads bfloat16 of what a sum reads in float32, of its own columns: half as much is gathered."""
+    columns, whole = ((), ("x",)), ((), ())
+    formulation = formulated(
+        lambda x, u, w: (lambda h: (h @ w, h.sum(0)))(x @ u),
+        X, SQUARE, W, mesh=LINE, topology=TOPOLOGY, backend=TPU, fixed={0: whole, 1: columns, 2: whole},
+    )  # fmt: skip
+    first, product, total = formulation.groups
+    allowed = {
+        formulation.group_node(group): [
+            i for i, strategy in enumerate(formulation.priced[group.index].strategies)
+            if strategy.leaves == (layout,) and strategy.wants[0] == want and not strategy.finishes
+        ]
+        for group, layout, want in [(first, columns, whole), (product, whole, whole), (total, (("x",),), columns)]
+    }  # fmt: skip
+    best = solve(formulation.problem.restrict(allowed))
+    predicted = prediction_of(formulation, best.choice)
+    assert [(one.kind, one.bytes) for one in predicted.collectives] == [("all_gather", 2 * 32)]
+    assert predicted.step_seconds == pytest.approx(best.cost - TPU.shortest)  # a slice for the sum
+    ((_, shared),) = formulation.shared.items()
+    copies = [option for option, layout in enumerate(shared.layouts) if layout == whole]
+    options, node = formulation.priced[total.index].strategies, formulation.group_node(total)
+    reads_all = next(i for i, one in enumerate(options) if one.wants == (whole,) and one.leaves == (((),),))
+    costs = []
+    for copy in copies:
+        choice = list(best.choice)
+        choice[shared.node], choice[node] = copy, reads_all
+        costs.append(verify(formulation.problem, choice)[0])
+        predicted = prediction_of(formulation, choice)
+        assert [(one.kind, one.bytes) for one in predicted.collectives] == [("all_gather", 4 * 32)]
+    assert costs == [pytest.approx(predicted.step_seconds), np.inf]  # the copy in fewer bits is not for the sum
+
+
 def test_equal_reshardings_are_one():
     """As if each product brought sin(x) from columns to rows for itself: the problem counts two, XLA merges them."""
     columns, rows = ((), ("x",)), (("x",), ())

@@ -98,6 +98,16 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize("words, seconds", [([], 60), (["--iterations", "9"], np.inf), (["--time-limit", "7"], 7)])
+def test_time_limits(monkeypatch, file, words, seconds):
+    def quick_solve(problem, *, time_limit, **keywords):
+        assert time_limit == pytest.approx(seconds - command.ENDING, abs=2)
+        return Solution((1, 0), 3e6, 2e6, "feasible", {})
+
+    monkeypatch.setattr(command, "solve", quick_solve)
+    assert command.main([str(file), *words]) == 0
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_after_a_second(monkeypatch, file, capsys, terminal):
     stderr = Terminal() if terminal else io.StringIO()

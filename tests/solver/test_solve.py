@@ -305,6 +305,41 @@ def test_iterations_do_not_look_at_the_clock(monkeypatch, compiled, nodes, itera
     assert fewer.cost >= first.cost and fewer.bound <= first.bound
 
 
+def test_a_choice_that_is_not_accepted_is_left_alone():
+    problem = hard_problem(nodes=25, options=4)
+    best = solve(problem)
+    rough = solve(problem, accepts=lambda choice: False)
+    assert best.status == "optimal" and 1e-3 < rough.gap <= module.ROUGH
+    near = solve(problem, accepts=lambda choice: verify(problem, choice)[0] < 1.05 * best.cost)
+    assert near.cost == best.cost and near.status == "optimal"
+
+
+def test_choices_that_are_not_accepted_get_half_of_the_search(monkeypatch):
+    count, spent = module._Search.count, {True: 0.0, False: 0.0}
+    for accepted in spent:
+
+        def counting(self, iterations: float, accepted: bool = accepted) -> None:
+            spent[accepted] += iterations
+            count(self, iterations)
+
+        monkeypatch.setattr(module._Search, "count", counting)
+        assert solve(hard_problem(nodes=40), iterations=12, accepts=lambda _, it=accepted: it).gap > module.ROUGH
+    assert spent[True] >= 12 and 6 <= spent[False] <= spent[True] - 4
+
+
+def test_iterations_end_by_a_time_limit(monkeypatch):
+    """As those do of which the first takes HiGHS longer than there is."""
+    asked = []
+
+    def endless(problem, first, *, time_limit, look, **keywords):
+        asked.append(time_limit)
+        return ilp.Outcome(None, -np.inf, interrupted=False)
+
+    monkeypatch.setattr(ilp, "cheapest", endless)
+    solve(hard_problem(nodes=25, options=4), iterations=1000, time_limit=5)
+    assert asked and all(0 <= time_limit <= 5 for time_limit in asked)
+
+
 def test_two_processes_agree_bit_for_bit():
     code = (
         "from problems import hard_problem, random_problem\n"

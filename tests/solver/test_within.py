@@ -1,5 +1,6 @@
 """Plans within a limit: none fills more than its usable share, and every limit that an error names can be kept."""
 
+import contextlib
 import functools
 from dataclasses import replace
 
@@ -101,6 +102,27 @@ def test_reshardings_count(monkeypatch):
             except InfeasibleError:
                 continue
             assert real(formulation, solution.choice) <= CPU.usable * formulation.problem.limit
+
+
+def test_what_searches_are_told(monkeypatch):
+    """Whether a choice fits with all that it holds, reshardings too; and how long lean ones may take."""
+    needed, said, real = least("two layers"), [], within.solve
+
+    def told(problem, *, accepts=None, **keywords):
+        assert keywords["time_limit"] <= SECONDS
+        solution = real(problem, accepts=accepts or (lambda choice: True), **keywords)
+        if accepts:
+            peak = formulation.peak_bytes(solution.choice[: len(formulation.problem.costs)])
+            said.append(accepts(solution.choice))
+            assert said[-1] == (peak <= CPU.usable * formulation.problem.limit)
+        return solution
+
+    monkeypatch.setattr(within, "solve", told)
+    for share in (0.9, 1.0, 1.2, 1.4, 1.6):
+        formulation = formulation_of("two layers", share * needed)
+        with contextlib.suppress(InfeasibleError):
+            solve_within(formulation, SECONDS)
+    assert {True, False} == set(said)
 
 
 def test_a_choice_over_the_limit_is_caught():
