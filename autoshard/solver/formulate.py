@@ -5,7 +5,8 @@ Nodes of the problem, in this order:
 * one per argument. Option: its home layout, and the layout of one resharded copy that its users share (or none);
 * one per group of equations (`groups.py`). Option: a `Strategy`;
 * one per value that several groups read. Option: the layout in which they share it, so that a value resharded the
-  same way for two readers is resharded, and paid, once.
+  same way for two readers is resharded, and paid, once; or the layout of a copy for those who read it in fewer bits,
+  while the others read it as it is left.
 
 Node costs are the seconds of the group per step; edge costs the seconds of resharding a value from how it is left to
 how it is wanted. A result that takes an argument's place in the next step ends in that argument's home layout.
@@ -378,11 +379,14 @@ class _Formulator:
             self.lives.append(Live(node, 0, len(self.program.equations), left))
         if not readers:
             return
-        holder, wants = self._connect_readers(readers, value, group.point if group.repeated else None)
+        narrow = self._narrow_readers(readers, value)
+        apart = self.prices.once(_gathered, leaves, *(reader.wants for reader in readers)) if narrow else ()
+        holder, wants = self._connect_readers(readers, value, narrow, apart, group.point if group.repeated else None)
         alone = _copied_for(readers[0]) if len(readers) == 1 else None
         table = self.prices.table(value, leaves, wants, alone)
-        if narrow := self._narrow(readers, value):
-            table = self.prices.once(_halves, table, self.prices.table(value, leaves, wants, narrow))
+        if apart:
+            narrow_table = self.prices.table(value, leaves, wants, narrow)
+            table = self.prices.once(_with_copies_apart, table, narrow_table, leaves, apart)
         if group.is_view:  # what it views can as well be resharded, and is counted
             table = self.prices.once(_only_where, self.prices.stays(value, leaves, wants), table)
         if group.hoisted is not None:
@@ -431,22 +435,27 @@ class _Formulator:
         return np.array([[0.0 if left == want else again for want in wants] for left in leaves])
 
     def _connect_readers(
-        self, readers: Sequence[Reader], value: Value, made: int | None = None
+        self,
+        readers: Sequence[Reader],
+        value: Value,
+        narrow: Container[Group],
+        apart: Sequence[tuple[Layout, Layout]],
+        made: int | None,
     ) -> tuple[int, tuple[Layout, ...]]:
         """The node that decides in which layout the readers of a value see it, and that layout per option.
 
-        Several readers get a node between them and the value; a single one decides for itself. Where some read it in
-        fewer bits, each layout is there twice: for a copy that others may read too, and for one in those bits.
+        Several readers get a node between them and the value; a single one decides for itself.
 
         Args:
+            narrow: who reads fewer bits of the value than others do.
+            apart: copies that only those read, each an option behind the others: how the value is left, and the copy.
             made: the point that makes the value, if it is not stored until it is used.
         """
         if len(readers) == 1:
             return readers[0].node, readers[0].wants
         wants = self.prices.once(_any_of, *(reader.wants for reader in readers))
-        narrow = self._narrow(readers, value)
-        if narrow:
-            wants = self.prices.once(_twice, wants)
+        if apart:
+            wants = self.prices.once(_and_copies_apart, wants, apart)
         holder = len(self.costs)
         self.shared[value.id] = Shared(holder, wants)
         self.costs.append(np.zeros(len(wants)))
@@ -458,9 +467,8 @@ class _Formulator:
             if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
                 sizes = self.prices.sizes(value, wants), self.prices.sizes(value, reader.wants)
                 table = self.prices.once(_without_growth, table, *sizes)
-            if narrow and not _elementwise(reader) and reader.group not in narrow:
-                sizes = self.prices.sizes(value, wants), self.prices.sizes(value, reader.wants)
-                table = self.prices.once(_without_narrow_copies, table, *sizes)
+            if apart and reader.group not in narrow:
+                table = self.prices.once(_without_copies_apart, table, reader.wants, apart)
             self._connect(holder, reader.node, table)
             if reader.use is not None:
                 used = use_span(reader.group, reader.use)
@@ -468,8 +476,8 @@ class _Formulator:
                 self.changes.append(Change(value, used, *hop, True, False, False, [reader], copied_for, made))
         return holder, wants
 
-    def _narrow(self, readers: Sequence[Reader], value: Value) -> tuple[Group, ...]:
-        """Those of several readers for whom a copy is smaller than one for all."""
+    def _narrow_readers(self, readers: Sequence[Reader], value: Value) -> tuple[Group, ...]:
+        """Those of several readers for whom alone a copy is smaller than one for all."""
         if len(readers) == 1:
             return ()
         size, groups = self.prices.widths.moving(value), (reader.group for reader in readers)
@@ -582,20 +590,32 @@ def _without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) ->
     return np.where(np.less.outer(before, after), np.inf, table)
 
 
-def _twice(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    return layouts + layouts
+def _gathered(leaves: Sequence[Layout], *wants: Sequence[Layout]) -> tuple[tuple[Layout, Layout], ...]:
+    """How a value is left, and what is gathered of that."""
+    copies = _any_of(*wants)
+    return tuple((left, x) for left in dict.fromkeys(leaves) for x in copies if left != x and _gathers_to(left, x))
 
 
-def _halves(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The first half of the columns of one table, the second of the other."""
-    half = first.shape[1] // 2
-    return np.hstack([first[:, :half], second[:, half:]])
+def _and_copies_apart(wants: tuple[Layout, ...], apart: Sequence[tuple[Layout, Layout]]) -> tuple[Layout, ...]:
+    return wants + tuple(copy for _, copy in apart)
 
 
-def _without_narrow_copies(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Only a slice goes from the second half of the rows: it is taken of the value as it was left."""
-    second = np.arange(len(table)) >= len(table) // 2
-    return np.where(second[:, None] & np.less_equal.outer(before, after), np.inf, table)
+def _with_copies_apart(
+    table: np.ndarray, narrow: np.ndarray, leaves: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
+) -> np.ndarray:
+    """The columns of copies apart from the second table, and only for values that are left as they say."""
+    shared = table.shape[1] - len(apart)
+    as_left = np.array([[left == source for source, _ in apart] for left in leaves])
+    return np.hstack([table[:, :shared], np.where(as_left, narrow[:, shared:], np.inf)])
+
+
+def _without_copies_apart(
+    table: np.ndarray, wants: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
+) -> np.ndarray:
+    """Beside copies apart, this reader reads the value as it is left."""
+    shared = len(table) - len(apart)
+    as_left = np.array([[want == source for want in wants] for source, _ in apart])
+    return np.vstack([table[:shared], np.where(as_left, 0.0, np.inf)])
 
 
 def _all_reduced(strategies: Sequence[Strategy]) -> np.ndarray:

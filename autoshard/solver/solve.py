@@ -79,7 +79,7 @@ def solve(
     threads: int | None = None,
     layered: bool = False,
     gap: float = 0.0,
-    accepts: Callable[[Sequence[int]], bool] = lambda choice: True,
+    accepts: Callable[[Sequence[int]], bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
@@ -116,7 +116,7 @@ def solve(
         time_limit = SECONDS if iterations is None else math.inf
     search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
     known = search.known
-    search.accepts = functools.lru_cache(maxsize=1)(accepts)
+    search.accepts = accepts and functools.lru_cache(maxsize=1)(accepts)
     search.early = gap > 0
     if layered:
         search.enough = CLOSE, CLOSE_IF_BINDING if _options(problem) <= REPEATED else CLOSE
@@ -129,7 +129,9 @@ def solve(
         if not (layered and search.solve_repeated(known)):
             search.solve(known, relax=True)
             if layered and known.best:
-                known.settle(leaner(problem, known.choice, seed))
+                lean = leaner(problem, known.choice, seed)
+                if not accepts or search.rough or accepts(lean):
+                    known.settle(lean)
     except _TimeUp:
         pass
     except KeyboardInterrupt:
@@ -279,7 +281,7 @@ class _Search:
         self.early = False  # whether integer programs, too, end when a choice is close
         self.enough = 0.0, 0.0  # the gap with which a choice is, and with which where memory binds
         self.binds = False  # whether it does
-        self.accepts: Callable[[Sequence[int]], bool] = lambda choice: True
+        self.accepts: Callable[[Sequence[int]], bool] | None = None
         self.grace = GRACE
         self.report = _Report(progress)
         self.done: float | None = None if iterations is None else 0.0  # iterations; None: the clock decides
@@ -308,7 +310,7 @@ class _Search:
     @property
     def rough(self) -> bool:
         """Whether the best choice is one that is not accepted."""
-        return self.known.best is not None and not self.accepts(self.known.choice)
+        return self.accepts is not None and self.known.best is not None and not self.accepts(self.known.choice)
 
     def tolerance(self) -> float:
         """How far from the best a choice of many options may be."""
@@ -524,7 +526,7 @@ class _Search:
         try:
             yield
         except _TimeUp:
-            if self.now() >= deadline:
+            if self.now() >= deadline or time.monotonic() >= self.latest:
                 raise
         finally:
             self.deadline = deadline
@@ -580,7 +582,7 @@ class _Search:
                     raise _Nothing
                 priced = relaxation.prices.values.any()
                 self.binds |= bool(priced)
-                if known.solved or (known.close and (priced or known.hasty)):
+                if known.solved or ((priced or known.hasty) and known.close):
                     return
                 self.check_time()
         moved = False
@@ -649,7 +651,8 @@ class _Search:
             return
         ilp = self.programs()
         with self.report.during("integer program"):
-            gap = known.tolerance() if self.early or self.rough else 0.0
+            rough = self.rough
+            gap = known.tolerance() if self.early or rough else 0.0
             outcome = ilp.cheapest(known.problem, known.choice, seed=self.seed, gap=gap, **self.limits())
         if outcome.bound == math.inf:
             raise _Nothing
@@ -659,6 +662,8 @@ class _Search:
         if outcome.interrupted:
             raise KeyboardInterrupt
         self.check_time()
+        if rough and not self.rough:
+            self.program(known)  # on from a choice that is accepted
 
 
 def _tolerance(known: _Known, fit: Callable[[Sequence[int] | None], bool]) -> float:
@@ -709,6 +714,7 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
     search.grace = 0.0
     search.deadline = max(search.deadline, search.now() + 1)
+    search.latest = max(search.latest, time.monotonic() + 1)
     try:
         with search.hurry(LEAN_SHARE):
             return _leanest(problem, search)

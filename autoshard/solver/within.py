@@ -101,16 +101,17 @@ def _lean_solutions(
     changes: dict[Change, None] = {}
     last, peak = None, 0
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
-        for limit in (slack * least.needed for slack in SLACKS):
+        for limit in (slack * least.needed for slack in SLACKS for _ in range(2)):
+            left = max(0.0, deadline - time.monotonic())
+            if last is not None:
+                if not left:
+                    break
+                if fits(peak, limit):
+                    continue  # about as good as any here
+                changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            for _ in range(2):
-                if last is not None:
-                    if fits(peak, limit):
-                        break  # about as good as any here
-                    changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
-                limits = {"iterations": LEAN_ITERATIONS, "time_limit": max(0.0, deadline - time.monotonic())}
-                last = _solved(formulation, leaner, changes, gap=ENOUGH, **limits)
-                peak = formulation.peak_bytes(last.choice)
-                yield last, peak
+            last = _solved(formulation, leaner, changes, iterations=LEAN_ITERATIONS, time_limit=left, gap=ENOUGH)
+            peak = formulation.peak_bytes(last.choice)
+            yield last, peak
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
     yield leanest, formulation.peak_bytes(leanest.choice)

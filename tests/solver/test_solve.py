@@ -327,6 +327,27 @@ def test_choices_that_are_not_accepted_get_half_of_the_search(monkeypatch):
     assert spent[True] >= 12 and 6 <= spent[False] <= spent[True] - 4
 
 
+def test_how_much_memory_would_do_is_found_when_time_is_up():
+    with pytest.raises(InfeasibleError):
+        solve(replace(hard_problem(nodes=25, options=4), limit=1), time_limit=0)
+
+
+def test_a_program_goes_on_from_a_choice_that_is_accepted(monkeypatch):
+    """Held to five percent while the best one is not, it ends with one that is."""
+    monkeypatch.setattr(module._Search, "move", lambda self, known: None)
+    problem = hard_problem(nodes=25, options=4)
+    free = [np.append(costs, costs.sum() * 100) for costs in problem.costs]
+    lives = tuple(replace(live, usage=np.append(live.usage, 0.0)) for live in problem.lives)
+    edges = tuple(
+        replace(edge, costs=np.pad(edge.costs, ((0, 1), (0, 1)), constant_values=0.0)) for edge in problem.edges
+    )
+    problem = Problem(costs=tuple(c[::-1] for c in free), limit=problem.limit,
+        edges=tuple(replace(e, costs=e.costs[::-1, ::-1]) for e in edges),
+        lives=tuple(replace(live, usage=live.usage[::-1]) for live in lives))  # fmt: skip
+    first = tuple(0 for _ in problem.costs)  # fits, as it holds nothing, and is dear
+    assert solve(problem, accepts=lambda choice: choice != first).status == "optimal"
+
+
 def test_iterations_end_by_a_time_limit(monkeypatch):
     """As those do of which the first takes HiGHS longer than there is."""
     asked = []
