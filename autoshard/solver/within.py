@@ -18,6 +18,8 @@ from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving with more and more reshardings counted
 ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
+FAR = 0.05  # the gap from which on lean choices may be cheaper, though a choice is within the limit ...
+FAR_SHARE = 0.5  # ... and how much of the time limit goes into them then
 SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)  # times the least that any choice holds without
 # reshardings: limits to seek lean choices under ...
 LEAN_ITERATIONS = 4  # ... for so long, twice: however busy the machine is, it finds the same ones, if time does for all
@@ -27,8 +29,8 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
     What a resharding holds depends on two choices at once, so it stands in no problem. While a solution is over the
-    limit, the problem is solved again with what it reshards there counted, a few times; after that, or if nothing is
-    left, lean choices are taken.
+    limit, the problem is solved again with what it reshards there counted, a few times. If nothing comes of that, or
+    what does is far from its bound, lean choices are looked at, which the problem may say not to fit.
 
     Raises:
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
@@ -38,6 +40,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     problem = replace(formulation.problem, limit=limit, checked=True)
     deadline = time.monotonic() + time_limit
     changes: dict[Change, None] = {}
+    best = None
 
     def within(choice: Sequence[int]) -> bool:
         return fits(formulation.peak_bytes(choice[: len(problem.costs)]), limit)
@@ -54,19 +57,30 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         if not changes:
             bound = solution.bound  # with some counted, it may be that of more than is held
         if within(solution.choice):
-            return with_bound(solution, bound)
+            best = with_bound(solution, bound)
+            if best.gap <= FAR:
+                return best
+            break
         over = formulation.changes_over(solution.choice, limit)
         if changes.keys() >= set(over):  # but for rounding there is another one
             break
         changes.update(dict.fromkeys(over))
-    best, needed = None, math.inf
-    for solution, peak in _lean_solutions(formulation, replace(problem, lives=tuple(formulation.lives)), time_limit):
-        needed = min(needed, peak / usable)
-        if fits(peak, limit) and (best is None or solution.cost < best.cost):
-            best = solution
+    needed, free = math.inf, 0.0
+    exact = replace(problem, lives=tuple(formulation.lives))
+    seconds = time_limit if best is None else FAR_SHARE * time_limit
+    try:
+        for solution, peak in _lean_solutions(formulation, exact, seconds):
+            if needed == math.inf:
+                free = solution.bound  # the first is sought without a limit
+            needed = min(needed, peak / usable)
+            if fits(peak, limit) and (best is None or solution.cost < best.cost):
+                best = solution
+    except SolverError:
+        if best is None:
+            raise
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
-    return with_bound(best, bound)
+    return with_bound(best, bound if bound <= best.cost else free)
 
 
 def _solved(formulation: Formulation, problem: Problem, changes: Iterable[Change], **limits: Any) -> Solution:

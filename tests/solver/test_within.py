@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -141,6 +142,30 @@ def test_any_number_of_rounds(monkeypatch):
         monkeypatch.setattr(within, "ROUNDS", rounds)
         formulation = formulation_of("one layer", 1.2 * needed)
         assert_within(formulation, solve_within(formulation, SECONDS))
+
+
+def test_lean_choices_where_what_is_found_is_far_from_its_bound(monkeypatch):
+    """The cheapest comes back, with a bound that is not above it, whichever way it was found; and without lean ones."""
+    formulation = formulation_of("two layers", 1e9)
+    best = solve_within(formulation, SECONDS)
+    dear = max((verify(formulation.problem, choice)[0], choice) for choice in random_choices(formulation, 20))
+    assert dear[0] > 1.1 * best.cost
+
+    def solve_badly(problem, **keywords):
+        """As if the problem did not allow the best choice: its bound is above that."""
+        return Solution(tuple(dear[1]), dear[0], 1.01 * best.cost, "feasible")
+
+    def lean(*args):
+        yield replace(best, bound=0.5 * best.cost), formulation.peak_bytes(best.choice)
+        raise SolverError("not found in time")
+
+    monkeypatch.setattr(within, "solve", solve_badly)
+    monkeypatch.setattr(within, "_lean_solutions", lean)
+    found = solve_within(formulation, SECONDS)
+    assert (found.choice, found.bound, found.status) == (best.choice, 0.5 * best.cost, "feasible")
+    monkeypatch.setattr(within, "_lean_solutions", lambda *args: itertools.islice(lean(), 1, None))
+    found = solve_within(formulation, SECONDS)
+    assert (found.choice, found.bound) == (tuple(dear[1]), 1.01 * best.cost)
 
 
 def test_no_lean_choice_in_time_says_what_to_do(monkeypatch):
