@@ -21,7 +21,7 @@ from pathlib import Path
 from autoshard.errors import SolverError
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
-from autoshard.solver.solve import SECONDS, solve
+from autoshard.solver.solve import solve, usual_limit
 
 SILENCE = 2.0  # s without a word, and between two lines where lines cannot be overwritten ...
 PAUSE = 10.0  # ... or this, if the stage is the same
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None, start: float | None = None) -> 
     parser.add_argument("--output", type=Path, help="file for the chosen option of each node, as [0, 2, 1]")
     options = parser.parse_args(arguments)
     if options.time_limit is None:
-        options.time_limit = math.inf if options.iterations else SECONDS
+        options.time_limit = usual_limit(options.iterations)
     if options.output and len(options.files) > 1:
         parser.error("--output takes the choice for one file")
     if options.output and not options.output.absolute().parent.is_dir():

@@ -344,7 +344,7 @@ class _Rows:
 
 
 class _Silent(highspy.Highs):
-    """HiGHS that prints nothing. As it is made it enables its callbacks, where releases since 1.16 print its name."""
+    """HiGHS that prints nothing. As it is made it enables its callbacks, where release 1.16.0 prints its name."""
 
     def enableCallbacks(self) -> None:
         self.silent()

@@ -113,7 +113,7 @@ def solve(
         KeyboardInterrupt: Ctrl-C, before any choice was found.
     """
     if time_limit is None:
-        time_limit = SECONDS if iterations is None else math.inf
+        time_limit = usual_limit(iterations)
     search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
     known = search.known
     search.accepts = accepts and functools.lru_cache(maxsize=1)(accepts)
@@ -146,6 +146,11 @@ def solve(
     solution = with_bound(solution, known.bound)
     check(problem, solution)
     return solution
+
+
+def usual_limit(iterations: int | None) -> float:
+    """Seconds to spend where nobody says how many: as long as it takes, if iterations are counted."""
+    return SECONDS if iterations is None else math.inf
 
 
 def with_bound(solution: Solution, bound: float) -> Solution:

@@ -336,14 +336,12 @@ def test_a_program_goes_on_from_a_choice_that_is_accepted(monkeypatch):
     """Held to five percent while the best one is not, it ends with one that is."""
     monkeypatch.setattr(module._Search, "move", lambda self, known: None)
     problem = hard_problem(nodes=25, options=4)
-    free = [np.append(costs, costs.sum() * 100) for costs in problem.costs]
-    lives = tuple(replace(live, usage=np.append(live.usage, 0.0)) for live in problem.lives)
-    edges = tuple(
-        replace(edge, costs=np.pad(edge.costs, ((0, 1), (0, 1)), constant_values=0.0)) for edge in problem.edges
+    problem = replace(
+        problem,
+        costs=tuple(np.insert(costs, 0, costs.sum() * 100) for costs in problem.costs),
+        edges=tuple(replace(edge, costs=np.pad(edge.costs, ((1, 0), (1, 0)))) for edge in problem.edges),
+        lives=tuple(replace(live, usage=np.insert(live.usage, 0, 0.0)) for live in problem.lives),
     )
-    problem = Problem(costs=tuple(c[::-1] for c in free), limit=problem.limit,
-        edges=tuple(replace(e, costs=e.costs[::-1, ::-1]) for e in edges),
-        lives=tuple(replace(live, usage=live.usage[::-1]) for live in lives))  # fmt: skip
     first = tuple(0 for _ in problem.costs)  # fits, as it holds nothing, and is dear
     assert solve(problem, accepts=lambda choice: choice != first).status == "optimal"
 
