@@ -117,14 +117,6 @@ class Group:
         return all(equation.primitive in _VIEWS for equation in self.equations)
 
     @property
-    def widens(self) -> bool:
-        """Whether it only makes numbers wider: where readers take such work in, XLA stores what it reads."""
-        first, *others = self.equations
-        if others or first.primitive != "convert_element_type" or not isinstance(first.inputs[0], Value):
-            return False
-        return first.inputs[0].itemsize < first.outputs[0].itemsize
-
-    @property
     def is_boundary(self) -> bool:
         """Whether it only hands a value into a loop or branch, or out of it."""
         return self.equations[0].primitive in _BOUNDARIES
@@ -220,7 +212,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     groups: list[Group] = []
     for equation, rule in zip(reversed(program.equations), reversed(rules), strict=True):
         alone = any(output.id in scattered for output in equation.outputs)
-        host = None if alone else _host(equation, rule, readers, home, backend)
+        host = None if alone else _host(equation, rule, readers, home)
         if host is None:
             host = _new_group(len(groups), equation, rule)
             groups.append(host)
@@ -254,8 +246,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
         again = not is_stored and _is_repeated(group, read, backend)
-        wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
-        group.repeated = group.folded or (again and not _reads_far(group, list(wide), through, padded))
+        group.repeated = group.folded or (again and not _reads_far(group, read, through, padded))
         group.sunk = group.repeated and any(user.equations[0].primitive == "scan_const" for user in read)
     for group in reversed(groups):
         group.last = max((user.last for user in users[group.index]), default=0) if group.repeated else group.point
@@ -346,18 +337,17 @@ def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     return len(rule.splittable) == sum(size > 1 for size in rule.sizes.values())
 
 
-def _host(equation: Equation, rule: Rule, readers, home, backend: Backend) -> Group | None:
+def _host(equation: Equation, rule: Rule, readers, home) -> Group | None:
     """The group that `equation` can join, once it has joined it; a constraint does not bind what comes after it."""
     if len(equation.outputs) != 1 or rule.given or not _is_elementwise(equation, rule):
         return None
     consumers = readers[equation.outputs[0].id]
-    hosts = _reading(equation, readers, home)
+    # A carry reads what the body hands on, but stands before it and so has no group yet; nothing joins a carry.
+    hosts = {id(host): host for host in (home.get(reader.index) for reader, _ in consumers)}
     if len(hosts) != 1:
         return None
-    (host,) = hosts
+    (host,) = hosts.values()
     if host is None or not host.fuses or host.equations[0].trips != equation.trips:
-        return None
-    if backend.takes_in and host.widens and len(_reading(host.equations[0], readers, home)) > 1:
         return None
     mapping = _mapping(rule, [host.operands[reader.index][operand] for reader, operand in consumers])
     if mapping is None:
@@ -366,15 +356,6 @@ def _host(equation: Equation, rule: Rule, readers, home, backend: Backend) -> Gr
     host.operands[equation.index] = [_renamed(dims, mapping) for dims in rule.operands]
     host.results[equation.index] = [_renamed(dims, mapping) for dims in rule.results]
     return host
-
-
-def _reading(equation: Equation, readers, home) -> list[Group | None]:
-    """The groups that read what an equation of one result makes.
-
-    A carry reads what the body hands on, but stands before it and so has no group yet: it is None; nothing joins it.
-    """
-    found = (home.get(reader.index) for reader, _ in readers[equation.outputs[0].id])
-    return list({id(group): group for group in found}.values())
 
 
 def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
@@ -553,7 +534,6 @@ def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]
     is too many: the sums of an associative scan are each made of such sums of half the length.
 
     Args:
-        users: the groups that read what it makes, or what this is widened to.
         through: value -> the values of its size that it is computed again from; added to.
         padded: values that are padded as they are read.
     """

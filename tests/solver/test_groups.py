@@ -1,6 +1,5 @@
 """Which equations are planned as one: by hand for small functions, and what holds for every group of every model."""
 
-import functools
 import math
 from collections import Counter, defaultdict
 
@@ -399,26 +398,6 @@ def test_elementwise_work_that_readers_take_in(fn, takers):
         sine = next(group for group in groups_for(backend, fn, SQUARE) if group.equations[0].primitive == "sin")
         assert sine.repeated == (backend in takers), backend.name
         assert not sine.folded or backend is CPU
-
-
-def rounded_product(count, readers):
-    """Of so many arrays, in bfloat16, made wider, and reduced by so many readers."""
-
-    def fn(ys):
-        h = functools.reduce(jnp.multiply, map(jnp.sort, ys)).astype(jnp.bfloat16).astype(jnp.float32)
-        return [h.sum(0), h.max(1)][:readers]
-
-    return fn, [SQUARE] * count
-
-
-@pytest.mark.parametrize("count, readers, stored", [(5, 2, ["bfloat16"]), (3, 2, []), (5, 1, [])])
-def test_what_is_widened_for_several_is_stored_as_it_was(count, readers, stored):
-    """One reader takes in all that it reads, and several what they can all compute again."""
-    for backend in (GPU, TPU):
-        groups = [g for g in groups_for(backend, *rounded_product(count, readers)) if g.fuses]
-        assert [str(g.made[0].value.dtype) for g in groups if not g.repeated] == stored
-    groups = groups_for(CPU, *rounded_product(count, readers))  # CPU computes nothing again for a reduction
-    assert [str(g.made[0].value.dtype) for g in groups if g.fuses and not g.repeated] == ["float32"]
 
 
 @pytest.mark.parametrize("fn, takers", [
