@@ -280,11 +280,12 @@ def swept(rows: Sequence[Row]) -> str:
     """Our plans under memory limits."""
     if all(row.limit is None for row in rows):
         return ""
-    titles = ("machine", "model", "limit MiB", "compiled peak MiB", "predicted ms", "compiled ms, one after the other")
+    titles = ("machine", "model", "limit MiB", "compiled peak MiB", "predicted ms", "compiled ms, overlapped")
+    titles += ("one after the other",)
     lines = [" | ".join(titles), " | ".join("---" for _ in titles)]
     for row in rows:
         if row.limit is not None:
-            times = f"{row.predicted * 1e3:.4g} | {row.apart * 1e3:.4g}"
+            times = " | ".join(f"{time * 1e3:.4g}" for time in (row.predicted, row.overlapped, row.apart))
             peak = mib(row.peak) if row.fits else f"{mib(row.peak)}, over the limit"
             lines.append(f"{row.machine} | {row.model} | {mib(row.limit)} | {peak} | {times}")
     return "\n".join(lines)

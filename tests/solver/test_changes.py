@@ -63,7 +63,7 @@ def test_the_oracle_can_fail(part, monkeypatch):
     def formulation() -> Formulation:  # a new one each time: what is counted is remembered
         return formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=TPU)
 
-    assert_counted(formulation(), 5)
+    assert_counted(formulation(), 25)
     real = changes._options
 
     def less(*args):
@@ -71,7 +71,7 @@ def test_the_oracle_can_fail(part, monkeypatch):
 
     monkeypatch.setattr(changes, "_options", less)
     with pytest.raises(AssertionError):
-        assert_counted(formulation(), 5)
+        assert_counted(formulation(), 25)
 
 
 def one_layer(w, x):
