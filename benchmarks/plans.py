@@ -216,9 +216,14 @@ def best(rows: Sequence[Row], machine: str, model: str, by: str) -> tuple[Row | 
     return ours, min(experts, key=lambda row: getattr(row, by), default=None)
 
 
+def milliseconds(*seconds: float) -> str:
+    """One cell for each."""
+    return " | ".join(f"{time * 1e3:.4g}" for time in seconds)
+
+
 def line(row: Row) -> str:
     moved = ", ".join(f"{kind} {size / 2**20:.0f}" for kind, size in sorted(row.bytes.items())) or "none"
-    times = " | ".join(f"{time * 1e3:.4g}" for time in (row.compute, row.communication, row.overlapped))
+    times = milliseconds(row.compute, row.communication, row.overlapped)
     peak = mib(row.peak) if row.fits else "does not fit"
     return f"{row.machine} | {row.model} | {row.sharding} | {peak} | {moved} | {times}"
 
@@ -285,7 +290,7 @@ def swept(rows: Sequence[Row]) -> str:
     lines = [" | ".join(titles), " | ".join("---" for _ in titles)]
     for row in rows:
         if row.limit is not None:
-            times = " | ".join(f"{time * 1e3:.4g}" for time in (row.predicted, row.overlapped, row.apart))
+            times = milliseconds(row.predicted, row.overlapped, row.apart)
             peak = mib(row.peak) if row.fits else f"{mib(row.peak)}, over the limit"
             lines.append(f"{row.machine} | {row.model} | {mib(row.limit)} | {peak} | {times}")
     return "\n".join(lines)
