@@ -24,7 +24,7 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
     """
     given = {value: without_idle_axes(layout, formulation.mesh) for value, layout in layouts.items()}
     costs = [costs.copy() for costs in formulation.problem.costs]
-    for live in formulation.lives:
+    for live in formulation.problem.lives:
         costs[live.node] += _TIE * live.usage
     free = replace(formulation.problem, costs=tuple(costs), limit=None, lives=())
     allowed = {}

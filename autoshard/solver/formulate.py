@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -59,10 +59,6 @@ from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver.widths import widths_of
 
-# Values so small that together they fill less than this share of the limit are counted at their largest, whatever
-# their layout: the program then has far fewer choices that memory couples.
-_NEGLIGIBLE_SHARE = 0.005
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -92,7 +88,6 @@ class Formulation:
     priced: Sequence[Priced]  # per group
     shared: Mapping[int, Shared]  # value id -> its node
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
-    lives: Sequence[Live]  # what nodes hold, exactly; the problem's own lives are rounded up
     changes: Sequence[Change]  # what may hold more, beside the lives
     problem: Problem
 
@@ -114,7 +109,7 @@ class Formulation:
     def _in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
         change = np.zeros(len(self.program.equations) + 2)
-        for live in self.lives:
+        for live in self.problem.lives:
             change[live.start] += live.usage[choice[live.node]]
             change[live.end] -= live.usage[choice[live.node]]
         for (start, end), extra in self._resharding_lives(choice):
@@ -226,9 +221,8 @@ class _Formulator:
                 self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
         self._add_arguments(homes)
         self._add_groups()
-        problem = Problem(
-            tuple(self.costs), tuple(self.edges), tuple(self._lives(memory)), memory, names=tuple(self.names)
-        )
+        lives = tuple(live for live in self.lives if live.usage.any())
+        problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
             program=self.program,
             mesh=self.prices.mesh,
@@ -238,7 +232,6 @@ class _Formulator:
             priced=self.priced,
             shared=self.shared,
             readers=self.readers,
-            lives=self.lives,
             changes=self.changes,
             problem=problem,
         )
@@ -538,20 +531,6 @@ class _Formulator:
         if start >= end or not usage.any():
             return
         self.lives.append(Live(node, start, end, usage * HEAP))
-
-    def _lives(self, memory: float | None) -> list[Live]:
-        if memory is None:
-            return [live for live in self.lives if live.usage.any()]
-        room = memory * _NEGLIGIBLE_SHARE
-        lives = []
-        for live in sorted(self.lives, key=lambda live: int(live.usage.max())):
-            spread = live.usage.max() - live.usage.min()
-            if 0 < spread <= room:
-                room -= spread
-                live = replace(live, usage=np.full_like(live.usage, live.usage.max()))
-            if live.usage.any():
-                lives.append(live)
-        return lives
 
 
 # What layers repeat: functions of their arguments alone, for `Prices.once`.

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from autoshard.errors import SolverError
 from autoshard.solver.changes import Change, counted
 from autoshard.solver.formulate import Formulation
@@ -17,6 +19,9 @@ from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving with more and more reshardings counted
+# Values so small that together they fill less than this share of the limit are counted at their largest, whatever
+# their layout: the problem then has far fewer choices that memory couples.
+NEGLIGIBLE_SHARE = 0.005
 ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
 FAR = 0.05  # the gap from which on lean choices may be cheaper, though a choice is within the limit ...
 FAR_SHARE = 0.5  # ... and how much of the time limit goes into them then
@@ -28,16 +33,19 @@ LEAN_ITERATIONS = 4  # ... for so long, twice: however busy the machine is, it f
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
-    What a resharding holds depends on two choices at once, so it stands in no problem. While a solution is over the
-    limit, the problem is solved again with what it reshards there counted, a few times. If nothing comes of that, or
-    what does is far from its bound, lean choices are looked at, which the problem may say not to fit.
+    What a resharding holds depends on two choices at once, so it stands in no problem. The first one that is solved has
+    as much more room as small values may hold less than is counted, so that no choice is forbidden for that. While a
+    solution is over the limit, the problem is solved again without this room, and with what it reshards there counted,
+    a few times. If nothing comes of that, or what does is far from its bound, lean choices are looked at, which the
+    problem may say not to fit.
 
     Raises:
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
     """
     usable = formulation.prices.backend.usable
     given, limit, bound = formulation.problem.limit, formulation.problem.limit * usable, 0.0
-    problem = replace(formulation.problem, limit=limit, checked=True)
+    exact = replace(formulation.problem, limit=limit, checked=True)
+    problem, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     deadline = time.monotonic() + time_limit
     changes: dict[Change, None] = {}
     best = None
@@ -45,28 +53,28 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     def within(choice: Sequence[int]) -> bool:
         return fits(formulation.peak_bytes(choice[: len(problem.costs)]), limit)
 
-    for _ in range(ROUNDS):
+    for i in range(ROUNDS):
         left = max(0.0, deadline - time.monotonic())
-        if changes and not left:
+        if i and not left:
             break
+        rounded = problem if i else replace(problem, limit=limit + spared, checked=True)
         try:
-            gap = ENOUGH if changes else 0.0
-            solution = _solved(formulation, problem, changes, time_limit=left, gap=gap, accepts=within)
+            gap = ENOUGH if i else 0.0
+            solution = _solved(formulation, rounded, changes, time_limit=left, gap=gap, accepts=within)
         except SolverError:  # nothing fits, or nothing was found in time
             break
-        if not changes:
-            bound = solution.bound  # with some counted, it may be that of more than is held
+        if not i:
+            bound = solution.bound  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
             if best.gap <= FAR:
                 return best
             break
         over = formulation.changes_over(solution.choice, limit)
-        if changes.keys() >= set(over):  # but for rounding there is another one
+        if i and changes.keys() >= set(over):  # but for rounding there is another one
             break
         changes.update(dict.fromkeys(over))
     needed, free = math.inf, 0.0
-    exact = replace(problem, lives=tuple(formulation.lives))
     seconds = time_limit if best is None else FAR_SHARE * time_limit
     try:
         for solution, peak in _lean_solutions(formulation, exact, seconds):
@@ -81,6 +89,22 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
     return with_bound(best, bound if bound <= best.cost else free)
+
+
+def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
+    """The problem with small values counted at their largest, and how many bytes too much that may be at any point.
+
+    Args:
+        room: the most bytes for that.
+    """
+    spare, lives = room, []
+    for live in sorted(problem.lives, key=lambda live: int(live.usage.max())):
+        spread = live.usage.max() - live.usage.min()
+        if 0 < spread <= spare:
+            spare -= spread
+            live = replace(live, usage=np.full_like(live.usage, live.usage.max()))
+        lives.append(live)
+    return replace(problem, lives=tuple(lives), checked=True), room - spare
 
 
 def _solved(formulation: Formulation, problem: Problem, changes: Iterable[Change], **limits: Any) -> Solution:

@@ -35,7 +35,7 @@ def agreeing(formulation: Formulation, counting, choice) -> tuple[int, ...]:
 
 def assert_counted(formulation: Formulation, count: int) -> float:
     """Holds all changes counted against what choices at random hold; how much more they are, at the median."""
-    exact = replace(formulation.problem, lives=tuple(formulation.lives))
+    exact = formulation.problem
     counting = counted(exact, formulation.changes, formulation.prices)
     shares = []
     for choice in random_choices(formulation, count):

@@ -13,8 +13,9 @@ from programs import f32, formulated, random_choices, round_topology
 from autoshard.errors import SolverError
 from autoshard.mesh.backends import CPU
 from autoshard.solver import within
+from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.formulate import Formulation
-from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.verify import verify
 from autoshard.solver.within import solve_within
 
@@ -65,7 +66,7 @@ def test_limits_from_what_is_needed_to_all_there_is(name):
     needed = least(name)
     free = formulation_of(name, 1e9)
     best = solve_within(free, SECONDS)
-    most = 1.01 * free.peak_bytes(best.choice) / CPU.usable  # small values are counted at their largest
+    most = 1.01 * free.peak_bytes(best.choice) / CPU.usable
     assert needed < most
     costs = []
     for share in (0.0, 0.25, 0.5, 1.0):
@@ -75,6 +76,50 @@ def test_limits_from_what_is_needed_to_all_there_is(name):
         costs.append(solution.cost)
     assert costs == sorted(costs, reverse=True)  # more memory never costs more
     assert costs[0] > costs[-1] == pytest.approx(best.cost)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_negligible(name):
+    """Counted at its most no choice holds less than it does, nor more than is said."""
+    formulation = formulation_of(name, 1e9)
+    exact = formulation.problem
+    coarse, spared = within._coarse(exact, 1e4)
+    assert coupled(coarse) < coupled(exact) and 0 < spared <= 1e4
+    for choice in random_choices(formulation, 5):
+        held, counted = (verify(problem, choice)[1] for problem in (exact, coarse))
+        assert held <= counted <= held + spared
+
+
+def coupled(problem: Problem) -> int:
+    """How many lives depend on a choice."""
+    return sum(np.ptp(live.usage) > 0 for live in problem.lives)
+
+
+def test_what_is_negligible_forbids_nothing(monkeypatch):
+    """Under a limit that the cheapest choice just keeps, it is found; not without the room for what is counted more."""
+
+    def product(w, b):
+        return w @ w + b
+
+    def assert_found():
+        tight = planned(memory=peak / CPU.usable)
+        found = solve_within(tight, SECONDS)
+        assert (found.cost, found.status) == (pytest.approx(best.cost), "optimal")
+
+    planned = functools.partial(
+        formulated, product, f32(32, 32), f32(32), mesh={"x": 4}, topology=TOPOLOGY, donate=(0,)
+    )
+    problem = planned(memory=1e9).problem
+    free = exhaustive(problem)
+    best = exhaustive(replace(problem, limit=0.9 * verify(problem, free.choice)[1]))
+    assert best.cost > 1.1 * free.cost
+    _, peak = verify(problem, best.choice)
+    monkeypatch.setattr(within, "NEGLIGIBLE_SHARE", 0.02)  # as much as the vector
+    assert_found()
+    real = within._coarse
+    monkeypatch.setattr(within, "_coarse", lambda *args: (real(*args)[0], 0.0))
+    with pytest.raises(AssertionError):
+        assert_found()
 
 
 def test_what_is_needed_does_not_depend_on_what_there_is():
