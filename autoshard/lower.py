@@ -196,8 +196,13 @@ class _Emitter:
 
     def body(self, closed: ClosedJaxpr, env: dict, path: tuple) -> list[_Held]:
         for i, eqn in enumerate(closed.jaxpr.eqns):
-            operands = [_operand(env, atom) for atom in eqn.invars]
-            env.update(zip(eqn.outvars, self.equation(eqn, operands, (*path, i)), strict=True))
+            first = self.program.merged.get((*path, i))
+            if first is None:
+                operands = [_operand(env, atom) for atom in eqn.invars]
+                results = self.equation(eqn, operands, (*path, i))
+            else:
+                results = [env[var] for var in closed.jaxpr.eqns[first].outvars]
+            env.update(zip(eqn.outvars, results, strict=True))
         return [_operand(env, atom) for atom in closed.jaxpr.outvars]
 
     def call(self, closed: ClosedJaxpr, entries: Sequence[_Held], path: tuple) -> list[_Held]:

@@ -489,7 +489,7 @@ class _Choice:
 
     def prediction(self) -> Prediction:
         arrival = self.arrival()
-        compute, communication, hidden = arrival + self.writing(), 0.0, 0.0
+        compute, communication, hidden = arrival + self.resharded_memory(), 0.0, 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
@@ -548,14 +548,14 @@ class _Choice:
         arriving = (x for i, x in enumerate(self.program.arguments) if i not in self.program.carried)
         return sum(self.prices.writing(value, self.homes[value.id]) for value in arriving)
 
-    def writing(self) -> float:
-        """Seconds to write what readers would make again if it were not resharded for them."""
+    def resharded_memory(self) -> float:
+        """Seconds in which memory is written and read because values are resharded."""
         total = 0.0
         for id, readers in self.formulation.readers.items():
             value, home = self.program.values[id], self.homes[id]
             seen = self.copies.get(id, home)
             hops = [(home, seen), *((seen, want) for want in map(self.want, readers) if want != home)]
-            total += sum(self.prices.writing_first(value, *hop) for hop in hops) * value.trips
+            total += sum(self.prices.memory_seconds(value, *hop) for hop in hops) * value.trips
         return total
 
     def host_bytes(self) -> int:

@@ -52,12 +52,16 @@ from autoshard.jaxprs import (
     called_operands,
     guards,
     is_array,
+    is_kernel,
     key_bytes,
     on_host,
     scan_counts,
 )
 
 dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
+
+# What opens into other equations, and what is to be computed each time that it says so.
+_NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan", "while"})
 
 # nnx holds every array in the `value` of a Variable; nobody wants to read that.
 VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
@@ -145,6 +149,8 @@ class Program:
     out_tree: Any
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
+    # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
+    merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
 
     @cached_property
     def makers(self) -> Mapping[int, Equation]:
@@ -250,6 +256,7 @@ class _Reader:
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
+        self.merged: dict[tuple, int] = {}
 
     def program(self) -> Program:
         closed = self.traced.jaxpr
@@ -278,6 +285,7 @@ class _Reader:
             out_tree=jax.tree.structure(self.traced.out_info),
             jaxpr=closed,
             guarded=frozenset(self.guarded),
+            merged=self.merged,
         )
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
@@ -294,10 +302,18 @@ class _Reader:
 
     def body(self, jaxpr: Jaxpr, env: dict, place: _Place) -> list[Value | np.ndarray]:
         """Walks one jaxpr whose inputs are in `env`; the values of its results."""
+        computed: dict[tuple, int] = {}
         for i, eqn in enumerate(jaxpr.eqns):
             inputs = [_read(env, atom) for atom in eqn.invars]
             at = _Place((*place.path, i), place.trips, _source(eqn) or place.source)
-            env.update(zip(eqn.outvars, self.equation(eqn, inputs, at), strict=True))
+            what = _computed(eqn, inputs)
+            first = i if what is None else computed.setdefault(what, i)
+            if first < i:
+                self.merged[at.path] = first
+                outputs = [env[var] for var in jaxpr.eqns[first].outvars]
+            else:
+                outputs = self.equation(eqn, inputs, at)
+            env.update(zip(eqn.outvars, outputs, strict=True))
         return [_read(env, atom) for atom in jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, inputs: list, at: _Place) -> list:
@@ -462,6 +478,29 @@ def _printed(params: Mapping[str, Any]) -> list[tuple[str, str]]:
     bare = ((name, value.spec if isinstance(value, NamedSharding) else value) for name, value in sorted(params.items()))
     texts = ((name, str(dict(x.shape) if isinstance(x, Mesh | AbstractMesh) else x)) for name, x in bare)
     return [(name, text) for name, text in texts if " at 0x" not in text and "set(" not in text]
+
+
+def _computed(eqn: JaxprEqn, inputs: list) -> tuple | None:
+    """Equal for equations of one jaxpr that compute the same; None for what is not compared.
+
+    XLA merges those that are equal, and their collectives. What reads numbers alone costs nothing to make again.
+    """
+    if eqn.effects or eqn.primitive.name in _NEVER_MERGED or not any(isinstance(x, Value) for x in inputs):
+        return None
+    if is_kernel(eqn) or called_jaxpr(eqn) is not None:
+        return None
+    what = eqn.primitive, tuple(map(_identity, inputs)), tuple(sorted(eqn.params.items()))
+    try:
+        hash(what)
+    except TypeError:  # a parameter that cannot be compared
+        return None
+    return what
+
+
+def _identity(x: Value | np.ndarray) -> tuple:
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        return str(x.dtype), x.tobytes()
+    return (x.id,) if isinstance(x, Value) else (None, id(x))
 
 
 def _read(env: Mapping, atom) -> Value | np.ndarray:

@@ -199,6 +199,18 @@ def test_values_are_made_where_the_plan_says():
     assert shardings(homes={program.arguments[0].id: home}) == []  # jit's in_shardings place the arguments
 
 
+def test_what_is_computed_twice_is_emitted_once():
+    def fn(w, x):
+        return jax.lax.scan(lambda c, _: (c + jnp.sin(w) - 2 * jnp.sin(w), jnp.cos(w) * jnp.cos(w)), x, length=2)
+
+    emitted = annotated(trace(fn, (X, X), {}), Annotations({}, {}, {}), MESH)
+    (scan,) = (eqn for eqn in jax.make_jaxpr(emitted)(X, X).jaxpr.eqns if eqn.primitive.name == "scan")
+    made = [eqn.primitive.name for eqn in scan.params["jaxpr"].jaxpr.eqns]
+    assert made.count("sin") == made.count("cos") == 1
+    for ours, theirs in zip(emitted(X, X), fn(X, X), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["nested", "scan gradient", "while"])
 def test_solved_plans_of_loops_compute_the_same(name):
     decorated = autoshard.autoshard(PROGRAMS[name], mesh=MESH, topology=slow_chips(MESH.axis_names), time_limit=10)

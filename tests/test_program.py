@@ -203,6 +203,50 @@ def test_a_scan_is_planned_once_and_weighed_by_its_trips():
     assert [value.shape for value in program.results] == [(4, 8), (3, 5, 4)]
 
 
+def are_merged(first, second) -> bool:
+    """Whether a program that computes both of its argument computes one value."""
+    program = traced(lambda x: (first(x), second(x)), X)
+    same = program.results[0] is program.results[1]
+    assert bool(program.merged) or not same
+    return same
+
+
+def noisy(x):
+    return x + jax.lax.rng_uniform(x[0, 0], x[0, 1], (8,))
+
+
+REPEATED = {  # function, others that it is not merged with
+    "rounded": (lambda x: x.astype(jnp.bfloat16), [lambda x: x.astype(jnp.float16)]),
+    "scaled": (lambda x: 2.0 * x, [lambda x: 3.0 * x, lambda x: x * 2.0]),
+    "zero": (lambda x: jnp.maximum(x, 0.0), [lambda x: jnp.maximum(x, -0.0)]),
+    "summed": (lambda x: x.sum(0), [lambda x: x.max(0)]),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_is_computed_twice_is_merged(name):
+    fn, others = REPEATED[name]
+    assert are_merged(fn, fn)
+    assert not any(are_merged(fn, other) for other in others)
+
+
+@pytest.mark.parametrize("fn", [
+    noisy,
+    jax.lax.optimization_barrier,
+    lambda x: jnp.zeros((4, 8)),  # reads no array
+    lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, length=2)[0],
+    lambda x: jax.pure_callback(lambda y: y, x, x, vmap_method="sequential"),  # calls a function made anew
+])  # fmt: skip
+def test_what_is_not_merged(fn):
+    assert not are_merged(fn, fn)
+
+
+def test_a_recomputation_is_not_merged_with_what_it_computes_again():
+    layer = jax.checkpoint(lambda x: jnp.sin(jnp.cos(x)))
+    program = traced(jax.value_and_grad(lambda x: layer(x).sum()), X)
+    assert count(program)["cos"] == 3  # the value, again, and the derivative of the sine
+
+
 @pytest.mark.parametrize("prevent_cse, guarded", [(True, 3), (False, 0)])
 def test_a_recomputation_reads_from_behind_a_barrier(prevent_cse, guarded):
     """The weight, the layer's input and the cotangent; nothing that the forward pass reads."""

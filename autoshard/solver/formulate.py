@@ -30,14 +30,15 @@ from autoshard.propagation.rule import Rule
 from autoshard.solver.changes import Change, Reader
 from autoshard.solver.groups import (
     Group,
-    added_up,
     entering_loops,
     groups_of,
     image_dims,
     is_kernel_gradient,
+    kept_inside,
     made_of_state,
     read_through,
     stacked_beside,
+    turns_that_read,
 )
 from autoshard.solver.memory import (
     HEAP,
@@ -186,7 +187,8 @@ def formulate(
         weights=weights,
         entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
-        added=added_up(program) if backend.adds_inside else None,
+        kept=kept_inside(program, backend.keeps_sums) if backend.keeps_inside else None,
+        turns=turns_that_read(program) if backend.fetches_gathered else None,
         instead=read_through(groups),
         images=image_dims(program),
     )
@@ -281,13 +283,14 @@ class _Formulator:
             self.names.append(value.name)
             kepts = options[index]
             told = value.id in self.prices.weights, value.id in self.prices.ahead
-            what = value.shape, value.on_host, *told, self.prices.widths.moving(value)
+            what = value.shape, value.on_host, *told, self.prices.widths.moving(value), self.prices.turns.get(value.id)
             stored = None  # a size in memory, if it arrives anew every step
             if index not in self.program.carried:
                 stored = self.prices.widths.stored(value)
 
             def seconds(kepts: tuple[Kept, ...], value: Value = value, stored: int | None = stored) -> np.ndarray:
-                costs = np.array([self.prices.exposed(value, kept.home, kept.copy) for kept in kepts])
+                hops = [(value, kept.home, kept.copy) for kept in kepts]
+                costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
                 return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
 
             self.costs.append(self.prices.once(seconds, kepts, of=(*what, stored)))

@@ -117,6 +117,14 @@ class Group:
         return all(equation.primitive in _VIEWS for equation in self.equations)
 
     @property
+    def widens(self) -> bool:
+        """Whether it only makes numbers wider: where readers take such work in, XLA stores what it reads."""
+        first, *others = self.equations
+        if others or first.primitive != "convert_element_type" or not isinstance(first.inputs[0], Value):
+            return False
+        return first.inputs[0].itemsize < first.outputs[0].itemsize
+
+    @property
     def is_boundary(self) -> bool:
         """Whether it only hands a value into a loop or branch, or out of it."""
         return self.equations[0].primitive in _BOUNDARIES
@@ -212,7 +220,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     groups: list[Group] = []
     for equation, rule in zip(reversed(program.equations), reversed(rules), strict=True):
         alone = any(output.id in scattered for output in equation.outputs)
-        host = None if alone else _host(equation, rule, readers, home)
+        host = None if alone else _host(equation, rule, readers, home, backend)
         if host is None:
             host = _new_group(len(groups), equation, rule)
             groups.append(host)
@@ -246,7 +254,8 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
         again = not is_stored and _is_repeated(group, read, backend)
-        group.repeated = group.folded or (again and not _reads_far(group, read, through, padded))
+        wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
+        group.repeated = group.folded or (again and not _reads_far(group, list(wide), through, padded))
         group.sunk = group.repeated and any(user.equations[0].primitive == "scan_const" for user in read)
     for group in reversed(groups):
         group.last = max((user.last for user in users[group.index]), default=0) if group.repeated else group.point
@@ -337,17 +346,18 @@ def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     return len(rule.splittable) == sum(size > 1 for size in rule.sizes.values())
 
 
-def _host(equation: Equation, rule: Rule, readers, home) -> Group | None:
+def _host(equation: Equation, rule: Rule, readers, home, backend: Backend) -> Group | None:
     """The group that `equation` can join, once it has joined it; a constraint does not bind what comes after it."""
     if len(equation.outputs) != 1 or rule.given or not _is_elementwise(equation, rule):
         return None
     consumers = readers[equation.outputs[0].id]
-    # A carry reads what the body hands on, but stands before it and so has no group yet; nothing joins a carry.
-    hosts = {id(host): host for host in (home.get(reader.index) for reader, _ in consumers)}
+    hosts = _reading(equation, readers, home)
     if len(hosts) != 1:
         return None
-    (host,) = hosts.values()
+    (host,) = hosts
     if host is None or not host.fuses or host.equations[0].trips != equation.trips:
+        return None
+    if backend.takes_in and host.widens and len(_reading(host.equations[0], readers, home)) > 1:
         return None
     mapping = _mapping(rule, [host.operands[reader.index][operand] for reader, operand in consumers])
     if mapping is None:
@@ -356,6 +366,15 @@ def _host(equation: Equation, rule: Rule, readers, home) -> Group | None:
     host.operands[equation.index] = [_renamed(dims, mapping) for dims in rule.operands]
     host.results[equation.index] = [_renamed(dims, mapping) for dims in rule.results]
     return host
+
+
+def _reading(equation: Equation, readers, home) -> list[Group | None]:
+    """The groups that read what an equation of one result makes.
+
+    A carry reads what the body hands on, but stands before it and so has no group yet: it is None; nothing joins it.
+    """
+    found = (home.get(reader.index) for reader, _ in readers[equation.outputs[0].id])
+    return list({id(group): group for group in found}.values())
 
 
 def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
@@ -399,19 +418,60 @@ def stacked_beside(program: Program) -> dict[int, int]:
     return found
 
 
-def added_up(program: Program) -> dict[int, int]:
-    """Matrix products that a loop only adds up -> bytes of all in their loop; and sums, if they are not split."""
+def kept_inside(program: Program, sums: bool) -> dict[int, int]:
+    """What can stay in the chip while a loop turns -> bytes of all that can in its loop.
+
+    That is what its matrix products read in every turn, a recurrent net's weights, and matrix products that it only
+    adds up; with the sums, if the products are not split.
+
+    Args:
+        sums: whether products and sums are of them.
+    """
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
-    for carry, total, makers in _sums_in_loops(program, _read_once(program)):
+    for entering in constants_of_loops(program):
+        values, sizes = found[entering.loop]
+        (inside,) = entering.outputs
+        sizes[inside.id] = inside.bytes
+        values.add(inside.id)
+    for carry, total, makers in _sums_in_loops(program, _read_once(program)) if sums else ():
         if is_matrix_product(makers[-1]) and total.outputs[0].bytes:
-            values, products = found[carry.loop]
+            values, sizes = found[carry.loop]
             (product,) = makers[-1].outputs
-            products[product.id] = product.bytes
+            sizes[product.id] = product.bytes
             values.add(product.id)
             if not any(maker.primitive == "split" for maker in makers):
                 values.update(value.id for value in (carry.outputs[0], *total.outputs))
                 values.update(value.id for maker in makers for value in maker.outputs)
-    return {value: sum(products.values()) for values, products in found.values() for value in values}
+    return {value: sum(sizes.values()) for values, sizes in found.values() for value in values}
+
+
+def turns_that_read(program: Program) -> dict[int, int]:
+    """Values that matrix products of loops read in every turn -> how many turns these are, of all such loops."""
+    found: dict[int, int] = defaultdict(int)
+    for entering in constants_of_loops(program):
+        (outside,), (inside,) = entering.inputs, entering.outputs
+        found[outside.id] += inside.trips // outside.trips
+    return dict(found)
+
+
+def constants_of_loops(program: Program) -> Iterator[Equation]:
+    """The equations that hand a loop what its matrix products read in every turn, if these are several."""
+    multiplied = _multiplied(program)
+    for equation in program.equations:
+        if equation.primitive == "scan_const" and isinstance(equation.inputs[0], Value):
+            (outside,), (inside,) = equation.inputs, equation.outputs
+            if inside.id in multiplied and inside.trips > outside.trips > 0:
+                yield equation
+
+
+def _multiplied(program: Program) -> set[int]:
+    """The values that matrix products read, and those that these are views of, or the same in another dtype."""
+    found: set[int] = set()
+    for equation in reversed(program.equations):
+        passes = equation.primitive in _VIEWS | {"convert_element_type", "scan_const"}
+        if is_matrix_product(equation) or (passes and equation.outputs[0].id in found):
+            found.update(value.id for value in equation.inputs if isinstance(value, Value))
+    return found
 
 
 def _read_once(program: Program) -> set[int]:
@@ -534,6 +594,7 @@ def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]
     is too many: the sums of an associative scan are each made of such sums of half the length.
 
     Args:
+        users: the groups that read what it makes, or what this is widened to.
         through: value -> the values of its size that it is computed again from; added to.
         padded: values that are padded as they are read.
     """

@@ -85,7 +85,8 @@ class Prices:
         weights: Collection[int] = (),
         entering: Collection[int] = (),
         stacked: Mapping[int, int] | None = None,
-        added: Mapping[int, int] | None = None,
+        kept: Mapping[int, int] | None = None,
+        turns: Mapping[int, int] | None = None,
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
     ):
@@ -96,7 +97,8 @@ class Prices:
         self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
         self.between = axes_between_slices(self.mesh, backend)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
-        self.added = added or {}  # products that loops add up -> bytes of all that their loop does
+        self.kept = kept or {}  # what can stay in the chip while a loop turns -> bytes of all that can in its loop
+        self.turns = turns or {}  # what loops read in every turn -> how many these are
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self._groups: dict[tuple, Priced] = {}
@@ -162,8 +164,8 @@ class Prices:
         size = self.widths.moving(value, readers)
         late, ahead = value.id in self.weights, value.id in self.ahead
         written = self.widths.stored(value) if value.id in self.instead else None
-        clearing, image_dims = self._clearing(value), self.images.get(value.id)
-        what = value.shape, size, value.on_host, late, ahead, written, image_dims, clearing, value.trips
+        clearing, image_dims, turns = self._clearing(value), self.images.get(value.id), self.turns.get(value.id, 0)
+        what = value.shape, size, value.on_host, late, ahead, written, image_dims, clearing, turns, value.trips
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
@@ -176,6 +178,8 @@ class Prices:
                 table = table + np.where(moves, np.array([[self.writing(value, a)] for a in rows]), 0.0)
             if clearing:
                 table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
+            if turns:
+                table = table + np.array([[self._fetching(value, a, b) for b in columns] for a in rows])
             return _frozen((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
 
         return self.once(made, self.one(sources), self.one(targets), of=what)
@@ -193,14 +197,24 @@ class Prices:
 
         return self.once(made, self.one(sources), self.one(targets), of=(written,))
 
-    def writing_first(self, value: Value, source: Layout, target: Layout) -> float:
-        """Seconds to write what is not written if a value is not resharded.
+    def memory_seconds(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds in which memory is written and read because a value is resharded.
 
-        That is the value, if its readers would make it again otherwise; and of each trip of a loop, whose next one XLA
-        for TPU starts to bring over from other slices in the one before, its part of clearing what the loop stacks.
+        Written is the value, if its readers would make it again otherwise; and of each trip of a loop, whose next one
+        XLA for TPU starts to bring over from other slices in the one before, its part of clearing what the loop stacks.
+        Read is, turn by turn, what a loop could keep in the chip if it were not gathered.
         """
         seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
-        return seconds + self._clearing(value) * self._leaves_slices(source, target)
+        seconds += self._clearing(value) * self._leaves_slices(source, target)
+        return seconds + self._fetching(value, source, target)
+
+    def _fetching(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds in which loops read from memory, in all their turns, what is gathered for them; 0 if it is not."""
+        turns = self.turns.get(value.id, 0)
+        if not turns or self._local_size(value, target) <= self._local_size(value, source):
+            return 0.0
+        often = self.backend.fetches_gathered * turns
+        return often * self.copy_bytes(value, target) / self.topology.memory_bandwidth
 
     def _clearing(self, value: Value) -> float:
         """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
@@ -345,7 +359,8 @@ class Prices:
 
         Of several dims pieces come in order if they have one element of each dim from the first that is gathered to the
         last, but for that. And XLA for TPU puts only whole tiles side by side: where pieces of rows or columns do not
-        end with one, it makes the dim the outermost, in which order only a matrix can stay.
+        end with one, it makes the dim the outermost, in which order only a matrix can stay. On some TPUs what are
+        columns as it is written cannot be rows for that.
         """
         before, after = (
             np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
@@ -362,6 +377,9 @@ class Prices:
         roles = [tiled_dims(tuple(size), self.backend.tile) for size in after[0].tolist()]
         other, rows, columns = np.stack(roles, axis=1)
         whole = other | (rows & (before % tile_rows == 0)) | (columns & (before % tile_columns == 0))
+        if self.backend.keeps_columns and len(shape) > 1:
+            as_written = rows[..., -2] & columns[..., -1]
+            whole[..., -1] &= ~as_written | (before[..., -1] % tile_columns == 0)
         around = (after > 1).sum(axis=-1, keepdims=True) - (after > 1)
         broken = (gathered & ~later & ~whole & (around > 1)).any(axis=-1)
         return np.stack([broken, broken | scattered])
@@ -544,13 +562,18 @@ class Prices:
             whole = math.prod(use.value.shape) * self.widths.stored(use.value)
             for value in self._read(use.value):
                 share = math.prod(value.shape) * self.widths.stored(value) / whole if whole else 0.0
-                read[value.id] = np.maximum(read.get(value.id, 0.0), local * share)
+                size = local * share if value is use.value else self._outside(value, local * share)
+                read[value.id] = np.maximum(read.get(value.id, 0.0), size)
         return sum(read.values(), start=0.0)
 
     def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of `value` that go to memory and come from there, per layout: those that the chip has no room for."""
-        sizes, room = self.sizes(value, layouts), self._room(value)
-        return np.maximum(0.0, sizes - room) if room else sizes
+        """Bytes of `value` that go to memory and come from there, per layout."""
+        return self._outside(value, self.sizes(value, layouts))
+
+    def _outside(self, value: Value, sizes: np.ndarray) -> np.ndarray:
+        """Of what `value` takes those bytes that the chip has no room for."""
+        room = self._room(value)
+        return np.where(sizes > self.backend.keeps_inside, sizes, np.maximum(0.0, sizes - room)) if room else sizes
 
     def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
         """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
@@ -568,9 +591,9 @@ class Prices:
         return np.array([padding(layout) for layout in layouts])
 
     def _room(self, value: Value) -> float:
-        """Bytes of `value` that stay in the chip's own memory: its part of the room for all that its loop adds up."""
-        share = value.bytes / self.added[value.id] if value.id in self.added else 0.0
-        return self.backend.adds_inside * share
+        """Bytes of `value` that stay in the chip's own memory: its part of the room for all that its loop keeps."""
+        share = value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
+        return self.backend.keeps_inside * share
 
 
 class _Moves:

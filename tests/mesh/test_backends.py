@@ -52,17 +52,15 @@ def test_padded_sizes_are_those_of_tpu_programs(shape, elements):
 
 
 ABSTRACT = AbstractMesh((8,), ("x",))
+THREE_DIMS = {"sums_gathers": math.inf, "keeps_columns": True, "keeps_inside": 2.0**25, "keeps_sums": False}
+THREE_DIMS |= {"fetches_gathered": 0.5}
 MEANT = [  # the mesh, a machine by name, the compiler
     (mesh_of({"x": 8}), None, CPU),
     (mesh_of({"x": 8}), "v5e:2x4", CPU),  # whatever the topology is said to be, it is compiled for what is there
     (ABSTRACT, None, TPU),
     (ABSTRACT, "v5e:2x4", TPU),
-    (ABSTRACT, "v5p:2x2x2", replace(TPU, sums_gathers=math.inf, adds_inside=0.0)),
-    (
-        ABSTRACT,
-        "2x tpu7x:2x2x1",
-        replace(TPU, slices=2, gathers_at_once=False, sums_gathers=math.inf, adds_inside=0.0),
-    ),
+    (ABSTRACT, "v5p:2x2x2", replace(TPU, **THREE_DIMS)),
+    (ABSTRACT, "2x tpu7x:2x2x1", replace(TPU, slices=2, gathers_at_once=False, **THREE_DIMS)),
     (ABSTRACT, "h100:8", GPU),
     (ABSTRACT, "cpu:8", CPU),
 ]

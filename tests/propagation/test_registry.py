@@ -35,7 +35,7 @@ def test_a_second_rule_is_an_error():
 
 def test_unknown_primitive_is_kept_whole_and_named_once():
     primitive = primitive_like_matmul("unheard_of")
-    program = trace(lambda x, y: primitive.bind(x, y) + 2 * primitive.bind(x, y), (X, Y), {})
+    program = trace(lambda x, y: primitive.bind(x, y) + primitive.bind(2 * x, y), (X, Y), {})
     with pytest.warns(UnknownPrimitiveWarning) as caught:
         rules = rules_for(program)
     assert len(caught) == 1

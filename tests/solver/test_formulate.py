@@ -330,7 +330,7 @@ def counted_too_often(formulation: Formulation, choice) -> float:
     seconds, prices = 0.0, formulation.prices
 
     def moved(*pair) -> float:
-        return prices.resharding(*pair) + prices.writing_first(*pair)
+        return prices.resharding(*pair) + prices.memory_seconds(*pair)
 
     kept = [options[option] for options, option in zip(formulation.arguments, choice, strict=False)]
     lying = [(x, one.home, one.copy) for x, one in zip(formulation.program.arguments, kept, strict=True)]

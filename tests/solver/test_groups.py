@@ -1,5 +1,6 @@
 """Which equations are planned as one: by hand for small functions, and what holds for every group of every model."""
 
+import functools
 import math
 from collections import Counter, defaultdict
 
@@ -14,7 +15,15 @@ from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import groups as module
-from autoshard.solver.groups import Group, added_up, entering_loops, groups_of, made_of_state, stacked_beside
+from autoshard.solver.groups import (
+    Group,
+    entering_loops,
+    groups_of,
+    kept_inside,
+    made_of_state,
+    stacked_beside,
+    turns_that_read,
+)
 
 
 def adamw(w, m, v, g):
@@ -354,8 +363,37 @@ ADDED = {  # a loop, its sums, how many values stay, bytes of the loop's product
 @pytest.mark.parametrize("case", ADDED)
 def test_products_that_a_loop_adds_up(case):
     fn, totals, count, together = ADDED[case]
-    found = added_up(traced(fn, totals, f32(5, 8, 4)))
-    assert list(found.values()) == [together] * count
+    program = traced(fn, totals, f32(5, 8, 4))
+    assert list(kept_inside(program, sums=True).values()) == [together] * count
+    assert not kept_inside(program, sums=False)
+
+
+def turning(body, *, length=3):
+    """A loop over what it carries, whose body reads what stands outside of it, too."""
+    return lambda x, *read: jax.lax.scan(lambda h, _: (body(h, *read), None), x, length=length)[0]
+
+
+CONSTANTS = {  # a step, what its loops only read -> bytes of all that the loop does, turns that read it
+    "a weight": (turning(lambda h, w, v: h @ w), [64], [3]),
+    "two": (turning(lambda h, w, v: h @ w @ v), [128, 128], [3, 3]),
+    "read by two loops": (lambda x, w, v: turning(jnp.matmul)(turning(jnp.matmul)(x, w), w), [64, 64], [6]),
+    "in a loop of a loop": (turning(turning(lambda h, w, v: h @ w, length=5)), [64, 64], [3, 5]),
+    "as a view in another dtype": (turning(lambda h, w, v: (h @ w.T.astype("float16")).astype(h.dtype)), [64], [3]),
+    "nothing that is added": (turning(lambda h, w, v: h @ h + w), [], []),
+    "nothing in a single turn": (turning(lambda h, w, v: h @ w, length=1), [], []),
+    "nor in an unknown number of them": (
+        lambda x, w, v: jax.lax.while_loop(lambda h: h[0, 0] > 0, lambda h: h @ w, x), [], [],
+    ),
+    "nor a number": (turning(lambda h, w, v: h * 2.0), [], []),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANTS)
+def test_what_loops_only_read(case):
+    fn, sizes, turns = CONSTANTS[case]
+    program = traced(fn, SQUARE, SQUARE, SQUARE)
+    assert list(kept_inside(program, sums=True).values()) == sizes
+    assert list(turns_that_read(program).values()) == turns
 
 
 DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more as they read it
@@ -398,6 +436,26 @@ def test_elementwise_work_that_readers_take_in(fn, takers):
         sine = next(group for group in groups_for(backend, fn, SQUARE) if group.equations[0].primitive == "sin")
         assert sine.repeated == (backend in takers), backend.name
         assert not sine.folded or backend is CPU
+
+
+def rounded_product(count, readers):
+    """Of so many arrays, in bfloat16, made wider, and reduced by so many readers."""
+
+    def fn(ys):
+        h = functools.reduce(jnp.multiply, map(jnp.sort, ys)).astype(jnp.bfloat16).astype(jnp.float32)
+        return [h.sum(0), h.max(1)][:readers]
+
+    return fn, [SQUARE] * count
+
+
+@pytest.mark.parametrize("count, readers, stored", [(5, 2, ["bfloat16"]), (3, 2, []), (5, 1, [])])
+def test_what_is_widened_for_several_is_stored_as_it_was(count, readers, stored):
+    """One reader takes in all that it reads, and several what they can all compute again."""
+    for backend in (GPU, TPU):
+        groups = [g for g in groups_for(backend, *rounded_product(count, readers)) if g.fuses]
+        assert [str(g.made[0].value.dtype) for g in groups if not g.repeated] == stored
+    groups = groups_for(CPU, *rounded_product(count, readers))  # CPU computes nothing again for a reduction
+    assert [str(g.made[0].value.dtype) for g in groups if g.fuses and not g.repeated] == ["float32"]
 
 
 @pytest.mark.parametrize("fn, takers", [

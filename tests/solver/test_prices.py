@@ -17,10 +17,10 @@ from autoshard.mesh.topology import Link, Topology
 from autoshard.program import Value
 from autoshard.propagation import rules_for
 from autoshard.solver import prices as module
-from autoshard.solver.groups import added_up, groups_of, image_dims, read_through
+from autoshard.solver.groups import groups_of, image_dims, kept_inside, read_through, turns_that_read
 from autoshard.solver.prices import Prices
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER
-from autoshard.solver.widths import Widths
+from autoshard.solver.widths import Widths, widths_of
 
 LINE = {"x": 4}
 TOPOLOGY = Topology({"x": Link(1e-3, 1e6)}, memory_bytes=1e9, memory_bandwidth=1e9, flops={"float32": 1e9, "int8": 4e9})
@@ -342,6 +342,24 @@ def test_pieces_that_come_in_order_are_not_copied(shape, source, target, copied)
     np.testing.assert_allclose(asked.table(array, [source, target], [target]), [[found], [0]])
 
 
+@pytest.mark.parametrize("shape, copied", [
+    ((8, 128, 256), True),  # 32 columns
+    ((8, 128, 1024), False),  # 128
+    ((1, 128, 256), False),  # a matrix
+    ((256,), False),
+    ((8, 128, 64), False),  # better the rows anyhow
+])  # fmt: skip
+def test_columns_that_cut_tiles_are_put_in_order(shape, copied):
+    """They could be rows; where that is not done they are read and written twice."""
+    whole, split = ((),) * len(shape), (*((),) * (len(shape) - 1), ("y",))
+    backends = TPU, replace(TPU, keeps_columns=True)
+    asked = [Prices({"y": 8}, round_topology("y"), backend=backend) for backend in backends]
+    seconds = [one.table(value(*shape), [split], [whole]).item() for one in asked]
+    assert seconds == pytest.approx([one.resharding(value(*shape), split, whole) for one in asked])
+    more = seconds[1] - seconds[0]
+    assert more == pytest.approx(copied * 2 * 2 * 4 * math.prod(shape) / TOPOLOGY.memory_bandwidth, rel=1e-9, abs=1e-15)
+
+
 def test_a_slice_is_an_operation_of_its_own():
     """Where nothing moves between devices; the rows that an uneven split leaves over, too."""
     asked = prices(backend=replace(TPU, shortest=1e-3))
@@ -365,13 +383,19 @@ def test_what_a_recomputation_slices_is_copied(behind_barrier):
     assert seconds == pytest.approx([0.0, *copies])
 
 
-@pytest.mark.parametrize("room, through", [(0, 1.0), (2**15, 0.5), (2**16, 0.0), (2**17, 0.0)])
-def test_what_a_loop_adds_up_stays_in_the_chip(room, through):
-    """A product of 64 KiB in each of three trips, and a sum that it is added to: what there is no room for moves."""
-    adding = lambda total, xs: lax.scan(lambda t, x: (t + x.T @ x, None), total, xs)[0]  # noqa: E731
-    program = traced(adding, f32(128, 128), f32(3, 8, 128))
+ROOMS = [(1, 0, 1.0), (1, 2**16 - 1, 1.0), (1, 2**16, 0.0), (2, 2**16, 0.5), (2, 2**17, 0.0)]
+
+
+@pytest.mark.parametrize("count, room, through", ROOMS)
+def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
+    """Products of 64 KiB in each of three trips, and sums that they are added to: what there is no room for moves."""
+
+    def adding(totals, xs):
+        return lax.scan(lambda t, x: ([a + (i * x).T @ x for i, a in enumerate(t)], None), totals, xs)[0]
+
+    program = traced(adding, [f32(128, 128)] * count, f32(3, 8, 128))
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
-    asked = Prices({}, fast, backend=replace(TPU, adds_inside=room), added=added_up(program))
+    asked = Prices({}, fast, backend=replace(TPU, keeps_inside=room), kept=kept_inside(program, sums=True))
     seconds = {
         group.equations[0].primitive: asked.group(group).seconds[0].compute
         for group in groups_of(program, rules_for(program), TPU)
@@ -379,6 +403,39 @@ def test_what_a_loop_adds_up_stays_in_the_chip(room, through):
     moved = 2**16 * through
     assert seconds["dot_general"] == pytest.approx(3 * (2 * 4 * 8 * 128 + moved) * 1e-9)
     assert seconds["add"] == pytest.approx(3 * 3 * moved * 1e-9)
+
+
+@pytest.mark.parametrize("room, through", [(0, 1.0), (2**15 - 1, 1.0), (2**15, 0.0)])
+@pytest.mark.parametrize("view", [lambda w: w, jnp.transpose], ids=["as it is", "transposed"])
+def test_what_a_loop_only_reads_stays_in_the_chip(room, through, view):
+    """A weight of 32 KiB in bfloat16 in each of three trips, and 8 rows in and out."""
+    recurrent = lambda h, w: lax.scan(lambda h, _: (h @ view(w), None), h, length=3)[0]  # noqa: E731
+    program = traced(recurrent, f32(8, 128), f32(128, 128))
+    groups = groups_of(program, rules_for(program), TPU)
+    widths = widths_of(program, groups, TPU)
+    fast = replace(TOPOLOGY, flops={"float32": 1e18})
+    backend = replace(TPU, keeps_inside=room)
+    asked = Prices({}, fast, widths, backend, kept=kept_inside(program, sums=True), instead=read_through(groups))
+    (product,) = (group for group in groups if group.contracts)
+    assert asked.group(product).seconds[0].compute == pytest.approx(3e-9 * (2**15 * through + 8 * 128 * (2 + 4)))
+
+
+@pytest.mark.parametrize("source, target, share", [
+    (((), ()), (("x",), ()), 0),
+    ((("x",), ()), ((), ("x",)), 0),
+    ((("x",), ()), ((), ()), 1),
+])  # fmt: skip
+def test_what_is_gathered_for_a_loop_may_be_read_from_memory(source, target, share):
+    """Half of 64 KiB in each of three trips, beside what gathering takes."""
+    recurrent = lambda h, w: lax.scan(lambda h, _: (h @ w, None), h, length=3)[0]  # noqa: E731
+    program = traced(recurrent, f32(8, 128), f32(128, 128))
+    weight = program.arguments[1]
+    chip, backend = round_topology("x"), replace(TPU, fetches_gathered=0.5)
+    asked, plain = (Prices(LINE, chip, backend=backend, turns=turns) for turns in (turns_that_read(program), None))
+    fetched = asked.memory_seconds(weight, source, target)
+    assert fetched == pytest.approx(0.5 * 3 * 2**16 * share / chip.memory_bandwidth)
+    tables = [prices.table(weight, [source], [target]) for prices in (asked, plain)]
+    assert tables[0] - tables[1] == pytest.approx(fetched)
 
 
 def test_what_needs_no_reduction_talks_to_nobody():
@@ -465,7 +522,7 @@ def test_what_comes_from_other_slices_in_a_loop_has_its_stacks_cleared(source, t
     plain, asked = (Prices({"s": 2, "x": 4}, round_topology("s", "x"), stacked=stacked, **options)
                     for stacked in (None, {0: 8000}))  # fmt: skip
     made, seconds = value(8, 8, trips=5), 8000 / 8 / 5 / TOPOLOGY.memory_bandwidth * cleared
-    assert asked.writing_first(made, source, target) == pytest.approx(seconds)
+    assert asked.memory_seconds(made, source, target) == pytest.approx(seconds)
     more = asked.table(made, [source], [target]) - plain.table(made, [source], [target])
     np.testing.assert_allclose(more, [[5 * seconds]], atol=1e-15)
 
