@@ -428,7 +428,7 @@ def kept_inside(program: Program, sums: bool) -> dict[int, int]:
         sums: whether products and sums are of them.
     """
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
-    for entering in constants_of_loops(program):
+    for entering in _constants_of_loops(program):
         values, sizes = found[entering.loop]
         (inside,) = entering.outputs
         sizes[inside.id] = inside.bytes
@@ -448,13 +448,13 @@ def kept_inside(program: Program, sums: bool) -> dict[int, int]:
 def turns_that_read(program: Program) -> dict[int, int]:
     """Values that matrix products of loops read in every turn -> how many turns these are, of all such loops."""
     found: dict[int, int] = defaultdict(int)
-    for entering in constants_of_loops(program):
+    for entering in _constants_of_loops(program):
         (outside,), (inside,) = entering.inputs, entering.outputs
         found[outside.id] += inside.trips // outside.trips
     return dict(found)
 
 
-def constants_of_loops(program: Program) -> Iterator[Equation]:
+def _constants_of_loops(program: Program) -> Iterator[Equation]:
     """The equations that hand a loop what its matrix products read in every turn, if these are several."""
     multiplied = _multiplied(program)
     for equation in program.equations:
