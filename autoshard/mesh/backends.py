@@ -183,7 +183,12 @@ def backend_of(mesh: Mesh | AbstractMesh, machine: str | None = None) -> Backend
     if backend is TPU and slices > 1:
         backend = replace(backend, slices=slices, gathers_at_once=False)  # not known of gathers over slices
     if backend.name == TPU.name and chip is not None and chip.torus_dims == 3:
-        # Four weights of 8 MiB, not six; of as many that are gathered every other one: the same tests compile them.
-        inside = {"keeps_inside": 2.0**25, "keeps_sums": False, "fetches_gathered": 0.5}
-        backend = replace(backend, sums_gathers=math.inf, keeps_columns=True, **inside)
+        backend = replace(
+            backend,
+            sums_gathers=math.inf,
+            keeps_inside=2.0**25,  # four weights of 8 MiB, and not six: the same tests compile both
+            keeps_sums=False,
+            fetches_gathered=0.5,  # every other one of these weights, if they are gathered
+            keeps_columns=True,
+        )
     return backend

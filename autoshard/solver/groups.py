@@ -33,6 +33,7 @@ _EXPENSIVE = frozenset({
 })  # fmt: skip
 
 _LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
+_PASSED_ON = _VIEWS | {"convert_element_type", "scan_const"}  # the same elements, for a product inside a loop
 _PRODUCTS = frozenset({"mul", "square"})
 _BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
 _READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in compiled ResNets and transformers
@@ -454,22 +455,25 @@ def turns_that_read(program: Program) -> dict[int, int]:
     return dict(found)
 
 
-def _constants_of_loops(program: Program) -> Iterator[Equation]:
+def _constants_of_loops(program: Program) -> list[Equation]:
     """The equations that hand a loop what its matrix products read in every turn, if these are several."""
-    multiplied = _multiplied(program)
-    for equation in program.equations:
-        if equation.primitive == "scan_const" and isinstance(equation.inputs[0], Value):
-            (outside,), (inside,) = equation.inputs, equation.outputs
-            if inside.id in multiplied and inside.trips > outside.trips > 0:
-                yield equation
+    entering = [
+        equation
+        for equation in program.equations
+        if equation.primitive == "scan_const"
+        and isinstance(equation.inputs[0], Value)
+        and equation.outputs[0].trips > equation.inputs[0].trips > 0
+    ]
+    multiplied = _multiplied(program) if entering else set()
+    return [equation for equation in entering if equation.outputs[0].id in multiplied]
 
 
 def _multiplied(program: Program) -> set[int]:
     """The values that matrix products read, and those that these are views of, or the same in another dtype."""
     found: set[int] = set()
     for equation in reversed(program.equations):
-        passes = equation.primitive in _VIEWS | {"convert_element_type", "scan_const"}
-        if is_matrix_product(equation) or (passes and equation.outputs[0].id in found):
+        passed_on = equation.primitive in _PASSED_ON and equation.outputs[0].id in found
+        if passed_on or is_matrix_product(equation):
             found.update(value.id for value in equation.inputs if isinstance(value, Value))
     return found
 

@@ -45,22 +45,22 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     usable = formulation.prices.backend.usable
     given, limit, bound = formulation.problem.limit, formulation.problem.limit * usable, 0.0
     exact = replace(formulation.problem, limit=limit, checked=True)
-    problem, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
+    rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
+    problem = replace(rounded, limit=limit + spared, checked=True)
     deadline = time.monotonic() + time_limit
     changes: dict[Change, None] = {}
     best = None
 
     def within(choice: Sequence[int]) -> bool:
-        return fits(formulation.peak_bytes(choice[: len(problem.costs)]), limit)
+        return fits(formulation.peak_bytes(choice[: len(exact.costs)]), limit)
 
     for i in range(ROUNDS):
         left = max(0.0, deadline - time.monotonic())
         if i and not left:
             break
-        rounded = problem if i else replace(problem, limit=limit + spared, checked=True)
         try:
             gap = ENOUGH if i else 0.0
-            solution = _solved(formulation, rounded, changes, time_limit=left, gap=gap, accepts=within)
+            solution = _solved(formulation, problem, changes, time_limit=left, gap=gap, accepts=within)
         except SolverError:  # nothing fits, or nothing was found in time
             break
         if not i:
@@ -74,6 +74,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         if i and changes.keys() >= set(over):  # but for rounding there is another one
             break
         changes.update(dict.fromkeys(over))
+        problem = rounded
     needed, free = math.inf, 0.0
     seconds = time_limit if best is None else FAR_SHARE * time_limit
     try:

@@ -52,8 +52,10 @@ def test_padded_sizes_are_those_of_tpu_programs(shape, elements):
 
 
 ABSTRACT = AbstractMesh((8,), ("x",))
-THREE_DIMS = {"sums_gathers": math.inf, "keeps_columns": True, "keeps_inside": 2.0**25, "keeps_sums": False}
-THREE_DIMS |= {"fetches_gathered": 0.5}
+THREE_DIMS = {
+    "sums_gathers": math.inf, "keeps_inside": 2.0**25, "keeps_sums": False, "fetches_gathered": 0.5,
+    "keeps_columns": True,
+}  # fmt: skip
 MEANT = [  # the mesh, a machine by name, the compiler
     (mesh_of({"x": 8}), None, CPU),
     (mesh_of({"x": 8}), "v5e:2x4", CPU),  # whatever the topology is said to be, it is compiled for what is there
