@@ -5,7 +5,8 @@ Parameters of primitives differ between JAX releases; what reads them in more th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -148,6 +149,31 @@ def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     single = ClosedJaxpr(Jaxpr([], variables, kept, [eqn], eqn.effects, names), ())
     results = iter(core.jaxpr_as_fun(single)(*values))
     return [None if isinstance(var, core.DropVar) else next(results) for var in eqn.outvars]
+
+
+def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:
+    """What a `reduce` does with two elements of each operand, of arrays of them at a time."""
+    def elementwise(some: Sequence[Any], others: Sequence[Any]) -> list:
+        mapped = functools.partial(_opened, eqn.params["jaxpr"])
+        for _ in range(some[0].ndim):
+            mapped = jax.vmap(mapped)
+        return list(mapped(*some, *others))
+
+    return elementwise
+
+
+def _opened(closed: ClosedJaxpr, *operands: Any) -> list[Any]:
+    """A jaxpr applied to operands, calls opened: as a function it would be one for the mesh that it was traced on."""
+    env = dict(zip((*closed.jaxpr.invars, *closed.jaxpr.constvars), (*operands, *closed.consts), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in closed.jaxpr.eqns:
+        called, inputs = called_jaxpr(eqn), list(map(read, eqn.invars))
+        results = run(eqn, inputs) if called is None else _opened(called, *called_operands(eqn, inputs))
+        env.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, closed.jaxpr.outvars))
 
 
 def on_host(aval: Any) -> bool:

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import (
@@ -40,10 +37,9 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.layout import Layout, spec_of
-from autoshard.plans import Annotations, Plan, Scatter
+from autoshard.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
+from autoshard.plans import Annotations, Plan
 from autoshard.program import Equation, Program, Value
-
-_LANES = 128  # of a TPU's vector registers: columns of a tile
 
 
 @dataclass(frozen=True)
@@ -231,9 +227,24 @@ class _Emitter:
             array = self.read(operands[0], equation, 0)
             return self.made(equation, [self.constrained_to(array, said(eqn.params))])
         arrays = [self.read(held, equation, i) for i, held in enumerate(operands)]
-        if equation is not None and equation.index in self.annotations.scatters:
-            return self.made(equation, [self.reduce_scattered(eqn, equation, operands, arrays)])
-        return self.made(equation, self.kernel(eqn, arrays) if is_kernel(eqn) else run(eqn, arrays))
+        return self.made(equation, self.results_of(eqn, equation, arrays))
+
+    def results_of(self, eqn: JaxprEqn, equation: Equation | None, arrays: list) -> list:
+        if is_kernel(eqn):
+            return self.kernel(eqn, arrays)
+        homes = [self.annotations.homes.get(value.id) for value in equation.outputs] if equation else []
+        if eqn.primitive.name == "dynamic_update_slice":
+            arrays = _within_bounds(arrays, *homes)
+        if None in homes or equation is None:
+            return run(eqn, arrays)
+        scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
+        if scatter is None and not may_run_on_shards(equation):
+            return run(eqn, arrays)
+        split = Split.of(equation, wants, dict(self.mesh.shape))
+        if scatter is None and not runs_on_shards(equation, split):
+            return run(eqn, arrays)
+        function = on_shards(eqn, equation, split, scatter)
+        return self.on_shards(function, arrays, list(map(spec_of, wants)), list(map(spec_of, homes)))
 
     def kernel(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
         """Runs a kernel whole on every device: compilers refuse to split one, and have to be told so."""
@@ -248,21 +259,6 @@ class _Emitter:
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
         )
         return by_hand(*arrays)
-
-    def reduce_scattered(self, eqn: JaxprEqn, equation: Equation, operands: Sequence[_Held], arrays: list) -> Any:
-        """An equation that sums, on every device's shards, and its partial sums reduced.
-
-        XLA's partitioner would all_reduce them and slice, and not all of its backends make that a reduce_scatter.
-        """
-        scatter = self.annotations.scatters[equation.index]
-
-        def on_one_device(*shards):
-            (partial,) = run(eqn, shards)
-            return _reduce_scatter(partial, scatter)
-
-        wants = [self.annotations.wants.get((equation.index, i), held.layout) for i, held in enumerate(operands)]
-        home = self.annotations.homes[equation.outputs[0].id]
-        return self.on_shards(on_one_device, arrays, [spec_of(want or ()) for want in wants], spec_of(home))
 
     def custom(self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[_Held], path: tuple) -> list[_Held]:
         """Runs the annotated body; differentiates by the rule the user gave."""
@@ -397,40 +393,6 @@ class _Emitter:
         return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
 
 
-def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
-    """This device's slice of a sum, of which it has a part.
-
-    Scatters rows of a matrix with columns for all lanes of a TPU, and many rows: of others, TPU makes an all_reduce. A
-    stage scatters inside each of the slices that those after it make.
-    """
-    others = [dim for dim in range(partial.ndim) if dim != scatter.dim]
-    others.sort(key=lambda dim: partial.shape[dim] >= _LANES)
-    order, shape = (scatter.dim, *others), [partial.shape[dim] for dim in others]
-    count = partial.shape[scatter.dim]
-    sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in scatter.stages]
-    if shape:
-        widths = itertools.accumulate(reversed(shape), operator.mul)
-        columns = [next((width for width in widths if width >= _LANES), math.prod(shape))]
-    else:
-        columns = [_LANES] if count % (_LANES * math.prod(sizes)) == 0 else []
-    whole, at = partial, scatter.dim
-    for i, (axes, groups) in enumerate(scatter.stages):
-        later = math.prod(sizes[i + 1 :])
-        rows = _split_first(whole, at, later, sizes[i], others if i == 0 else range(1, whole.ndim))
-        sliced = jax.lax.psum_scatter(rows.reshape(-1, *columns), axes, axis_index_groups=groups, tiled=True)
-        count //= sizes[i]
-        whole, at = sliced.reshape(count, *shape), 0
-    mine = whole.transpose(np.argsort(order))
-    return jax.lax.psum(mine, scatter.others) if scatter.others else mine
-
-
-def _split_first(whole: jax.Array, dim: int, later: int, size: int, others: Iterable[int]) -> jax.Array:
-    """A dim as `later * size` pieces, those of all `size` devices first, then the other dims: one copy, if any."""
-    count = whole.shape[dim] // (later * size)
-    pieces = whole.reshape(*whole.shape[:dim], later, size, count, *whole.shape[dim + 1 :])
-    return pieces.transpose(dim + 1, dim, dim + 2, *(other + 2 * (other > dim) for other in others))
-
-
 def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
     """What the operations of an equation are called in the compiled program: the user's names, line, and its index.
 
@@ -438,6 +400,23 @@ def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
     """
     names = str(eqn.source_info.name_stack)
     return "/".join(filter(None, [names, equation and equation.label]))
+
+
+def _within_bounds(arrays: Sequence[Any], layout: Layout | None = None) -> list:
+    """Operands of a `dynamic_update_slice`, an update of one element along a dim that may be split inside the array.
+
+    XLA's partitioner drops such an update if it is out of bounds; the operation itself moves it to the nearest element.
+
+    Args:
+        arrays: the array, the update, and where it starts along each dim.
+        layout: of the result, if the plan says it.
+    """
+    array, update, *starts = arrays
+    split = [True] * array.ndim if layout is None else map(bool, layout)
+    return [array, update, *(
+        jnp.clip(start, 0, min(size - 1, jnp.iinfo(start.dtype).max)) if one == 1 < size and may_be else start
+        for start, size, one, may_be in zip(starts, array.shape, update.shape, split, strict=True)
+    )]  # fmt: skip
 
 
 def _pins(program: Program, annotations: Annotations) -> dict[int, Layout]:

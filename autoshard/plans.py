@@ -30,7 +30,7 @@ from autoshard.solver.formulate import Formulation
 from autoshard.solver.groups import Dims, Group
 from autoshard.solver.memory import aliased
 from autoshard.solver.problem import Solution
-from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, IndexGroups, Strategy
+from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Stages, Strategy
 
 if TYPE_CHECKING:
     from autoshard.lower import Lowering
@@ -88,7 +88,7 @@ class Scatter:
     """How partial sums become the sum, of which each device gets a slice."""
 
     dim: int  # of the result, which is sliced
-    stages: tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
+    stages: Stages
     others: tuple[str, ...]  # over which the slices are all_reduced
 
     @classmethod

@@ -58,6 +58,21 @@ def is_kernel_gradient(equation: Equation) -> bool:
     return equation.primitive == "conv_general_dilated" and equation.params["dimension_numbers"].lhs_spec[0] != 0
 
 
+def is_grouped_convolution(equation: Equation) -> bool:
+    """Whether it is a convolution whose channels, or whose batch, fall into groups."""
+    counts = "feature_group_count", "batch_group_count"
+    return equation.primitive == "conv_general_dilated" and any(equation.params[count] > 1 for count in counts)
+
+
+def folds_by_hand(equation: Equation) -> bool:
+    """Whether it reduces by what XLA's backends have no all_reduce for: `lower` finishes it where it is split."""
+    if equation.primitive in ("reduce_and", "reduce_or", "reduce_xor"):
+        return equation.inputs[0].dtype != np.bool_ or equation.primitive == "reduce_xor"
+    if equation.primitive in ("reduce_max", "reduce_min"):
+        return np.issubdtype(equation.inputs[0].dtype, np.complexfloating)
+    return equation.primitive == "reduce"
+
+
 def contracts(equation: Equation) -> bool:
     """Whether it is a matrix product or a convolution."""
     return equation.primitive == "conv_general_dilated" or is_matrix_product(equation)
@@ -172,14 +187,14 @@ class Group:
 
     @property
     def picks(self) -> int:
-        """How many arrays per result XLA gathers of a reduction that it cannot all_reduce; 0 if it can.
+        """How many arrays per result are gathered of a reduction that cannot be all_reduced; 0 if it can.
 
-        It folds several arrays at a time: values and their indices, say.
+        Of positions XLA gathers the values, too.
         """
         (first, *_) = self.equations
         if first.primitive in ("argmax", "argmin"):
             return 2
-        return int(first.primitive == "reduce" and len(first.outputs) > 1)
+        return int(folds_by_hand(first))
 
     def sums_locally(self, assignment: Mapping[int, tuple[str, ...]]) -> bool:
         """Whether the equation itself, on the shards of one device, makes what the device adds to its sum.
@@ -190,10 +205,10 @@ class Group:
         (first, *_) = self.equations
         if first.primitive != "conv_general_dilated":
             return first.primitive == "reduce_sum" or contracts(first)
-        numbers, grouped = first.params["dimension_numbers"], ("feature_group_count", "batch_group_count")
+        numbers = first.params["dimension_numbers"]
         pixels = itertools.chain(*(self.operands[first.index][0][dim] for dim in numbers.lhs_spec[2:]))
         taps = itertools.chain(*(self.operands[first.index][1][dim] for dim in numbers.rhs_spec[2:]))
-        return all(first.params[count] == 1 for count in grouped) and assignment.keys().isdisjoint((*pixels, *taps))
+        return assignment.keys().isdisjoint((*pixels, *taps))
 
     def finish_trips(self, kind: str) -> int:
         """How often per step a collective finishes its result."""

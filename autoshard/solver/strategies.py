@@ -10,19 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shards
 from autoshard.mesh.backends import GPU, Backend
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims
-from autoshard.solver.groups import Group
+from autoshard.solver.groups import Group, folds_by_hand
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all_gather", "all_reduce", "reduce_scatter"
 
 
 IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group, member]
+Stages = tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,12 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     ]
     if group.picks:
         found = [i for i in range(len(group.made)) for _ in range(group.picks)]
+        gathers = [axes for _, axes in partial]
+        if folds_by_hand(group.equations[0]):  # over all of them at once
+            split = {axis for axes in gathers for axis in axes}
+            gathers = [tuple(axis for axis in mesh if axis in split)]
         yield leaves, tuple(
-            Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for _, axes in partial for i in found
+            Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found
         )
         return
     yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
@@ -174,27 +179,37 @@ def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[t
 
 def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:
     """One reduce_scatter of `local` elements, or several, over minor axes first, where a backend does not have it."""
-    if _scatters_at_once(axes, mesh, backend):
-        yield Finish(REDUCE_SCATTER, axes, 0, local // shards(axes, mesh))
-        return
     between, inside = _levels(axes, mesh, backend)
-    count = shards(inside, mesh)
-    whole = Finish(REDUCE_SCATTER, inside, 0, local // count)
+    stages: Stages = ((axes, None),)
+    if not _scatters_at_once(axes, mesh, backend):
+        stages = ((inside, None),) if _scatters_at_once(inside, mesh, backend) else _in_two(inside, mesh)
+        stages += ((between, None),) if between else ()
+    for stage_axes, groups in stages:
+        local //= len(groups[0]) if groups else shards(stage_axes, mesh)
+        yield Finish(REDUCE_SCATTER, stage_axes, 0, local, groups)
+
+
+def scatter_stages(axes: tuple[str, ...], mesh: MeshShape) -> list[Stages]:
+    """All ways in which a sum over these axes may be scattered, whatever the backend and the slices."""
+    found: list[Stages] = [((axes, None),)]
+    for count in range(len(axes)):
+        between, inside = axes[:count], axes[count:]
+        outside = ((between, None),) if between else ()
+        found += [((inside, None), *outside), (*_in_two(inside, mesh), *outside)]
+    return found
+
+
+def _in_two(axes: tuple[str, ...], mesh: MeshShape) -> Stages:
+    """A reduce_scatter as two, the one inside the other; of a prime number of devices there is but one."""
+    if len(axes) > 1:
+        return (axes[1:], None), (axes[:1], None)
+    count = shards(axes, mesh)
     rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
-    if _scatters_at_once(inside, mesh, backend):
-        yield whole
-    elif len(inside) > 1:
-        yield Finish(REDUCE_SCATTER, inside[1:], 0, local // shards(inside[1:], mesh))
-        yield replace(whole, axes=inside[:1])
-    elif rows == 1:  # a prime number of devices
-        yield whole
-    else:
-        columns = count // rows
-        places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
-        yield Finish(REDUCE_SCATTER, inside, 0, local // columns, tuple(places))
-        yield replace(whole, groups=tuple(zip(*places, strict=True)))
-    if between:
-        yield Finish(REDUCE_SCATTER, between, 0, local // shards(axes, mesh))
+    if rows == 1:
+        return ((axes, None),)
+    columns = count // rows
+    places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
+    return (axes, tuple(places)), (axes, tuple(zip(*places, strict=True)))
 
 
 def _scattered(layout: Layout, axes: tuple[str, ...], dim: int, shape, mesh: MeshShape) -> Layout | None:

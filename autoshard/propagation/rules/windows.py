@@ -53,10 +53,7 @@ def _convolution(
             elif size > 1:
                 builder.factor(size, sources, targets, "need_replication")
     if feature_groups > 1:
-        # XLA computes wrong numbers where the window is larger than the image and each device has a group of its own.
-        larger = any(kernel[tap] > images[dim] for dim, tap in zip(spatial, window, strict=True))
-        kind = "need_replication" if larger else ""
-        builder.factor(feature_groups, [(0, channels), (1, kernel_out)], [(0, out_channels)], kind)
+        builder.factor(feature_groups, [(0, channels), (1, kernel_out)], [(0, out_channels)])
     builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
     per_group = result[out_channels] // (feature_groups * batch_groups)
     builder.factor(per_group, [(1, kernel_out)], [(0, out_channels)])

@@ -1,0 +1,236 @@
+"""One equation and the layouts of its operands in, the function that each device runs on its own shards out.
+
+Most equations are left to XLA's partitioner. Three kinds are not, and run inside a `shard_map` instead:
+
+* sums of which each device gets a slice: the partitioner only knows all_reduces, and not every backend makes a
+  reduce_scatter of one and a slice;
+* convolutions in groups, some of which the partitioner computes wrongly (`docs/xla_faults.md`);
+* reductions of a split dim by anything but a sum, product, minimum or maximum of real numbers: backends have no
+  all_reduce for them, and the partitioner starts each device's part from the initial value, which then counts as often
+  as there are devices.
+
+A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a
+smaller group count. Where a reduced factor is split the devices' partial results are finished here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.jaxprs import JaxprEqn, folded, run
+from autoshard.layout import Layout, MeshShape, shards, spec_of
+from autoshard.plans import Annotations, Scatter
+from autoshard.program import Equation, Program, Value
+from autoshard.propagation.projection import factors_of_layout, layout_of_factors
+from autoshard.propagation.registry import rule_of
+from autoshard.propagation.rule import Rule
+from autoshard.solver.groups import folds_by_hand, is_grouped_convolution
+from autoshard.solver.strategies import scatter_stages
+
+_LANES = 128  # of a TPU's vector registers: columns of a tile
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one equation is split over a mesh."""
+
+    rule: Rule
+    axes: Mapping[str, tuple[str, ...]]  # factor -> the mesh axes that split it
+    mesh: MeshShape
+
+    @classmethod
+    def of(cls, equation: Equation, wants: Sequence[Layout], mesh: MeshShape) -> Split:
+        """From the layouts in which the operands are read.
+
+        Raises:
+            PlanError: two operands split one factor in different ways.
+        """
+        rule = rule_of(equation)
+        axes: dict[str, tuple[str, ...]] = {}
+        for dims, layout in zip(rule.operands, wants, strict=True):
+            for factor, split in factors_of_layout(dims, layout, rule.sizes, mesh).items():
+                if axes.setdefault(factor, split) != split:
+                    raise PlanError(
+                        f"{equation} reads its operands as {', '.join(str(spec_of(want)) for want in wants)}, "
+                        "which split dims that belong together in different ways"
+                    )
+        return cls(rule, axes, mesh)
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes over which results are partial, in mesh order."""
+        axes = {axis for factor in self.rule.reduction for axis in self.axes.get(factor, ())}
+        return tuple(axis for axis in self.mesh if axis in axes)
+
+    def pieces(self, factor: str) -> int:
+        """Into how many pieces a factor is split."""
+        return shards(self.axes.get(factor, ()), self.mesh)
+
+    def results(self) -> list[Layout | None]:
+        """How finished results lie; None where no layout says so."""
+        rule = self.rule
+        return [layout_of_factors(dims, self.axes, rule.sizes, self.mesh) for dims in rule.results]
+
+
+def may_run_on_shards(equation: Equation) -> bool:
+    """Whether XLA's partitioner is not to be trusted with the equation, if it is split in some way."""
+    return is_grouped_convolution(equation) or folds_by_hand(equation)
+
+
+def runs_on_shards(equation: Equation, split: Split) -> bool:
+    """Whether XLA's partitioner is not to be trusted with the equation, split so."""
+    return is_grouped_convolution(equation) or (folds_by_hand(equation) and bool(split.reduced))
+
+
+def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:
+    """What each device makes of its shards, the axes of the mesh being bound: its shards of the results.
+
+    Args:
+        eqn: the equation as it stands in its jaxpr.
+        equation: the same in the program.
+        split: how it is split.
+        scatter: how its partial sums are finished, if each device gets a slice of the sum.
+    """
+    local = eqn.replace(params={**eqn.params, **_local_params(equation, split)})
+
+    def on_one_device(*operands: Any) -> list:
+        if folds_by_hand(equation) and split.reduced:
+            return _folded(local, operands, split.reduced)
+        partial = run(local, operands)
+        if scatter is not None:
+            return [_reduce_scatter(*partial, scatter)]
+        return [jax.lax.psum(one, split.reduced) for one in partial] if split.reduced else partial
+
+    return on_one_device
+
+
+def check_on_shards(program: Program, annotations: Annotations, mesh: MeshShape) -> None:
+    """Looks at the layouts that decide what is computed, not only where: a plan file may have been edited.
+
+    Raises:
+        PlanError: an equation that runs on shards, or whose sum is scattered, is not split as its layouts say.
+    """
+    by_index = {equation.index: equation for equation in program.equations}
+    for index in annotations.scatters.keys() - by_index.keys():
+        raise PlanError(f"the plan scatters the sum of equation {index}, which {program.name} does not have")
+    for equation in program.equations:
+        scatter = annotations.scatters.get(equation.index)
+        if scatter is None and not may_run_on_shards(equation):
+            continue
+        split = Split.of(equation, wants_of(equation, annotations), mesh)
+        homes = [annotations.homes.get(value.id) for value in equation.outputs]
+        if scatter is None:
+            fits = not runs_on_shards(equation, split) or homes == split.results()
+        else:
+            fits = _fits(scatter, homes, split)
+        if not fits:
+            raise PlanError(
+                f"the plan's layouts of {equation} contradict each other: split as its operands are, its results "
+                f"would not lie as {', '.join(str(home and spec_of(home)) for home in homes)}"
+                f"{'' if scatter is None else f' by {scatter}'}.\nPlan the step anew; the file has been changed."
+            )
+
+
+def wants_of(equation: Equation, annotations: Annotations) -> list[Layout]:
+    """How each operand is read; what the plan says nothing of is whole."""
+    found = []
+    for operand, value in enumerate(equation.inputs):
+        home = annotations.homes.get(value.id) if isinstance(value, Value) else None
+        found.append(annotations.wants.get((equation.index, operand), home) or ((),) * len(value.shape))
+    return found
+
+
+def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> bool:
+    """Whether a scatter makes of the partial sums what lies as the plan says."""
+    if len(homes) != 1 or homes[0] is None or not 0 <= scatter.dim < len(homes[0]):
+        return False
+    (summed,), (home,) = split.results(), homes
+    scattered = home[scatter.dim][len(summed[scatter.dim]) :] if summed is not None else ()
+    rest = {axis for axis in split.reduced if axis not in scattered}
+    expected = tuple(axes + scattered * (dim == scatter.dim) for dim, axes in enumerate(summed or ()))
+    stages = scatter_stages(scattered, split.mesh)
+    return bool(scattered) and home == expected and rest == set(scatter.others) and scatter.stages in stages
+
+
+def _local_params(equation: Equation, split: Split) -> dict[str, int]:
+    """The group counts of a convolution on one device."""
+    if not is_grouped_convolution(equation):
+        return {}
+    numbers, images = equation.params["dimension_numbers"], split.rule.operands[0]
+    batch, channels = numbers.lhs_spec[:2]
+    return {
+        name: equation.params[name] // split.pieces(images[dim][0])
+        for name, dim in (("feature_group_count", channels), ("batch_group_count", batch))
+        if equation.params[name] > 1
+    }
+
+
+def _folded(eqn: JaxprEqn, operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list:
+    """A reduction of a dim that is split over these axes: each device's part, then all parts."""
+
+    def gathered(part: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(part, axes, axis=0)
+
+    if eqn.primitive.name != "reduce":  # it starts from its own neutral element, however often
+        (part,) = run(eqn, operands)
+        return run(eqn.replace(params={**eqn.params, "axes": (0,)}), [gathered(part)])
+    fold, dims = folded(eqn), tuple(eqn.params["dimensions"])
+    count = len(operands) // 2
+    arrays, initial = operands[:count], operands[count:]
+    parts = _halved(fold, [jnp.moveaxis(x, dims, range(len(dims))) for x in arrays], len(dims))
+    parts = _halved(fold, list(map(gathered, parts)), 1)
+    return fold([jnp.broadcast_to(start, part.shape) for start, part in zip(initial, parts, strict=True)], parts)
+
+
+def _halved(fold: Callable[[list, list], list], arrays: list[jax.Array], dims: int) -> list[jax.Array]:
+    """The leading dims of arrays folded away, half by half, starting from nothing but their elements."""
+    arrays = [x.reshape(-1, *x.shape[dims:]) for x in arrays]
+    while (count := len(arrays[0])) > 1:
+        half = count // 2
+        pairs = fold([x[:half] for x in arrays], [x[half : 2 * half] for x in arrays])
+        arrays = [jnp.concatenate([pair, x[2 * half :]]) for pair, x in zip(pairs, arrays, strict=True)]
+    return [x[0] for x in arrays]
+def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
+    """This device's slice of a sum, of which it has a part.
+
+    Scatters rows of a matrix with columns for all lanes of a TPU, and many rows: of others, TPU makes an all_reduce. A
+    stage scatters inside each of the slices that those after it make.
+    """
+    others = [dim for dim in range(partial.ndim) if dim != scatter.dim]
+    others.sort(key=lambda dim: partial.shape[dim] >= _LANES)
+    order, shape = (scatter.dim, *others), [partial.shape[dim] for dim in others]
+    count = partial.shape[scatter.dim]
+    sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in scatter.stages]
+    if shape:
+        widths = itertools.accumulate(reversed(shape), operator.mul)
+        columns = [next((width for width in widths if width >= _LANES), math.prod(shape))]
+    else:
+        columns = [_LANES] if count % (_LANES * math.prod(sizes)) == 0 else []
+    whole, at = partial, scatter.dim
+    for i, (axes, groups) in enumerate(scatter.stages):
+        later = math.prod(sizes[i + 1 :])
+        rows = _split_first(whole, at, later, sizes[i], others if i == 0 else range(1, whole.ndim))
+        sliced = jax.lax.psum_scatter(rows.reshape(-1, *columns), axes, axis_index_groups=groups, tiled=True)
+        count //= sizes[i]
+        whole, at = sliced.reshape(count, *shape), 0
+    mine = whole.transpose(np.argsort(order))
+    return jax.lax.psum(mine, scatter.others) if scatter.others else mine
+
+
+def _split_first(whole: jax.Array, dim: int, later: int, size: int, others: Iterable[int]) -> jax.Array:
+    """A dim as `later * size` pieces, those of all `size` devices first, then the other dims: one copy, if any."""
+    count = whole.shape[dim] // (later * size)
+    pieces = whole.reshape(*whole.shape[:dim], later, size, count, *whole.shape[dim + 1 :])
+    return pieces.transpose(dim + 1, dim, dim + 2, *(other + 2 * (other > dim) for other in others))
+
+
