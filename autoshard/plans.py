@@ -476,6 +476,8 @@ class _Choice:
 
     def placed(self, value: Value, name: str, layout: Layout | None = None) -> Placed:
         layout = self.homes[value.id] if layout is None else layout
+        if 0 in value.shape:  # XLA keeps results without elements whole; JAX cannot read them under another sharding
+            layout = ((),) * len(value.shape)
         size = self.prices.shard_bytes(value, layout)
         return Placed(name, value.shape, str(value.dtype), layout, size, value.on_host)
 

@@ -132,3 +132,18 @@ def marks(position, name):
 def test_every_case(case):
     step = autoshard(case.fn, mesh=MESH, topology=slow_chips(MESH.shape), time_limit=10)
     assert_equal(step(*case.args), jax.jit(case.fn)(*case.args))
+
+
+@pytest.mark.parametrize(
+    "fn, shape",
+    [
+        (lambda x: x[:, :0], (8, 16)),
+        (lambda x: x * 2, (8, 0)),
+        (lambda x: jnp.concatenate([x[:, :0], x], 1), (8, 16)),
+        (lambda x: x.T @ x, (0, 8)),
+    ],
+)
+def test_without_elements(fn, shape):
+    step = autoshard(fn, mesh=MESH, topology=slow_chips(MESH.shape))
+    x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    assert_equal(step(x), jax.jit(fn)(x))
