@@ -39,6 +39,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from workers import Ended, Worker, answers, serve  # noqa: E402  (needs the path above)
 
 PARTS = ("values", "gradient")
+MESH = (4, 2)
 FAULTS = ("differs", "raises", "crashes", "hangs")
 KNOWN: dict[str, str] = {}  # pattern of "name part" -> why it is none of our faults
 FLAGS = (  # programs are compiled fast rather than to run fast; the passes over HLO are the same
@@ -131,7 +132,7 @@ def _outcome(fn: Callable, args: Sequence, part: str, mesh: Any) -> tuple[str, s
         return "raises", _line(error), split
     if are_equal(found, expected):
         return "equal", "", split
-    if _differ_as_with_noise(fn, args, found, expected):
+    if differ_as_with_noise(fn, args, found, expected):
         return "ill-conditioned", "", split
     try:
         assert_equal(found, expected)
@@ -179,7 +180,7 @@ def gradient_of(fn: Callable, args: Sequence) -> tuple[Callable, tuple]:
     return gradient, (weights, *args)
 
 
-def _differ_as_with_noise(fn: Callable, args: Sequence, found: Any, expected: Any) -> bool:
+def differ_as_with_noise(fn: Callable, args: Sequence, found: Any, expected: Any) -> bool:
     """Whether the plain program, with its arguments off by roundings, is as far from its results as those found."""
     import jax
     import numpy as np
@@ -278,11 +279,13 @@ def chosen_tasks(families: dict[str, str], only: str | None, sample: int | None,
     return [Task(name, part) for name in names[:sample] for part in PARTS]
 
 
-def rows_of(tasks: Sequence[Task], families: dict[str, str], options: argparse.Namespace) -> Iterator[Row]:
+def rows_of(
+    tasks: Sequence[Task], families: dict[str, str], mesh: Sequence[int] = MESH, x64: bool = False, jobs: int = 1
+) -> Iterator[Row]:
     """What became of the tasks, as they end."""
-    arguments = ["--worker", "--mesh", *map(str, options.mesh)]
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_ENABLE_X64": str(int(options.x64))}
-    for task, answer in answers(tasks, options.jobs, lambda: Worker(arguments, environment, HANGS_AFTER)):
+    command = [__file__, "--worker", "--mesh", *map(str, mesh)]
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_ENABLE_X64": str(int(x64))}
+    for task, answer in answers(tasks, jobs, lambda: Worker(command, environment, HANGS_AFTER)):
         if isinstance(answer, Ended):
             outcome = "hangs" if answer.late else "crashes"
             yield Row(*task, families[task.name], outcome, answer.detail, split=True)
@@ -327,7 +330,7 @@ def main() -> int:
     parser.add_argument("--only", help="a part of the programs' names")
     parser.add_argument("--sample", type=int, help="how many programs, of every primitive in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--mesh", type=int, nargs="+", default=(4, 2))
+    parser.add_argument("--mesh", type=int, nargs="+", default=MESH)
     parser.add_argument("--x64", action="store_true", help="with 64-bit types")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--rows", type=Path, help="a file of results to add to, one line of JSON each")
@@ -345,7 +348,7 @@ def main() -> int:
     left = [task for task in tasks if task not in found]
     started = time.perf_counter()
     with open(options.rows or os.devnull, "a") as file:
-        for count, row in enumerate(rows_of(left, families, options), 1):
+        for count, row in enumerate(rows_of(left, families, options.mesh, options.x64, options.jobs), 1):
             found[Task(row.name, row.part)] = row
             print(json.dumps(asdict(row)), file=file, flush=True)
             if row.outcome in FAULTS and not row.known:

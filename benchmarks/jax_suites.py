@@ -17,6 +17,7 @@ import collections
 import fnmatch
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -197,16 +198,16 @@ def work(path: str, replaces: bool) -> None:
 
 
 def tests_of(path: Path, suites: Sequence[str], only: str | None, sample: int | None, seed: int) -> list[str]:
-    """The tests' names, so many of each suite."""
+    """The tests' names, so many of each suite, one of each in turn."""
     sys.path.insert(0, str(path))
-    chosen = []
+    turns = []
     for suite in suites:
         tests = _flat(unittest.defaultTestLoader.loadTestsFromName(suite))
         names = [f"{suite}.{type(test).__name__}.{test._testMethodName}" for test in tests]
         names = [name for name in names if (only in name if only else not name.startswith(LEFT_OUT))]
         random.Random(seed).shuffle(names)
-        chosen += names[:sample]
-    return chosen
+        turns.append(names[:sample])
+    return [name for turn in itertools.zip_longest(*turns) for name in turn if name is not None]
 
 
 def _flat(suite: Any) -> Iterator[unittest.TestCase]:
@@ -220,11 +221,9 @@ def _flat(suite: Any) -> Iterator[unittest.TestCase]:
 def rows_of(tests: Sequence[str], options: argparse.Namespace) -> Iterator[Row]:
     """What became of the tests, as they end."""
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_NUM_GENERATED_CASES": str(options.cases)}
-    path = str(options.jax_tests)
-    plain = Worker(["--jax-tests", path, "--worker", "jit"], environment, TEST_SECONDS)
-    worker = functools.partial(
-        Worker, ["--jax-tests", path, "--worker", "autoshard"], environment, TEST_SECONDS
-    )
+    command = [__file__, "--jax-tests", str(options.jax_tests), "--worker"]
+    plain = Worker([*command, "jit"], environment, TEST_SECONDS)
+    worker = functools.partial(Worker, [*command, "autoshard"], environment, TEST_SECONDS)
     for test, answer in answers(tests, options.jobs, worker):
         row = _row(test, answer)
         if row.outcome not in ("passes", "skipped"):

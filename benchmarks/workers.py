@@ -25,10 +25,10 @@ class Ended:
 class Worker:
     """A process that answers tasks one after the other, a line of JSON each; the next one takes its place if it ends.
 
-    The process is this very script (`sys.argv[0]`) with these arguments; it calls `serve`.
+    The process is a script of Python's, which calls `serve`.
     """
 
-    arguments: Sequence[str]
+    command: Sequence[str]  # the script and its arguments
     environment: Mapping[str, str]  # beside that of this process
     seconds: float  # for one task
     _process: subprocess.Popen | None = None
@@ -56,7 +56,7 @@ class Worker:
 
     def _started(self) -> subprocess.Popen:
         pipe = subprocess.PIPE
-        command, environment = [sys.executable, sys.argv[0], *self.arguments], os.environ | self.environment
+        command, environment = [sys.executable, *self.command], os.environ | self.environment
         process = subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=pipe, stderr=pipe)
         self._process = process
         self._said.clear()
