@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from autoshard.layout import MeshShape
 
 SIZES = (2, 4, 8, 16)
 MESHES: tuple[MeshShape, ...] = ({"x": 4, "y": 2}, {"x": 8}, {"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 4})
+ODD_MESHES: tuple[MeshShape, ...] = (  # axes of one, primes, four axes
+    {"x": 3, "y": 2}, {"x": 5}, {"x": 7}, {"x": 2, "y": 1, "z": 4}, {"x": 1, "y": 6}, {"x": 2, "y": 2, "z": 2, "w": 1},
+    {"x": 1, "y": 2, "z": 1, "w": 3}, {"x": 2, "y": 3, "z": 1}, {"x": 1},
+)  # fmt: skip
 _LARGEST = 2**14  # elements of one value
 _DEEPEST = 2  # loops and branches in each other
 
@@ -57,11 +62,19 @@ class RandomProgram:
 
 
 @st.composite
-def programs(draw, arguments: int = 3, length: int = 8) -> RandomProgram:
+def programs(draw, arguments: int = 3, length: int = 8, sizes: Sequence[int] = SIZES) -> RandomProgram:
     """Programs of up to so many arguments and instructions."""
     count = draw(st.integers(1, arguments))
-    shapes = tuple(draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3).map(tuple)) for _ in range(count))
+    shapes = tuple(draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=3).map(tuple)) for _ in range(count))
     return _program(draw, shapes, draw(st.integers(3, length)), depth=0)
+
+
+def sizes_for(mesh: MeshShape, most: int = 24) -> list[int]:
+    """Sizes of dims that some axes of the mesh divide, or all, or none."""
+    axes = itertools.chain.from_iterable(itertools.combinations(mesh.values(), n) for n in range(len(mesh) + 1))
+    products = {math.prod(sizes) for sizes in axes}
+    found = {product * times for product in products for times in (1, 2, 3)} | {product + 1 for product in products}
+    return sorted(size for size in found if 1 < size <= most)
 
 
 @st.composite
@@ -183,7 +196,7 @@ def _reshape(draw, pool, depth):
     if draw(st.booleans()) and dim + 1 < len(shape):
         to = (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
     else:
-        piece = draw(st.sampled_from([size for size in (1, 2, 4, 8) if shape[dim] % size == 0]))
+        piece = draw(st.sampled_from([size for size in (1, 2, 3, 4, 5, 7, 8) if shape[dim] % size == 0]))
         to = (*shape[:dim], shape[dim] // piece, piece, *shape[dim + 1 :])
     return Instruction(f"reshape {to}", (i,), lambda x: x.reshape(to))
 

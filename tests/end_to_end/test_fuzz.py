@@ -9,7 +9,8 @@ from equality import are_equal, assert_equal
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from oracles import MACHINES, mesh_of, slow_chips
-from random_programs import MESHES, Instruction, RandomProgram, programs
+from random_programs import MESHES, ODD_MESHES, Instruction, RandomProgram, programs, sizes_for
+from random_steps import steps
 
 from autoshard import autoshard
 
@@ -65,7 +66,16 @@ def check(program, mesh_shape, machine, seed):
     assert_equal(step(*arguments), jax.jit(program)(*arguments))
 
 
+@st.composite
+def on_odd_meshes(draw, made):
+    """A program and the mesh that its sizes fit, or nearly fit."""
+    mesh_shape = draw(st.sampled_from(ODD_MESHES))
+    return draw(made(sizes=sizes_for(mesh_shape))), mesh_shape
+
+
 DRAWN = given(programs(), st.sampled_from(MESHES), st.sampled_from(sorted(MACHINES)), st.integers(0, 9))
+DRAWN_ODD = given(on_odd_meshes(programs), st.sampled_from(sorted(MACHINES)), st.integers(0, 9))
+DRAWN_STEPS = given(on_odd_meshes(steps), st.sampled_from(sorted(MACHINES)), st.integers(0, 9))
 SETTINGS = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
@@ -80,6 +90,56 @@ def test_random_programs(program, mesh_shape, machine, seed):
 @DRAWN
 def test_many_random_programs(program, mesh_shape, machine, seed):
     check(program, mesh_shape, machine, seed)
+
+
+@settings(max_examples=4, **SETTINGS)
+@DRAWN_ODD
+def test_random_programs_on_odd_meshes(drawn, machine, seed):
+    check(*drawn, machine, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **SETTINGS)
+@DRAWN_ODD
+def test_many_random_programs_on_odd_meshes(drawn, machine, seed):
+    check(*drawn, machine, seed)
+
+
+def check_training(step, mesh_shape, machine, seed):
+    """Two steps, the state donated, and as noise leaves them."""
+    rng = np.random.default_rng(seed)
+    state, batches = step.state(rng), [step.batch(rng) for _ in range(2)]
+    jitted = jax.jit(step)
+
+    def trained(step, state):
+        losses = []
+        for batch in batches:
+            state, loss = step(state, batch)
+            losses.append(loss)
+        return state, losses
+
+    def noisy(seed):
+        rng = np.random.default_rng(seed)
+        return jax.tree.map(lambda x: x * (1 + NOISE * rng.normal(size=x.shape).astype(np.float32)), state)
+
+    expected = trained(jitted, state)
+    assume(all(are_equal(trained(jitted, noisy(seed)), expected) for seed in range(2)))
+    mesh, topology = mesh_of(mesh_shape), MACHINES[machine](mesh_shape)
+    sharded = autoshard(step, mesh=mesh, topology=topology, time_limit=10, donate_argnums=0)
+    assert_equal(trained(sharded, jax.tree.map(jnp.array, state)), expected)
+
+
+@settings(max_examples=2, **SETTINGS)
+@DRAWN_STEPS
+def test_random_steps(drawn, machine, seed):
+    check_training(*drawn, machine, seed)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, **SETTINGS)
+@DRAWN_STEPS
+def test_many_random_steps(drawn, machine, seed):
+    check_training(*drawn, machine, seed)
 
 
 JUMP = (
