@@ -6,17 +6,16 @@ there: indices, keys and masks are real ones. `mismatches` runs its strategies o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from cases import Case
+from equality import assert_equal
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
-from equality import assert_equal
 
 from autoshard.jaxprs import called_jaxpr, called_operands, is_kernel, run, scan_counts
 from autoshard.layout import spec_of

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.errors import ConflictError
-from autoshard.layout import Layout, MeshShape, layouts_of, spec_of, without_idle_axes
+from autoshard.layout import Layout, MeshShape, layouts_of, replicated, spec_of, without_idle_axes
 from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
@@ -38,6 +38,7 @@ from autoshard.solver.groups import (
     made_of_state,
     read_through,
     stacked_beside,
+    stays_whole,
     turns_that_read,
 )
 from autoshard.solver.memory import (
@@ -245,9 +246,12 @@ class _Formulator:
 
     def _options_of_argument(self, index: int, value: Value) -> tuple[Kept, ...]:
         mesh, fixed = self.prices.mesh, None
+        homes = [replicated(len(value.shape))] if stays_whole(value) else layouts_of(value.shape, mesh)
         if index in self.fixed:
             fixed = without_idle_axes(self.fixed[index], mesh)
-            if fixed not in layouts_of(value.shape, mesh):
+            if stays_whole(value) and fixed not in homes:
+                raise ConflictError(f"{value} cannot be {spec_of(fixed)}: XLA's collectives mix up numbers of two bits")
+            if fixed not in homes:
                 raise ConflictError(
                     f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
                     f"with its axes in the order of the mesh {dict(mesh)}"
@@ -262,14 +266,14 @@ class _Formulator:
             wanted = dict.fromkeys(itertools.chain(*wants))
             reached = set(itertools.chain(*itertools.compress(wants, said)))
             found = []
-            for home in layouts_of(value.shape, mesh) if fixed is None else [fixed]:
+            for home in homes if fixed is None else [fixed]:
                 found.append(Kept(home, home))
                 if not value.on_host:
                     copies = [copy for copy in wanted if copy in reached or _gathers_to(home, copy)]
                     found += [Kept(home, copy) for copy in copies if copy != home]
             return tuple(found)
 
-        what = value.shape, value.on_host, fixed, said
+        what = value.shape, value.on_host, fixed, said, len(homes)
         return self.prices.once(options, *(reader.wants for reader in readers), of=what)
 
     def _homes_of(self, kepts: tuple[Kept, ...]) -> tuple[Layout, ...]:

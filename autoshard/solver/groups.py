@@ -66,11 +66,16 @@ def is_grouped_convolution(equation: Equation) -> bool:
 
 def folds_by_hand(equation: Equation) -> bool:
     """Whether it reduces by what XLA's backends have no all_reduce for: `lower` finishes it where it is split."""
-    if equation.primitive in ("reduce_and", "reduce_or", "reduce_xor"):
-        return equation.inputs[0].dtype != np.bool_ or equation.primitive == "reduce_xor"
+    if equation.primitive in ("reduce_and", "reduce_or"):
+        return equation.inputs[0].dtype != np.bool_
     if equation.primitive in ("reduce_max", "reduce_min"):
         return np.issubdtype(equation.inputs[0].dtype, np.complexfloating)
-    return equation.primitive == "reduce"
+    return equation.primitive in ("reduce", "reduce_xor")
+
+
+def stays_whole(value: Value | np.ndarray) -> bool:
+    """Whether it is never split: XLA's collectives mix up numbers of two bits."""
+    return value.dtype.name in ("int2", "uint2")
 
 
 def contracts(equation: Equation) -> bool:
@@ -334,11 +339,13 @@ def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
 
 def _new_group(index: int, equation: Equation, rule: Rule) -> Group:
     number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+    tensors = zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
+    kept = {factor for value, dims in tensors if stays_whole(value) for factor in itertools.chain(*dims)}
     return Group(
         index=index,
         equations=[equation],
         sizes={n: rule.sizes[factor] for factor, n in number.items()},
-        splittable={number[factor] for factor in rule.splittable},
+        splittable={number[factor] for factor in rule.splittable - kept},
         reduction=frozenset(number[factor] for factor in rule.reduction if factor in number),
         given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},
         operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
@@ -355,7 +362,8 @@ def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     """Whether every factor of more than one element runs through to the results, whole or split alike."""
     if equation.primitive in _BOUNDARIES | _NEVER_FUSED or contracts(equation):
         return False
-    if any(value.on_host for value in (*equation.inputs, *equation.outputs) if isinstance(value, Value)):
+    values = [value for value in (*equation.inputs, *equation.outputs) if isinstance(value, Value)]
+    if any(value.on_host or stays_whole(value) for value in values):
         return False
     if any(rule.sizes[factor] > 1 for factor in rule.reduction):
         return False

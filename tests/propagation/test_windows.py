@@ -101,25 +101,3 @@ def test_the_oracle_sees_a_missing_halo():
     free = Rule.parse("b h w c -> b h w c", X.shape, X.shape)
     with pytest.raises(AssertionError):
         check_by_pieces(POOLINGS[1], X, rule=free)
-
-
-def test_groups_stay_whole_where_xla_would_compute_wrong_numbers():
-    """The gradient of the gradient of a depthwise convolution: a window of 8 x 16 over a padded image of 3 x 3."""
-    numbers = lax.ConvDimensionNumbers(lhs_spec=(2, 3, 0, 1), rhs_spec=(0, 3, 1, 2), out_spec=(3, 0, 1, 2))
-
-    def convolution(image, kernel):
-        return lax.conv_general_dilated(
-            image, kernel, (1, 1), ((6, 6), (14, 14)), dimension_numbers=numbers, feature_group_count=8
-        )
-
-    image, kernel = normal(3, 3, 1, 8), normal(32, 8, 16, 1)
-    rule = rule_of(only_equation(convolution, (image, kernel)))
-    assert not any(rule.sizes[factor] == 8 and factor in rule.splittable for factor in rule.results[0][0])
-    check_against_shardy(convolution, image, kernel, op="stablehlo.convolution")
-
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    groups = [jax.sharding.NamedSharding(mesh, spec(*where)) for where in ((None, None, None, "x"), ("x",), ("x",))]
-    split = jax.jit(convolution, in_shardings=tuple(groups[:2]), out_shardings=groups[2])(image, kernel)
-    fault = float(abs(split - jax.jit(convolution)(image, kernel)).max())
-    assert fault > 0.1, "XLA has mended this: the rule can split these groups"

@@ -1,0 +1,186 @@
+"""What XLA's partitioner computes wrongly or refuses, and that no strategy of ours falls for it.
+
+Each row is the smallest program known, with shardings under which a plain `jax.jit` goes wrong on CPU devices. A row
+that no longer fails there has been mended in XLA: what we do instead can go. `docs/xla_faults.md` lists the same rows.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, integers, normal
+from equality import assert_equal
+from executed import mismatches, operations_of
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips
+
+from autoshard import ConflictError, autoshard
+from autoshard.on_shards import _halved
+
+PAGE = Path(__file__).parents[2] / "docs" / "xla_faults.md"
+GROUPED = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 3}
+
+
+def kernel_gradient(images, cotangent):
+    """Of a grouped convolution, by its kernel."""
+
+    def convolved(kernel):
+        return lax.conv_general_dilated(images, kernel, (1, 1), "SAME", **GROUPED)
+
+    return jax.linear_transpose(convolved, jax.ShapeDtypeStruct((3, 3, 1, 3), jnp.float32))(cotangent)[0]
+
+
+def wide_window(image, kernel):
+    """The gradient of the gradient of a depthwise convolution: a window of 8 x 16 over a padded image of 3 x 3."""
+    numbers = lax.ConvDimensionNumbers(lhs_spec=(2, 3, 0, 1), rhs_spec=(0, 3, 1, 2), out_spec=(3, 0, 1, 2))
+    pads = ((6, 6), (14, 14))
+    return lax.conv_general_dilated(image, kernel, (1, 1), pads, dimension_numbers=numbers, feature_group_count=8)
+
+
+def log_sum(x):
+    return lax.reduce(x, np.array(-jnp.inf, x.dtype), jnp.logaddexp, (0,))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A program that a plain `jax.jit` with these shardings gets wrong."""
+
+    name: str
+    fn: Callable
+    args: tuple
+    specs: tuple[P, ...]  # of the arguments
+    out: P
+    mesh: str = "x=8"
+    raises: str = ""  # the error, if it is one
+
+    def under_jit(self):
+        mesh = devices(self.mesh)
+        shardings = tuple(NamedSharding(mesh, spec) for spec in self.specs)
+        return jax.jit(self.fn, in_shardings=shardings, out_shardings=NamedSharding(mesh, self.out))(*self.args)
+
+    def show(self) -> None:
+        """Fails where XLA is right."""
+        if self.raises:
+            with pytest.raises(jax.errors.JaxRuntimeError, match=self.raises):
+                self.under_jit()
+        else:
+            with pytest.raises(AssertionError):
+                assert_equal(self.under_jit(), self.fn(*self.args))
+
+
+def devices(mesh: str):
+    return mesh_of({axis: int(size) for axis, size in (part.split("=") for part in mesh.split(", "))})
+
+
+UNSUPPORTED = "Unsupported reduction computation"
+INTEGERS, ROW = integers(3, 8), P("x")
+FAULTS = (
+    Fault("kernel gradient of a grouped convolution", kernel_gradient, (normal(2, 2, 2, 3), normal(2, 2, 2, 3, seed=1)),
+          (ROW, ROW), P(), mesh="x=2, y=4"),
+    Fault("window larger than a grouped image", wide_window, (normal(3, 3, 1, 8), normal(32, 8, 16, 1)),
+          (P(None, None, None, "x"), ROW), ROW),
+    Fault("initial value", lambda x: lax.reduce(x, np.float32(3), lambda a, b: a + b, (0,)), (normal(8),), (ROW,), P()),
+    Fault("update out of bounds", lambda x, i: lax.dynamic_update_slice(x, jnp.ones(1), (i,)), (normal(8), np.int32(9)),
+          (ROW, P()), ROW),
+    Fault("and of integers", lambda x: lax.reduce_and(x, (0,)), (INTEGERS,), (ROW,), P(), raises=UNSUPPORTED),
+    Fault("or of integers", lambda x: lax.reduce_or(x, (0,)), (INTEGERS,), (ROW,), P(), raises=UNSUPPORTED),
+    Fault("xor", lambda x: lax.reduce_xor(x, (0,)), (INTEGERS > 0,), (ROW,), P(), raises=UNSUPPORTED),
+    Fault("maximum of complex numbers", lambda x: jnp.max(x), (INTEGERS.astype(jnp.complex64),), (ROW,), P(),
+          raises=UNSUPPORTED),
+    Fault("reduction of one's own", log_sum, (normal(8),), (ROW,), P(), raises=UNSUPPORTED),
+)  # fmt: skip
+IDS = [fault.name for fault in FAULTS]
+
+# What ends the process, or overwrites its memory: scripts that end in an error.
+SPLIT = """
+import jax; jax.config.update('jax_num_cpu_devices', 8); import jax.numpy as jnp
+mesh = jax.make_mesh((8,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+split, whole = jax.NamedSharding(mesh, jax.P('x')), jax.NamedSharding(mesh, jax.P())
+"""
+LOG_SUM = """
+log_sum = lambda x: jax.lax.reduce(x, jnp.bfloat16(-jnp.inf), jnp.logaddexp, (0,))
+jax.jit(log_sum, in_shardings=split)(jnp.ones(8, jnp.bfloat16))
+"""
+TWO_BITS = """
+ones = jnp.ones(8, jnp.uint2)
+assert (jax.jit(lambda x: x, out_shardings=whole)(jax.device_put(ones, split)).astype(jnp.int32) == 1).all()
+"""
+SCRIPTS = {"reduction of one's own in bfloat16": LOG_SUM, "integers of two bits": TWO_BITS}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=IDS)
+def test_xla_still_gets_it_wrong(fault):
+    fault.show()
+
+
+@pytest.mark.parametrize("mesh", ["x=8", "x=4, y=2", "x=2, y=2, z=2"])
+@pytest.mark.parametrize("fault", FAULTS, ids=IDS)
+def test_no_strategy_of_ours_does(fault, mesh):
+    assert_right(Case(fault.name, "", fault.fn, tuple(map(jnp.asarray, fault.args))), mesh)
+
+
+def assert_right(case: Case, mesh: str) -> None:
+    """Every strategy of every operation of the program is right."""
+    found = [pair for operation in operations_of(case).values() for pair in mismatches(operation, devices(mesh))]
+    assert found and not [pair for pair in found if pair[1]]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_xla_still_ends_the_process(name):
+    ended = subprocess.run([sys.executable, "-c", SPLIT + SCRIPTS[name]], capture_output=True, text=True)
+    assert ended.returncode, "XLA has mended this"
+
+
+def test_such_a_script_can_pass():
+    subprocess.run([sys.executable, "-c", SPLIT + TWO_BITS.replace("uint2", "uint4")], check=True)
+
+
+def test_a_reduction_of_ones_own_in_bfloat16():
+    assert_right(Case("own", "", log_sum, (normal(8).astype(jnp.bfloat16),)), "x=8")
+
+
+@pytest.mark.parametrize("fn", [lambda x: x, lambda x: x + x, lambda x: lax.reduce_max(x, (0,)), lambda x: x.astype(jnp.float32).T])
+def test_integers_of_two_bits_stay_whole(fn):
+    mesh, x = devices("x=4, y=2"), integers(2, 8, 16).astype(jnp.uint2)
+    step = autoshard(fn, mesh=mesh, topology=slow_chips(mesh.shape))
+    assert_equal(step(x), jax.jit(fn)(x))
+    assert step.plan(x).in_shardings[0].spec == P()
+    with pytest.raises(ConflictError, match="two bits"):
+        autoshard(fn, mesh=mesh, fixed={"x": P("x")}).plan(x)
+
+
+def test_own_reductions_of_two_arrays_start_once():
+    """The sums and the products of eight pairs, from values that are not neutral."""
+
+    def fold(x, y):
+        start = np.float32(3), np.float32(2)
+        return lax.reduce((x, y), start, lambda one, other: (one[0] + other[0], one[1] * other[1]), (0, 2))
+
+    assert_right(Case("sums and products", "", fold, (normal(4, 3, 8), normal(4, 3, 8, seed=1))), "x=4, y=2")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 13])
+def test_halving_folds_each_element_once(count):
+    (total,) = _halved(lambda some, others: [some[0] + others[0]], [2 ** jnp.arange(count)], 1)
+    assert total == 2**count - 1
+
+
+def test_the_page_lists_the_faults():
+    assert set(re.findall(r"^\| ([^|]+?) \|", PAGE.read_text(), re.M)) >= {*IDS, *SCRIPTS}
+
+
+def test_a_right_program_is_no_fault():
+    """The oracle sees where XLA is right: sums of real numbers."""
+    with pytest.raises(pytest.fail.Exception):
+        Fault("sum", lambda x: x.sum(), (normal(8),), (ROW,), P()).show()
