@@ -21,6 +21,7 @@ from autoshard.jaxprs import calls_back
 from autoshard.layout import MeshShape, layout_of, spec_of
 from autoshard.lower import Lowering, Step
 from autoshard.mesh.topology import Topology
+from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
 from autoshard.program import Program, Value, trace
@@ -379,6 +380,7 @@ def propagate(
 def _bound(given: Plan, program: Program, options: Options) -> Plan:
     """The plan that the user gave for this program; what else the user fixed has to agree with it."""
     made = given.bound_to(program)
+    check_plan(program, made.annotations, dict(options.mesh.shape))
     for i, layout in fixed_layouts(program, options.fixed, dict(options.mesh.shape)).items():
         value, spec = program.arguments[i], made.flat_in_shardings[i].spec
         if layout_of(spec, len(value.shape)) != layout:

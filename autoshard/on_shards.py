@@ -28,13 +28,13 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
-from autoshard.layout import Layout, MeshShape, shards, spec_of
+from autoshard.layout import Layout, MeshShape, divides, shards, spec_of, spec_text
 from autoshard.plans import Annotations, Scatter
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
-from autoshard.solver.groups import folds_by_hand, is_grouped_convolution
+from autoshard.solver.groups import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.solver.strategies import scatter_stages
 
 _LANES = 128  # of a TPU's vector registers: columns of a tile
@@ -53,17 +53,17 @@ class Split:
         """From the layouts in which the operands are read.
 
         Raises:
-            PlanError: two operands split one factor in different ways.
+            PlanError: dims that belong together are not split alike.
         """
         rule = rule_of(equation)
         axes: dict[str, tuple[str, ...]] = {}
         for dims, layout in zip(rule.operands, wants, strict=True):
-            for factor, split in factors_of_layout(dims, layout, rule.sizes, mesh).items():
-                if axes.setdefault(factor, split) != split:
-                    raise PlanError(
-                        f"{equation} reads its operands as {', '.join(str(spec_of(want)) for want in wants)}, "
-                        "which split dims that belong together in different ways"
-                    )
+            axes |= factors_of_layout(dims, layout, rule.sizes, mesh)
+        if [layout_of_factors(dims, axes, rule.sizes, mesh) for dims in rule.operands] != list(wants):
+            raise PlanError(
+                f"the plan reads the operands of {equation} as {', '.join(map(spec_text, wants))}, which splits dims "
+                "that belong together in different ways.\nPlan the step anew; the file has been changed."
+            )
         return cls(rule, axes, mesh)
 
     @property
@@ -114,31 +114,52 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
     return on_one_device
 
 
-def check_on_shards(program: Program, annotations: Annotations, mesh: MeshShape) -> None:
-    """Looks at the layouts that decide what is computed, not only where: a plan file may have been edited.
+def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> None:
+    """Looks at what a plan says of a program's inner values: its file may have been edited.
+
+    Most layouts only say where things lie. Those of what runs on shards decide what is computed.
 
     Raises:
-        PlanError: an equation that runs on shards, or whose sum is scattered, is not split as its layouts say.
+        PlanError: a layout is none of its value's, or an equation that runs on shards, or whose sum is scattered, is
+            not split as its layouts say.
     """
-    by_index = {equation.index: equation for equation in program.equations}
-    for index in annotations.scatters.keys() - by_index.keys():
-        raise PlanError(f"the plan scatters the sum of equation {index}, which {program.name} does not have")
+    said = (layouts.items() for layouts in (annotations.homes, annotations.copies, annotations.sums))
+    for value, layout in itertools.chain(*said):
+        _check_layout(layout, program.values[value] if 0 <= value < len(program.values) else None, mesh)
+    for (index, operand), layout in annotations.wants.items():
+        inputs = program.equations[index].inputs if 0 <= index < len(program.equations) else ()
+        _check_layout(layout, inputs[operand] if 0 <= operand < len(inputs) else None, mesh)
+    if unknown := annotations.scatters.keys() - set(range(len(program.equations))):
+        raise PlanError(f"the plan scatters the sum of equation {min(unknown)}, which {program.name} does not have")
     for equation in program.equations:
         scatter = annotations.scatters.get(equation.index)
         if scatter is None and not may_run_on_shards(equation):
             continue
-        split = Split.of(equation, wants_of(equation, annotations), mesh)
         homes = [annotations.homes.get(value.id) for value in equation.outputs]
+        if scatter is None and None in homes:
+            continue
+        split = Split.of(equation, wants_of(equation, annotations), mesh)
         if scatter is None:
             fits = not runs_on_shards(equation, split) or homes == split.results()
         else:
-            fits = _fits(scatter, homes, split)
+            fits = sums_locally(equation) and _fits(scatter, homes, split)
         if not fits:
             raise PlanError(
                 f"the plan's layouts of {equation} contradict each other: split as its operands are, its results "
                 f"would not lie as {', '.join(str(home and spec_of(home)) for home in homes)}"
                 f"{'' if scatter is None else f' by {scatter}'}.\nPlan the step anew; the file has been changed."
             )
+
+
+def _check_layout(layout: Layout, value: Value | np.ndarray | None, mesh: MeshShape) -> None:
+    axes = [axis for dim in layout for axis in dim]
+    fits = value is not None and len(layout) == len(value.shape) and mesh.keys() >= set(axes)
+    if not fits or len(set(axes)) < len(axes) or not divides(value.shape, layout, mesh):
+        what = "which the program does not have" if value is None else f"on the mesh {dict(mesh)}"
+        raise PlanError(
+            f"the plan says {spec_text(layout)} of {'a value' if value is None else value}, {what}.\n"
+            "Plan the step anew; the file has been changed."
+        )
 
 
 def wants_of(equation: Equation, annotations: Annotations) -> list[Layout]:

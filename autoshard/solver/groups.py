@@ -58,6 +58,11 @@ def is_kernel_gradient(equation: Equation) -> bool:
     return equation.primitive == "conv_general_dilated" and equation.params["dimension_numbers"].lhs_spec[0] != 0
 
 
+def sums_locally(equation: Equation) -> bool:
+    """Whether it makes on the shards of one device what the device adds to a sum; convolutions if no pixel is split."""
+    return equation.primitive == "reduce_sum" or contracts(equation)
+
+
 def is_grouped_convolution(equation: Equation) -> bool:
     """Whether it is a convolution whose channels, or whose batch, fall into groups."""
     counts = "feature_group_count", "batch_group_count"
@@ -209,7 +214,7 @@ class Group:
         """
         (first, *_) = self.equations
         if first.primitive != "conv_general_dilated":
-            return first.primitive == "reduce_sum" or contracts(first)
+            return sums_locally(first)
         numbers = first.params["dimension_numbers"]
         pixels = itertools.chain(*(self.operands[first.index][0][dim] for dim in numbers.lhs_spec[2:]))
         taps = itertools.chain(*(self.operands[first.index][1][dim] for dim in numbers.rhs_spec[2:]))

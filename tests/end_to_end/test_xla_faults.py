@@ -150,7 +150,9 @@ def test_a_reduction_of_ones_own_in_bfloat16():
     assert_right(Case("own", "", log_sum, (normal(8).astype(jnp.bfloat16),)), "x=8")
 
 
-@pytest.mark.parametrize("fn", [lambda x: x, lambda x: x + x, lambda x: lax.reduce_max(x, (0,)), lambda x: x.astype(jnp.float32).T])
+@pytest.mark.parametrize(
+    "fn", [lambda x: x, lambda x: x + x, lambda x: lax.reduce_max(x, (0,)), lambda x: x.astype(jnp.float32).T]
+)
 def test_integers_of_two_bits_stay_whole(fn):
     mesh, x = devices("x=4, y=2"), integers(2, 8, 16).astype(jnp.uint2)
     step = autoshard(fn, mesh=mesh, topology=slow_chips(mesh.shape))
