@@ -12,24 +12,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from autoshard.arguments import Dynamic, Static, abstract, not_an_array, place, type_of
+from autoshard.arguments import abstract, is_deleted, not_an_array, place, run_transformed, type_of
 from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.jaxprs import calls_back
 from autoshard.layout import MeshShape, layout_of, spec_of
-from autoshard.lower import Lowering, Step
+from autoshard.lower import Lowering, Step, named_refusals
 from autoshard.mesh.topology import Topology
 from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
-from autoshard.program import Program, Value, trace
+from autoshard.program import Program, Value, context, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
 from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
 from autoshard.report.verification import Verification, compiled, mesh_of, verification
+from autoshard.signature import Arguments, Chosen, join
 from autoshard.solver.follow import as_propagated
 from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.garbage import uncollected
@@ -128,6 +129,7 @@ class _Compiled:
 
     plan: Plan
     program: Program
+    context: Any  # in which it was traced; kept, so that no other one has its address
 
     @property
     def step(self) -> Step:
@@ -137,12 +139,20 @@ class _Compiled:
     def calls_back(self) -> bool:
         return calls_back(self.program.jaxpr)
 
+    @functools.cached_property
+    def sentinels(self) -> tuple[int, ...]:
+        """One array of each donated argument: if it has been deleted, the argument was donated before."""
+        first = {self.program.in_tree.paths[i][:2]: i for i in sorted(self.program.donated, reverse=True)}
+        return tuple(first.values())
+
 
 class _Call(NamedTuple):
     """What a call was made with, and ran."""
 
-    signature: tuple  # types of static arguments, these, and names of keyword arguments
+    signature: tuple  # types of static arguments, these, and the containers of the others
     compiled: _Compiled
+    run: Callable[..., tuple]  # from flat arguments to flat results
+    sentinels: tuple[int, ...]
 
 
 def _kinds(static: tuple) -> tuple[type, ...]:
@@ -159,8 +169,9 @@ class Autosharded:
         self._fn, self._options, self._given = fn, options, given
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = {name: value for name, value in jit_keywords.items() if name not in TRACE_KEYWORDS}
-        self._static = Static.of(fn, jit_keywords)
+        self._static = Chosen.of(fn, jit_keywords, "static")
         self._compiled: dict[tuple, _Compiled] = {}
+        self._planned_before: dict[str, tuple[tuple[Rule, ...], Plan]] = {}  # by the fingerprint of the program
         self._last: _Call | None = None  # if all arguments lay as planned
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -168,30 +179,37 @@ class Autosharded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         static, dynamic = self._static.split(args, kwargs)
-        signature = _kinds(static), static, tuple(dynamic[1])  # what is of another type is not compared
+        leaves, in_tree = jax.tree.flatten(dynamic)
+        signature = _kinds(static), static, in_tree  # what is of another type is not compared
         last, refused = self._last, False
-        if last is not None and last.signature == signature:
+        if last is not None and last.signature == signature and not any(is_deleted(leaves[i]) for i in last.sentinels):
             try:
                 with jax.no_tracing(True):  # run only what has been compiled, for arguments that lie as these do
-                    return last.compiled.step(*dynamic[0], **dynamic[1])
+                    results = last.run(*leaves)
             except jax.errors.JaxRuntimeError:
                 raise
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 refused = True
-        leaves, in_tree = jax.tree.flatten(dynamic)
+            else:
+                return last.compiled.step.result(results)
+        if _by_hand():
+            return jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
         compiled = self._prepare(static, dynamic, leaves, in_tree)
         if not isinstance(compiled.plan.mesh, Mesh):
             raise MeshError(
                 f"{compiled.plan.mesh} has no devices, so the step can be planned and lowered but not run.\n"
                 "Give autoshard a mesh of devices (jax.make_mesh) to run it."
             )
+        step = compiled.step
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return step.result(run_transformed(step.transformed, leaves, compiled.plan.mesh))
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
         # Python that is called back may have something to trace.
-        again = untouched and not refused and not compiled.calls_back
-        self._last = _Call(signature, compiled) if again else None
-        args, kwargs = jax.tree.unflatten(in_tree, placed)
-        return compiled.step(*args, **kwargs)
+        again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
+        self._last = _Call(signature, compiled, step.flat, compiled.sentinels) if again else None
+        with named_refusals(compiled.program, compiled.plan.mesh):
+            return step.result(step.flat(*placed))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step is sharded for arguments like these: arrays or ShapeDtypeStructs."""
@@ -204,44 +222,66 @@ class Autosharded:
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
         static, dynamic = self._static.split(args, kwargs)
-        leaves, in_tree = jax.tree.flatten(dynamic)
-        return self._trace(static, in_tree, self._types(leaves, static, dynamic))
+        return self._trace(static, dynamic, self._types(jax.tree.leaves(dynamic), static, dynamic))
 
     def finish(self, program: Program, plan: Plan) -> _Compiled:
         """The program under `jax.jit` as the plan says."""
-        return _Compiled(replace(plan, lowering=Lowering(program, plan, self._jit_keywords)), program)
+        return _Compiled(replace(plan, lowering=Lowering(program, plan, self._jit_keywords)), program, context())
 
     def _planned(self, args: tuple, kwargs: dict) -> _Compiled:
         static, dynamic = self._static.split(args, kwargs)
         return self._prepare(static, dynamic, *jax.tree.flatten(dynamic))
 
-    def _prepare(self, static: tuple, dynamic: Dynamic, leaves: list, in_tree: Any) -> _Compiled:
-        key = static, _kinds(static), in_tree, self._types(leaves, static, dynamic)
+    def _prepare(self, static: tuple, dynamic: Arguments, leaves: list, in_tree: Any) -> _Compiled:
+        types = self._types(leaves, static, dynamic)
+        key = static, _kinds(static), in_tree, types, id(context())
         try:
             compiled = self._compiled.get(key)
         except TypeError as error:
             raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
         if compiled is None:
             with uncollected():
-                program = self._trace(static, in_tree, key[-1])
+                program = self._trace(static, dynamic, types)
                 if self._given:
                     made = _bound(self._given, program, self._options)
                 else:
-                    made = _planned(program, self._options, self.finish)
-            compiled = self._compiled[key] = self.finish(program, made)
+                    made = _planned(program, self._options, self.finish, self._planned_before)
+            compiled = self.finish(program, made)
+            if not program.closes_over_tracers:
+                self._compiled[key] = compiled
         return compiled
 
-    def _types(self, leaves: list, static: tuple, dynamic: tuple) -> tuple:
+    def _types(self, leaves: list, static: tuple, dynamic: Arguments) -> tuple:
         try:
             return tuple(map(type_of, leaves))
         except TypeError as error:
             blanks = tuple((place, None) for place, _ in static)
-            raise not_an_array(self._fn, *self._static.join(blanks, dynamic)) from error
+            raise not_an_array(self._fn, *join(blanks, dynamic)) from error
 
-    def _trace(self, static: tuple, in_tree: Any, types: tuple) -> Program:
-        args, kwargs = self._static.join(static, jax.tree.unflatten(in_tree, map(abstract, types)))
+    def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> Program:
+        args, kwargs = join(static, dynamic)
+
+        def traced() -> Program:
+            return trace(self._fn, args, kwargs, leaves=list(map(abstract, types)), **self._trace_keywords)
+
+        set_by_caller = jax.sharding.get_abstract_mesh()
+        if not set_by_caller.empty:
+            auto = set_by_caller.update(axis_types=(AxisType.Auto,) * len(set_by_caller.axis_names))
+            with jax.sharding.use_abstract_mesh(auto):
+                return traced()
+        try:
+            return traced()
+        except (RuntimeError, ValueError) as error:
+            if "set_mesh" not in str(error):
+                raise
+        # The step names axes without a mesh, which JAX wants to be set: those of ours.
         with jax.sharding.use_abstract_mesh(self._options.mesh.abstract_mesh):
-            return trace(self._fn, args, kwargs, **self._trace_keywords)
+            return traced()
+
+
+def _by_hand() -> bool:
+    """Whether the caller runs on each device's shards, in a `shard_map` or `pmap`: nothing can be split there."""
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def evaluate(
@@ -394,9 +434,22 @@ def _bound(given: Plan, program: Program, options: Options) -> Plan:
 _Finish = Callable[[Program, Plan], _Compiled]
 
 
-def _planned(program: Program, options: Options, finish: _Finish) -> Plan:
-    """The plan of a traced program: from the cache, if it is there."""
+def _planned(
+    program: Program, options: Options, finish: _Finish, before: dict[str, tuple[tuple[Rule, ...], Plan]]
+) -> Plan:
+    """The plan of a traced program: that of an equal one planned before, or from the cache, if it is there."""
     rules = _rules(program, dict(options.mesh.shape))
+    known = before.get(program.fingerprint)
+    if known is not None and known[0] == rules:
+        return known[1].bound_to(program)
+    made = _cached(program, rules, options, finish)
+    if not program.closes_over_tracers:
+        before[program.fingerprint] = rules, made
+    return made
+
+
+def _cached(program: Program, rules: tuple[Rule, ...], options: Options, finish: _Finish) -> Plan:
+    """The plan of a program, from the cache if it is there."""
     if options.cache is None:
         return _made(program, rules, options, finish)
     key = key_of(program, rules, options)

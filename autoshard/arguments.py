@@ -1,79 +1,28 @@
-"""A call's arguments in; which are static, what the others are made of, and those placed on the mesh, out."""
+"""The arrays of a call in; their types, and the same arrays placed on the mesh, out."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.jaxprs import HOST
+from autoshard.jaxprs import HOST, is_array
 from autoshard.plans import Plan
 from autoshard.program import slashed
 
-Dynamic = tuple[tuple, dict[str, Any]]  # positional and keyword arguments, static ones left out
-ArrayType = tuple[tuple[int, ...], Any, bool, bool]  # shape, dtype, whether weakly typed, whether in host memory
+# Shape, dtype, whether weakly typed, whether in host memory; of what has no shape, a token, its abstract value.
+ArrayType = tuple[tuple[int, ...], Any, bool, bool] | Any
 
 _NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
 _IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
 
 
-@dataclass(frozen=True)
-class Static:
-    """Which arguments are static, by the rules of `jax.jit`."""
-
-    positions: frozenset[int]
-    names: frozenset[str]
-
-    @classmethod
-    def of(cls, fn: Callable, jit_keywords: Mapping[str, Any]) -> Static:
-        """From `static_argnums` and `static_argnames`; if only one is given, the other follows from the signature."""
-        positions = _as_tuple(jit_keywords.get("static_argnums"))
-        names = _as_tuple(jit_keywords.get("static_argnames"))
-        if not positions and not names:
-            return cls(frozenset(), frozenset())
-        try:
-            parameters = inspect.signature(fn).parameters.values()
-        except (ValueError, TypeError):  # a built-in without a signature
-            parameters = ()
-        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        positions = tuple(i % len(positional) if i < 0 and positional else i for i in positions)
-        if jit_keywords.get("static_argnames") is None:
-            names = tuple(positional[i] for i in positions if i < len(positional))
-        elif jit_keywords.get("static_argnums") is None:
-            positions = tuple(positional.index(name) for name in names if name in positional)
-        return cls(frozenset(positions), frozenset(names))
-
-    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, Dynamic]:
-        """(static arguments with their places, the others)."""
-        if not self.positions and not self.names:
-            return (), (args, kwargs)
-        static = tuple((i, arg) for i, arg in enumerate(args) if i in self.positions)
-        static += tuple((name, kwargs[name]) for name in sorted(kwargs) if name in self.names)
-        dynamic = tuple(arg for i, arg in enumerate(args) if i not in self.positions)
-        return static, (dynamic, {name: value for name, value in kwargs.items() if name not in self.names})
-
-    def join(self, static: tuple, dynamic: Dynamic) -> Dynamic:
-        """The way back from `split`."""
-        positional, keyword = list(dynamic[0]), dict(dynamic[1])
-        for place, value in static:
-            if isinstance(place, int):
-                positional.insert(place, value)
-            else:
-                keyword[place] = value
-        return tuple(positional), keyword
-
-
-def _as_tuple(value: Any) -> tuple:
-    return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
-
-
 def type_of(leaf: Any) -> ArrayType:
-    """What a compiled step depends on of an array, a NumPy array, a Python number or a ShapeDtypeStruct.
+    """What a compiled step depends on of an array, a NumPy array, a Python number, a ShapeDtypeStruct or a token.
 
     Raises:
         TypeError: the leaf is none of them.
@@ -85,12 +34,16 @@ def type_of(leaf: Any) -> ArrayType:
         aval = leaf.aval
     else:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    if not hasattr(aval, "shape"):
+        return aval
     memory_kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     return aval.shape, aval.dtype, aval.weak_type, memory_kind == HOST
 
 
-def abstract(type_: ArrayType) -> jax.ShapeDtypeStruct:
+def abstract(type_: ArrayType) -> Any:
     """The type for tracing. On which devices an array lies now is no business of the trace, in whose memory is."""
+    if not isinstance(type_, tuple):
+        return jax.lax.create_token()
     shape, dtype, weak, on_host = type_
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=_IN_HOST_MEMORY if on_host else None)
 
@@ -120,17 +73,43 @@ def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
     a mesh of Explicit axes say, is moved as any other: `jax.jit` would compile once more for it.
 
     Raises:
+        ArgumentError: an array has been deleted.
         MeshError: an array lies on devices that the mesh does not have.
     """
     placed = list(leaves)
     for i, (leaf, sharding) in enumerate(zip(leaves, plan.flat_in_shardings, strict=True)):
+        if is_deleted(leaf):
+            raise ArgumentError(
+                f"{plan.arguments[i].name} has been deleted, most likely since it was donated to an earlier call.\n"
+                "Go on with what that call returned, as in `state, loss = step(state, batch)`, or do not donate it."
+            )
         lies = getattr(leaf, "sharding", None)
         if lies is not sharding and lies != sharding:
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
     return placed
 
 
+def is_deleted(leaf: Any) -> bool:
+    """Whether it is an array that is no longer there."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+
+
+def run_transformed(step: Callable[..., tuple], leaves: Sequence[Any], mesh: Mesh) -> tuple:
+    """The flat results of `Step.transformed`, wherever the arrays behind the leaves lie.
+
+    What `jax.vmap` has made more of than its shape says can only be copied to all devices, if it has to be moved.
+    """
+    try:
+        return step(*leaves)
+    except ValueError as error:
+        if "incompatible devices" not in str(error):
+            raise
+    return step(*jax.device_put(list(leaves), NamedSharding(mesh, PartitionSpec())))
+
+
 def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
+    if not is_array(jax.typeof(leaf)):
+        return leaf
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         elsewhere = leaf.sharding.device_set - sharding.device_set
         if elsewhere and leaf.committed:

@@ -52,6 +52,32 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return held[0] if isinstance(held[0], ClosedJaxpr) else ClosedJaxpr(held[0], ())
 
 
+def equations_of(jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
+    """The equations of a jaxpr; of a `custom_vjp` with `optimize_remat` the function alone, where its backward pass
+    reads nothing of it, as `jax.jit` lowers it."""
+    if not any(eqn.primitive.name == "remat_opt" for eqn in jaxpr.eqns):
+        return jaxpr.eqns
+    equations, live = [], {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if not live.isdisjoint(eqn.outvars) or eqn.effects:
+            if eqn.primitive.name == "remat_opt" and live.isdisjoint(eqn.outvars[: eqn.params["num_res"]]):
+                eqn = _without_residuals(eqn)
+            live |= {atom for atom in eqn.invars if isinstance(atom, Var)}
+        equations.append(eqn)
+    return equations[::-1]
+
+
+def _without_residuals(eqn: JaxprEqn) -> JaxprEqn:
+    params = eqn.params
+    called = ClosedJaxpr(*params["fun_jaxpr_thunk"]())
+    return eqn.replace(
+        primitive=core.primitives.call_p,
+        params={"call_jaxpr": called},
+        invars=eqn.invars[params["num_consts"] :],
+        outvars=eqn.outvars[params["num_res"] :],
+    )
+
+
 def _expanded(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """What a primitive that is defined by a function does; None if it works on more than arrays, or does not say."""
     primitive = eqn.params["_prim"]

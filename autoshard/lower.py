@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autoshard.errors import MeshError
 from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
@@ -28,6 +29,7 @@ from autoshard.jaxprs import (
     Literal,
     called_jaxpr,
     called_operands,
+    equations_of,
     guards,
     is_array,
     is_kernel,
@@ -51,6 +53,11 @@ class _Held:
     copy: Any = None
     copy_layout: Layout | None = None
 
+    @property
+    def shell(self) -> _Held:
+        """Its layouts alone: what may outlive the trace that the arrays belong to."""
+        return _Held(None, self.layout, None, self.copy_layout)
+
 
 class Step:
     """The annotated step under `jax.jit`, sharded and donated as planned.
@@ -59,26 +66,46 @@ class Step:
     """
 
     def __init__(self, program: Program, plan: Plan, **jit_keywords: Any):
-        emitter = _Emitter(program, plan.annotations, plan.mesh)
-        slots, self._names = program.lowered_slots, sorted(program.argument_slots[1])
+        self._program, self._plan = program, plan
+        self._emitter = emitter = _Emitter(program, plan.annotations, plan.mesh)
 
-        def run(*args: Any) -> Any:
-            return jax.tree.unflatten(program.out_tree, emitter.run(*jax.tree.leaves(args)))
+        def run(*arguments: Any) -> tuple:
+            return tuple(emitter.run(*arguments))
 
-        donated = (not program.donated.isdisjoint(jax.tree.leaves(slot)) for slot in slots)
-        self._jitted = jax.jit(
+        closed = program.jaxpr
+        self.flat = jax.jit(  # from flat arguments to flat results
             run,
-            in_shardings=jax.tree.map(plan.flat_in_shardings.__getitem__, slots),
-            out_shardings=plan.out_shardings,
-            donate_argnums=tuple(n for n, given in enumerate(donated) if given),
+            in_shardings=_of_arrays(plan.flat_in_shardings, closed.in_avals),
+            out_shardings=_of_arrays(plan.flat_out_shardings, closed.out_avals),
+            donate_argnums=tuple(sorted(program.donated)),
             **jit_keywords,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._jitted(*args, *[kwargs[name] for name in self._names])
+        return self.result(self.flat(*jax.tree.leaves((args, kwargs))))
 
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self._jitted.trace(*args, *[kwargs[name] for name in self._names])
+    def result(self, leaves: Sequence[Any]) -> Any:
+        """What the function returns, of its leaves."""
+        return jax.tree.unflatten(self._program.out_tree.structure, leaves)
+
+    @cached_property
+    def transformed(self) -> Callable[..., tuple]:
+        """As `flat`, for arguments that `jax.vmap` or the like has made more of than arrays of their shape.
+
+        They cannot be placed, so they are constrained, which can be batched.
+        """
+        plan, constrained = self._plan, self._emitter.constrained
+
+        def run(*arguments: Any) -> tuple:
+            placed = [constrained(x, to.layout) for x, to in zip(arguments, plan.arguments, strict=True)]
+            results = zip(self._emitter.run(*placed), plan.results, strict=True)
+            return tuple(constrained(x, to.layout) for x, to in results)
+
+        return jax.jit(run)
+
+
+def _of_arrays(shardings: Sequence[NamedSharding], avals: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
+    return tuple(sharding if is_array(aval) else None for sharding, aval in zip(shardings, avals, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +125,33 @@ class Lowering:
         if mesh is not None and mesh is not self.plan.mesh:
             return Lowering(self.program, self.plan.on(mesh), self.jit_keywords)()
         arguments = [
-            jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-            for value, sharding in zip(self.program.arguments, self.plan.flat_in_shardings, strict=True)
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+            if is_array(aval)
+            else jax.lax.create_token()
+            for aval, sharding in zip(self.program.jaxpr.in_avals, self.plan.flat_in_shardings, strict=True)
         ]
-        args, kwargs = jax.tree.unflatten(self.program.in_tree, arguments)
         platforms = None if isinstance(self.plan.mesh, Mesh) else ("tpu",)
-        return self.step.trace(*args, **kwargs).lower(lowering_platforms=platforms)
+        with named_refusals(self.program, self.plan.mesh):
+            return self.step.flat.trace(*arguments).lower(lowering_platforms=platforms)
+
+
+@contextlib.contextmanager
+def named_refusals(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """What `jax.jit` refuses of a program on several devices, in the user's words.
+
+    Raises:
+        MeshError: the program has effects whose order several devices do not keep.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "ordered effects are not supported" not in str(error):
+            raise
+        lines = dict.fromkeys(str(equation.source) for equation in program.equations if not equation.outputs)
+        raise MeshError(
+            f"{program.name} has effects whose order matters, and {mesh.size} devices keep none: {', '.join(lines)}.\n"
+            "Drop ordered=True there, or use a mesh of one device."
+        ) from None
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
@@ -191,13 +239,14 @@ class _Emitter:
     # Equations.
 
     def body(self, closed: ClosedJaxpr, env: dict, path: tuple) -> list[_Held]:
-        for i, eqn in enumerate(closed.jaxpr.eqns):
+        equations = equations_of(closed.jaxpr)
+        for i, eqn in enumerate(equations):
             first = self.program.merged.get((*path, i))
             if first is None:
                 operands = [_operand(env, atom) for atom in eqn.invars]
                 results = self.equation(eqn, operands, (*path, i))
             else:
-                results = [env[var] for var in closed.jaxpr.eqns[first].outvars]
+                results = [env[var] for var in equations[first].outvars]
             env.update(zip(eqn.outvars, results, strict=True))
         return [_operand(env, atom) for atom in closed.jaxpr.outvars]
 
@@ -262,8 +311,8 @@ class _Emitter:
 
     def custom(self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[_Held], path: tuple) -> list[_Held]:
         """Runs the annotated body; differentiates by the rule the user gave."""
-        shells = [_Held(None, held.layout, None, held.copy_layout) for held in operands]
-        results: list[_Held] = []
+        shells = [held.shell for held in operands]
+        made: list[_Held] = []
 
         @jax.custom_jvp
         def call(arrays, copies):
@@ -271,7 +320,8 @@ class _Emitter:
                 _Held(array, shell.layout, copy, shell.copy_layout)
                 for shell, array, copy in zip(shells, arrays, copies, strict=True)
             ]
-            results[:] = self.call(opened, called_operands(eqn, entries), path)
+            results = self.call(opened, called_operands(eqn, entries), path)
+            made[:] = [held.shell for held in results]
             return [held.array for held in results], [held.copy for held in results]
 
         @call.defjvp
@@ -285,7 +335,7 @@ class _Emitter:
         arrays, copies = call([held.array for held in operands], [held.copy for held in operands])
         return [
             _Held(array, held.layout, copy, held.copy_layout)
-            for held, array, copy in zip(results, arrays, copies, strict=True)
+            for held, array, copy in zip(made, arrays, copies, strict=True)
         ]
 
     def remat(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:
@@ -299,16 +349,17 @@ class _Emitter:
             behind = iter(self.behind_barrier(list(itertools.compress(operands, guarded))))
             entries = [next(behind) if guard else held for held, guard in zip(operands, guarded, strict=True)]
             return self.call(opened, entries, path)
-        results: list[_Held] = []
+        made: list[_Held] = []
 
         def body():
-            results[:] = self.call(opened, operands, path)
+            results = self.call(opened, operands, path)
+            made[:] = [held.shell for held in results]
             return [(held.array, held.copy) for held in results]
 
         pairs = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])()
         return [
             _Held(array, held.layout, copy, held.copy_layout)
-            for held, (array, copy) in zip(results, pairs, strict=True)
+            for held, (array, copy) in zip(made, pairs, strict=True)
         ]
 
     def crossing(self, held: _Held, path: tuple, operand: int = 0) -> Any:

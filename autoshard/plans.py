@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import HOST
 from autoshard.layout import Layout, axes_of, local_shape, spec_of, spec_text, with_auto_axes
 from autoshard.mesh.collectives import Collective
-from autoshard.program import VALUE_KEYS, Program, Source, Value
+from autoshard.program import Program, Source, Value
 from autoshard.solver.changes import Reader
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.groups import Dims, Group
 from autoshard.solver.memory import aliased
 from autoshard.solver.problem import Solution
 from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Stages, Strategy
+from autoshard.trees import Tree
 
 if TYPE_CHECKING:
     from autoshard.lower import Lowering
@@ -147,8 +147,8 @@ class Plan:
     memory: float | None  # the limit it was made for, bytes per device
     warnings: tuple[str, ...]
     annotations: Annotations = field(repr=False)
-    argument_slots: tuple[tuple, dict] = field(repr=False)  # (args, kwargs), indices of arguments in their places
-    result_slots: Any = field(repr=False)  # the result, indices of results in their places
+    argument_tree: Tree = field(repr=False)  # of (args, kwargs), static arguments left out
+    result_tree: Tree = field(repr=False)
     comparison: Comparison = field(repr=False, default_factory=Comparison)
     lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
 
@@ -181,17 +181,17 @@ class Plan:
         Usable in `jax.jit(in_shardings=...)`, `jax.device_put` and orbax. Shardings of keyword arguments are in
         `keyword_shardings`.
         """
-        return _filled(self.argument_slots[0], self.flat_in_shardings)
+        return self.argument_tree.filled(self.flat_in_shardings)[0]
 
     @property
     def keyword_shardings(self) -> dict:
         """A pytree of NamedSharding per keyword argument."""
-        return _filled(self.argument_slots[1], self.flat_in_shardings)
+        return self.argument_tree.filled(self.flat_in_shardings)[1]
 
     @property
     def out_shardings(self) -> Any:
         """A pytree of NamedSharding that mirrors the step's result."""
-        return _filled(self.result_slots, self.flat_out_shardings)
+        return self.result_tree.filled(self.flat_out_shardings)
 
     def abstract(self, argnum: int) -> Any:
         """An argument as ShapeDtypeStructs with shardings: what a checkpoint restores into.
@@ -203,7 +203,7 @@ class Plan:
             jax.ShapeDtypeStruct(placed.shape, _dtype(placed.dtype), sharding=sharding)
             for placed, sharding in zip(self.arguments, self.flat_in_shardings, strict=True)
         ]
-        return _filled(self.argument_slots[0][argnum], structs)
+        return self.argument_tree.filled(structs)[0][argnum]
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, to be committed or loaded again."""
@@ -260,7 +260,7 @@ class Plan:
                 f"the plan was made for another program than {program.name}: {_difference(self, program)}.\n"
                 "Plan the step anew, or use the code, options and argument shapes that the plan was made with."
             )
-        return replace(self, argument_slots=program.argument_slots, result_slots=program.result_slots)
+        return replace(self, argument_tree=program.in_tree, result_tree=program.out_tree)
 
     def verify(self, target: str | None = None) -> Verification:
         """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
@@ -290,10 +290,6 @@ class Plan:
 
 def _unreadable(where: str, error: Exception) -> str:
     return f"{where} is not a plan that this version of autoshard can read: {error!r}.\nSave the plan anew."
-
-
-def _filled(slots: Any, leaves: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda index: leaves[index], slots)
 
 
 def _dtype(name: str) -> Any:
@@ -356,8 +352,8 @@ def make_plan(
         memory=formulation.problem.limit,
         warnings=warnings,
         annotations=annotations,
-        argument_slots=program.argument_slots,
-        result_slots=program.result_slots,
+        argument_tree=program.in_tree,
+        result_tree=program.out_tree,
         comparison=comparison or Comparison(),
     )
 
@@ -610,8 +606,8 @@ def _to_json(plan: Plan) -> dict:
         "carried": list(plan.carried.items()),
         "predicted": asdict(plan.predicted),
         "alternatives": known and {name: predicted and asdict(predicted) for name, predicted in known.items()},
-        "argument_slots": _tree_to_json(plan.argument_slots),
-        "result_slots": _tree_to_json(plan.result_slots),
+        "argument_slots": _tree_to_json(plan.argument_tree.plain(range(len(plan.arguments)))),
+        "result_slots": _tree_to_json(plan.result_tree.plain(range(len(plan.results)))),
         "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
         "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
@@ -652,8 +648,8 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
             sums={int(value): _layout(words) for value, words in content["sums"].items()},
             implied=frozenset(content["implied"]),
         ),
-        argument_slots=_tree_from_json(content["argument_slots"]),
-        result_slots=_tree_from_json(content["result_slots"]),
+        argument_tree=Tree.of_indices(_tree_from_json(content["argument_slots"])),
+        result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
         comparison=Comparison(known=alternatives),
     )
 
@@ -696,34 +692,16 @@ def _layout(words: list[str]) -> Layout:
 
 
 def _tree_to_json(tree: Any) -> Any:
-    """A pytree of numbers: tuples, lists and dicts as what they are, custom nodes as dicts.
+    """A tree of numbers in tuples, lists and dicts.
 
     >>> _tree_to_json((0, {"w": [1, None]}))
     {'tuple': [0, {'dict': [['w', {'list': [1, None]}]]}]}
     """
-    return _node_to_json(jax.tree.structure(tree), tree_flatten_with_path(tree)[0])
-
-
-def _node_to_json(structure: Any, leaves: list[tuple[tuple, int]]) -> Any:
-    """`leaves` holds (path from this node on, number)."""
-    if (node := structure.node_data()) is None:
-        return leaves[0][1]
-    kind, data = node
-    if kind is type(None):
-        return None
-    keys, children, start = [], [], 0
-    for child in structure.children():
-        below, start = leaves[start : start + child.num_leaves], start + child.num_leaves
-        keys.append(below[0][0][0] if below else None)
-        children.append(_node_to_json(child, [(path[1:], number) for path, number in below]))
-    if kind in (tuple, list):
-        return {kind.__name__: children}
-    if kind is dict:
-        return {"dict": [list(item) for item in zip(data, children, strict=True)]}
-    if len(keys) == 1 and keys[0] in VALUE_KEYS:
-        return children[0]
-    named = zip(keys, children, strict=True)
-    return {"dict": sorted([keystr((key,), simple=True), child] for key, child in named if key is not None)}
+    if isinstance(tree, dict):
+        return {"dict": [[key, _tree_to_json(child)] for key, child in tree.items()]}
+    if isinstance(tree, tuple | list):
+        return {type(tree).__name__: list(map(_tree_to_json, tree))}
+    return tree
 
 
 def _tree_from_json(node: Any) -> Any:

@@ -32,7 +32,7 @@ import re
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -40,7 +40,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.tree_util import GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
+from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
 from autoshard.jaxprs import (
     REMAT,
@@ -50,6 +50,7 @@ from autoshard.jaxprs import (
     Literal,
     called_jaxpr,
     called_operands,
+    equations_of,
     guards,
     is_array,
     is_kernel,
@@ -57,14 +58,13 @@ from autoshard.jaxprs import (
     on_host,
     scan_counts,
 )
+from autoshard.signature import Chosen, join, signature_without
+from autoshard.trees import VALUE_KEYS, Boxed, Tree
 
 dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
 
 # What opens into other equations, and what is to be computed each time that it says so.
 _NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan", "while"})
-
-# nnx holds every array in the `value` of a Variable; nobody wants to read that.
-VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Program:
     result_names: tuple[str, ...]
     donated: frozenset[int]  # indices of donated arguments
     carried: Mapping[int, int]  # argument index -> index of the result that takes its place in the next step
-    in_tree: Any  # of (args, kwargs), static arguments left out
-    out_tree: Any
+    in_tree: Tree  # of (args, kwargs), static arguments left out
+    out_tree: Tree
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
@@ -179,56 +179,75 @@ class Program:
         return digest.hexdigest()[:16]
 
     @property
-    def argument_slots(self) -> tuple[tuple, dict[str, Any]]:
-        """(args, kwargs), static arguments left out, with the index of each flat argument in its place."""
-        return jax.tree.unflatten(self.in_tree, range(len(self.arguments)))
-
-    @property
-    def lowered_slots(self) -> tuple:
-        """As `argument_slots`, of the lowered step, which takes keyword arguments by position, in order of name."""
-        positional, keyword = self.argument_slots
-        return *positional, *(keyword[name] for name in sorted(keyword))
-
-    @cached_property
-    def lowered_names(self) -> Mapping[str, str]:
-        """What XLA calls arguments of the lowered step, ``args[0]['w']``, to the user's names, ``state/w``."""
-        paths, _ = jax.tree.flatten_with_path(self.lowered_slots)
-        return {f"args{jax.tree_util.keystr(path)}": self.arguments[index].name for path, index in paths}
-
-    @property
-    def result_slots(self) -> Any:
-        """The result, with the index of each flat result in its place."""
-        return jax.tree.unflatten(self.out_tree, range(len(self.results)))
+    def closes_over_tracers(self) -> bool:
+        """Whether it is part of a function that is being traced, and means nothing after that."""
+        return any(isinstance(const, jax.core.Tracer) for const in self.jaxpr.consts)
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
 
 
-def trace(fn: Callable, args: tuple, kwargs: Mapping[str, Any], **jit_keywords) -> Program:
+def trace(
+    fn: Callable, args: tuple, kwargs: Mapping[str, Any], *, leaves: Sequence[Any] | None = None, **jit_keywords: Any
+) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
 
     Args:
         fn: any function that `jax.jit` takes.
         args: its positional arguments; arrays are only looked at for shape and dtype.
         kwargs: its keyword arguments.
+        leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
         UserWarning: `fn` changes an argument in place, say an nnx module, and does not return what it changed.
     """
-    traced = jax.jit(_watched(fn), **jit_keywords).trace(*args, **kwargs)
-    return _Reader(traced).program()
+    jax.jit(fn, **jit_keywords)  # checks the keywords
+    chosen = Chosen.of(fn, jit_keywords, "static")
+    static, dynamic = chosen.split(args, dict(kwargs))
+    donating = Chosen.of(fn, jit_keywords, "donate")
+    positions = [i for i in range(len(args)) if i not in chosen]
+    given = [(i in donating, arg) for i, arg in zip(positions, dynamic[0], strict=True)]
+    given += [(name in donating, dynamic[1][name]) for name in sorted(dynamic[1])]
+    flags = [donated for donated, arg in given for _ in jax.tree.leaves(arg)]
+    boxed = [Boxed.of(arg) for _, arg in given]
+    if leaves is not None:
+        left = iter(leaves)
+        boxed = [Boxed(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
+    count = len(positions)
+    closed, result = jax.make_jaxpr(_watched(fn, static), return_shape=True)(
+        *boxed[:count], **dict(zip(sorted(dynamic[1]), boxed[count:], strict=True))
+    )
+    donated = frozenset(i for i, flag in enumerate(flags) if flag)
+    return _Reader(closed).program(Tree.of(dynamic), result.tree, donated)
 
 
-def _watched(fn: Callable) -> Callable:
-    """`fn`, with a warning if it changes an argument in place and the change gets lost, as `jax.jit` loses it."""
+_witness = jax.jit(lambda: ())
+
+
+def context() -> Any:
+    """The same object for as long as what `jax.jit` has traced is traced no other way.
+
+    JAX has no list of what makes it trace anew: x64, the precision of products, a mesh that is set, and so on. So this
+    is a trace that it keeps.
+    """
+    return _witness.trace().jaxpr
+
+
+def _watched(fn: Callable, static: tuple) -> Callable:
+    """`fn` of and to boxed pytrees, static arguments given.
+
+    Warns if it changes an argument in place and the change gets lost, as `jax.jit` loses it.
+    """
 
     @functools.wraps(fn)
-    def watched(*args, **kwargs):
-        before = jax.tree.leaves((args, kwargs))
-        result = fn(*args, **kwargs)
-        after, _ = tree_flatten_with_path((args, kwargs))
-        returned = {id(leaf) for leaf in jax.tree.leaves(result)}
+    def watched(*args: Boxed, **kwargs: Boxed) -> Boxed:
+        opened = tuple(box.opened() for box in args), {name: box.opened() for name, box in kwargs.items()}
+        before = jax.tree.leaves(opened)
+        args, kwargs = join(static, opened)
+        result = Boxed.of(fn(*args, **kwargs))
+        after, _ = tree_flatten_with_path(opened)
+        returned = set(map(id, result.leaves))
         changed = [
             slashed(path[2:])
             for (path, leaf), old in zip(after, before, strict=False)
@@ -244,24 +263,26 @@ def _watched(fn: Callable) -> Callable:
             )
         return result
 
+    signature = signature_without(fn, [place for place, _ in static])
+    if signature is not None:  # what errors of JAX call arguments
+        watched.__signature__ = signature
     return watched
 
 
 class _Reader:
     """One walk over a traced function's jaxpr."""
 
-    def __init__(self, traced):
-        self.traced = traced
+    def __init__(self, closed: ClosedJaxpr):
+        self.closed = closed
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
         self.merged: dict[tuple, int] = {}
 
-    def program(self) -> Program:
-        closed = self.traced.jaxpr
-        infos, in_tree = tree_flatten_with_path(self.traced.args_info)
-        parameter_names = _parameter_names(closed.jaxpr.debug_info, infos)
+    def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
+        closed = self.closed
+        parameter_names = _parameter_names(closed.jaxpr.debug_info, in_tree.paths)
         arguments = tuple(
             self.value(var.aval, name=name) for var, name in zip(closed.jaxpr.invars, parameter_names, strict=True)
         )
@@ -269,20 +290,18 @@ class _Reader:
         env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
         results = tuple(self.body(closed.jaxpr, env, _Place((), 1, None)))
-        out_paths = [path for path, _ in tree_flatten_with_path(self.traced.out_info)[0]]
-        donated = frozenset(i for i, (_, info) in enumerate(infos) if info.donated)
         return Program(
-            name=self.traced.fun_name,
+            name=closed.jaxpr.debug_info.func_name,
             equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,
             constants=constants,
             results=results,
-            result_names=tuple(slashed(path) for path in out_paths),
+            result_names=tuple(map(slashed, out_tree.paths)),
             donated=donated,
-            carried=_carried([path for path, _ in infos], arguments, out_paths, results, donated),
+            carried=_carried(in_tree.paths, arguments, out_tree.paths, results, donated),
             in_tree=in_tree,
-            out_tree=jax.tree.structure(self.traced.out_info),
+            out_tree=out_tree,
             jaxpr=closed,
             guarded=frozenset(self.guarded),
             merged=self.merged,
@@ -303,14 +322,15 @@ class _Reader:
     def body(self, jaxpr: Jaxpr, env: dict, place: _Place) -> list[Value | np.ndarray]:
         """Walks one jaxpr whose inputs are in `env`; the values of its results."""
         computed: dict[tuple, int] = {}
-        for i, eqn in enumerate(jaxpr.eqns):
+        equations = equations_of(jaxpr)
+        for i, eqn in enumerate(equations):
             inputs = [_read(env, atom) for atom in eqn.invars]
             at = _Place((*place.path, i), place.trips, _source(eqn) or place.source)
             what = _computed(eqn, inputs)
             first = i if what is None else computed.setdefault(what, i)
             if first < i:
                 self.merged[at.path] = first
-                outputs = [env[var] for var in jaxpr.eqns[first].outvars]
+                outputs = [env[var] for var in equations[first].outvars]
             else:
                 outputs = self.equation(eqn, inputs, at)
             env.update(zip(eqn.outvars, outputs, strict=True))
@@ -504,11 +524,11 @@ def _identity(x: Value | np.ndarray) -> tuple:
 
 
 def _read(env: Mapping, atom) -> Value | np.ndarray:
-    return _constant(atom.val) if isinstance(atom, Literal) else env[atom]
+    return _constant(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
 
 
-def _constant(value) -> np.ndarray:
-    return value if isinstance(value, np.ndarray | jax.Array) else np.asarray(value)
+def _constant(value, dtype=None) -> np.ndarray:
+    return value if isinstance(value, np.ndarray | jax.Array) else np.asarray(value, dtype)
 
 
 def _bytes_of(aval) -> int:
@@ -521,10 +541,10 @@ def _bytes_of(aval) -> int:
 # Names.
 
 
-def _parameter_names(debug_info, infos) -> list[str]:
+def _parameter_names(debug_info, paths: Iterable[tuple]) -> list[str]:
     """One slashed path per flat argument: the parameter's name, then the keys below it."""
     names = []
-    for (path, _), described in zip(infos, debug_info.arg_names, strict=True):
+    for path, described in zip(paths, debug_info.arg_names, strict=True):
         # `path` starts with (0, position) for positional and (1, keyword) for keyword arguments; only the debug info
         # knows what a positional parameter is called: "params['w']", or "batch[0]['x']" for one of *batch.
         parameter = re.findall(r"\w+", (described or "").removesuffix(keystr(path[2:]))) or [slashed(path[1:2])]

@@ -6,7 +6,6 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -14,6 +13,7 @@ from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
+from autoshard.trees import Tree
 
 _LISTED = 20  # arguments that a message names at most
 
@@ -62,9 +62,16 @@ def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) 
     """
     Raises:
         ConflictError: the step says, by a constraint or a shard_map, that an array is split over an axis which the
-            mesh that it is planned for does not have.
+            mesh that it is planned for does not have, or works on the shards of another mesh.
     """
     for equation, rule in zip(program.equations, rules, strict=True):
+        written_for = equation.params.get("mesh") if equation.primitive == "shard_map" else None
+        if written_for is not None and dict(written_for.shape) != dict(mesh):
+            raise ConflictError(
+                f"the shard_map at {equation.source or 'unknown line'} is written for the mesh "
+                f"{dict(written_for.shape)}, but the step is planned for the mesh {dict(mesh)}.\n"
+                "Plan for the mesh that the step is written for, or leave mesh= out of the shard_map."
+            )
         unknown = sorted({axis for axes in rule.given.values() for axis in axes} - mesh.keys())
         if unknown:
             raise ConflictError(
@@ -80,10 +87,11 @@ def argument_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, 
     Raises:
         MeshError: the tuple is no prefix, or a spec does not fit its array or the mesh.
     """
-    arguments = program.argument_slots[0]
-    if not isinstance(tree, tuple) or isinstance(tree, PartitionSpec) or len(tree) != len(arguments):
-        raise MeshError(f"one sharding per positional argument is needed, in a tuple of {len(arguments)}, not {tree!r}")
-    layouts = dict(_from_prefix(tree, arguments, program.arguments, mesh))
+    positional, _ = program.in_tree.children()
+    count = len(positional.children())
+    if not isinstance(tree, tuple) or isinstance(tree, PartitionSpec) or len(tree) != count:
+        raise MeshError(f"one sharding per positional argument is needed, in a tuple of {count}, not {tree!r}")
+    layouts = dict(_from_prefix(tree, positional, program.arguments, mesh))
     for i, layout in layouts.items():
         _check_even(layout, program.arguments[i], mesh)
     return layouts
@@ -104,23 +112,19 @@ def result_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, La
     Raises:
         MeshError: the tree is no prefix, or a spec does not fit its array or the mesh.
     """
-    return dict(_from_prefix(tree, program.result_slots, program.results, mesh))
+    return dict(_from_prefix(tree, program.out_tree, program.results, mesh))
 
 
 def _from_prefix(
-    tree: Any, slots: Any, values: Sequence[Value | np.ndarray], mesh: MeshShape
+    prefix: Any, tree: Tree, values: Sequence[Value | np.ndarray], mesh: MeshShape
 ) -> Iterator[tuple[int, Layout]]:
-    """Index -> layout; `slots` holds the index of each value in its place."""
+    """Index of a value -> layout; `tree` holds the values."""
 
     def is_entry(node: Any) -> bool:
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
-    def note(entry: Any, below: Any) -> None:
-        entries.append((entry, jax.tree.leaves(below)))
-
-    entries: list[tuple[Any, list[int]]] = []
     try:
-        jax.tree.map(note, tree, slots, is_leaf=is_entry)
+        entries = list(tree.under(prefix, is_entry))
     except ValueError as error:
         raise MeshError(f"the shardings are no prefix of what they are for: {error}") from None
     for entry, below in entries:

@@ -259,9 +259,7 @@ def _named(one: Collective, program: Program) -> Collective:
 
 
 def _argument_of(name: str, program: Program) -> str | None:
-    """The argument that lower.py calls so, or XLA by its place in the lowered step."""
-    if found := re.search(r"\bargs\[.*", name.replace("\\'", "'")):
-        return program.lowered_names.get(found[0])
+    """The argument that lower.py, and XLA after it, calls so."""
     found = re.search(r"\barguments\[(\d+)\]", name)
     return program.arguments[int(found[1])].name if found else None
 

@@ -228,10 +228,8 @@ WARNED = Rematerialization(
 
 
 @pytest.mark.parametrize("name, called", [
-    ("args[1]", "x"),
-    (r"args[0][\'b\']", "state/b"),
-    ("jit(run)/args[0]['a']", "state/a"),
-    ("args[2]['scale']", "options/scale"),
+    ("arguments[1]", "state/b"),
+    ("jit(run)/arguments[3]", "options/scale"),
     ("jit(run)/arguments[2]/sharding_constraint", "x"),
     ("jit(run)/dot_general", None),
 ])

@@ -1,0 +1,84 @@
+"""A function and keywords of `jax.jit` in; which of its arguments they name out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Arguments = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Some arguments of a function, by the rules of `jax.jit`."""
+
+    positions: frozenset[int]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, fn: Callable, jit_keywords: Mapping[str, Any], kind: str) -> Chosen:
+        """From `kind_argnums` and `kind_argnames`; if only one is given, the other follows from the signature."""
+        argnums, argnames = (jit_keywords.get(f"{kind}_{which}") for which in ("argnums", "argnames"))
+        positions, names = _as_tuple(argnums), _as_tuple(argnames)
+        if not positions and not names:
+            return cls(frozenset(), frozenset())
+        parameters = _parameters(fn) or ()
+        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        positions = tuple(i % len(positional) if i < 0 and positional else i for i in positions)
+        if argnames is None:
+            names = tuple(positional[i] for i in positions if i < len(positional))
+        elif argnums is None:
+            positions = tuple(positional.index(name) for name in names if name in positional)
+        return cls(frozenset(positions), frozenset(names))
+
+    def __contains__(self, place: int | str) -> bool:
+        return place in (self.positions if isinstance(place, int) else self.names)
+
+    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, Arguments]:
+        """(the chosen arguments with their places, the others)."""
+        if not self.positions and not self.names:
+            return (), (args, kwargs)
+        chosen = tuple((i, arg) for i, arg in enumerate(args) if i in self.positions)
+        chosen += tuple((name, kwargs[name]) for name in sorted(kwargs) if name in self.names)
+        others = tuple(arg for i, arg in enumerate(args) if i not in self.positions)
+        return chosen, (others, {name: value for name, value in kwargs.items() if name not in self.names})
+
+
+def join(chosen: tuple, others: Arguments) -> Arguments:
+    """The way back from `Chosen.split`."""
+    positional, keyword = list(others[0]), dict(others[1])
+    for place, value in chosen:
+        if isinstance(place, int):
+            positional.insert(place, value)
+        else:
+            keyword[place] = value
+    return tuple(positional), keyword
+
+
+def signature_without(fn: Callable, chosen: Iterable[int | str]) -> inspect.Signature | None:
+    """The signature of a function whose chosen arguments are given; None if it has none."""
+    parameters = _parameters(fn)
+    if parameters is None:
+        return None
+    left = [p for i, p in enumerate(parameters) if p.name not in chosen and (i not in chosen or _takes_many(p))]
+    try:
+        return inspect.Signature(left)
+    except ValueError:  # one without a default behind one with
+        return None
+
+
+def _takes_many(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+
+
+def _parameters(fn: Callable) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (ValueError, TypeError):  # a built-in without a signature
+        return None
+
+
+def _as_tuple(value: Any) -> tuple:
+    return () if value is None else (value,) if isinstance(value, int | str) else tuple(value)
