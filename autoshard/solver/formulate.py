@@ -177,7 +177,7 @@ def formulate(
         backend: the compiler that will make a program of it.
     """
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
-    groups = groups_of(program, rules, backend)
+    groups = groups_of(program, rules, backend, mesh)
     widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
     prices = Prices(
         mesh,
@@ -221,6 +221,7 @@ class _Formulator:
             value = self.program.results[result]
             if value is not self.program.arguments[argument]:
                 self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
+        self._check_host_memory(homes)
         self._add_arguments(homes)
         self._add_groups()
         lives = tuple(live for live in self.lives if live.usage.any())
@@ -271,6 +272,28 @@ class _Formulator:
 
         what = value.shape, value.on_host, fixed, said
         return self.prices.once(options, *(reader.wants for reader in readers), of=what)
+
+    def _check_host_memory(self, homes: Sequence[tuple[Kept, ...]]) -> None:
+        """
+        Raises:
+            ConflictError: an array in the host's memory, where nothing is resharded, is said to lie in two ways.
+        """
+        made = [
+            (one.value, priced.leaves[i], _said(group, priced.leaves[i]))
+            for group, priced in zip(self.groups, self.priced, strict=True)
+            for i, one in enumerate(group.made)
+        ]
+        for i, value in enumerate(self.program.arguments):
+            fixed = [f"fixed= wants {spec_of(self.fixed[i])}"] if i in self.fixed else []
+            made.append((value, self._homes_of(homes[i]), fixed))
+        for value, layouts, said in made:
+            readers = self.readers[value.id] if value.on_host else ()
+            if not set(layouts).intersection(*(reader.wants for reader in readers)):
+                said += itertools.chain(*(_said(reader.group, reader.wants) for reader in readers))
+                raise ConflictError(
+                    f"{value} lies in the host's memory, where nothing is resharded, but {', and '.join(said)}.\n"
+                    "Say one of them only, or move it to the device's memory in between (jax.device_put)."
+                )
 
     def _homes_of(self, kepts: tuple[Kept, ...]) -> tuple[Layout, ...]:
         return self.prices.once(_homes, kepts)
@@ -384,7 +407,10 @@ class _Formulator:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
             table = self.prices.once(_with_copies_apart, table, narrow_table, leaves, apart)
         if group.is_view:  # what it views can as well be resharded, and is counted
-            table = self.prices.once(_only_where, self.prices.stays(value, leaves, wants), table)
+            stays = self.prices.stays(value, leaves, wants)
+            if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
+                stays = self.prices.once(_or_unlike, stays, leaves, wants)
+            table = self.prices.once(_only_where, stays, table)
         if group.hoisted is not None:
             table = table + self._unhoisted(group, value, leaves, wants)
         self._connect(node, holder, table)
@@ -568,6 +594,12 @@ def _only_where(allowed: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.where(allowed, table, np.inf)
 
 
+def _or_unlike(allowed: np.ndarray, leaves: Sequence[Layout], wants: Sequence[Layout]) -> np.ndarray:
+    """What is allowed, and whatever leads to a layout that no strategy leaves."""
+    left = set(leaves)
+    return allowed | np.array([want not in left for want in wants])
+
+
 def _without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.where(np.less.outer(before, after), np.inf, table)
 
@@ -616,6 +648,14 @@ def _gathers_to(home: Layout, copy: Layout) -> bool:
 def _copied_for(reader: Reader) -> tuple[Group, ...]:
     """Who reads a copy that is for this reader alone."""
     return () if reader.group is None else (reader.group,)
+
+
+def _said(group: Group | None, layouts: Sequence[Layout]) -> list[str]:
+    """Where the user says how what a group reads or makes lies, and how; nothing where the user does not."""
+    if group is None or not group.given:
+        return []
+    equation = group.equations[-1]
+    return [f"{equation.primitive} at {equation.source or 'unknown line'} wants {spec_of(layouts[0])}"]
 
 
 def _elementwise(reader: Reader) -> bool:
