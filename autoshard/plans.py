@@ -345,7 +345,7 @@ def make_plan(
     return Plan(
         name=program.name,
         mesh=mesh,
-        fingerprint=program.fingerprint,
+        fingerprint=formulation.fingerprint,
         arguments=tuple(choice.placed(value, value.name) for value in program.arguments),
         results=tuple(choice.placed_result(i) for i in range(len(program.results))),
         carried=program.carried,
@@ -418,7 +418,9 @@ class _Choice:
                                 wants[equation.index, operand] = self.want(reader)
         finished = zip(self.formulation.groups, self.scatters, strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
-        return Annotations(self.homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
+        idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.made}
+        homes = {value: home for value, home in self.homes.items() if value not in idle}
+        return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
 
     def sums(self) -> Iterator[tuple[int, Layout]]:
         """Values whose partial sums XLA reduces and slices, and their layouts in between.

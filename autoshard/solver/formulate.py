@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from autoshard.layout import Layout, MeshShape, layouts_of, spec_of, without_idl
 from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
+from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
 from autoshard.solver.changes import Change, Reader
 from autoshard.solver.groups import (
@@ -91,6 +92,7 @@ class Formulation:
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     changes: Sequence[Change]  # what may hold more, beside the lives
     problem: Problem
+    fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
@@ -176,7 +178,11 @@ def formulate(
         fixed: argument index -> layout that it must have.
         backend: the compiler that will make a program of it.
     """
-    mesh = {axis: size for axis, size in mesh.items() if size > 1}
+    mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
+    program = traced.running_on(backend.lowers_as)
+    if program is not traced:
+        pairs = zip(program.equations, rules, strict=True)
+        rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
     groups = groups_of(program, rules, backend, mesh)
     widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
     prices = Prices(
@@ -192,7 +198,8 @@ def formulate(
         instead=read_through(groups),
         images=image_dims(program),
     )
-    return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
+    found = _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
+    return replace(found, fingerprint=traced.fingerprint)
 
 
 class _Formulator:

@@ -133,6 +133,11 @@ class Group:
         return self.equations[0].primitive in _BOUNDARIES
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it stands in a branch for another platform."""
+        return self.equations[0].primitive == "idle"
+
+    @property
     def enters(self) -> bool:
         """Whether it hands a loop what that only reads."""
         return self.equations[0].primitive in ("scan_const", "scan_slice")
