@@ -293,8 +293,8 @@ def test_only_what_the_platform_runs_is_planned(machine, product):
     alone = autoshard.plan(
         lambda x: jax.lax.platform_dependent(x, default=taken), jnp.ones((1024, 1024)), mesh=mesh, topology=machine
     )
-    assert made.predicted.step_seconds == pytest.approx(alone.predicted.step_seconds)
-    assert made.predicted.peak_bytes == alone.predicted.peak_bytes
+    assert made.predicted.step_seconds == pytest.approx(alone.predicted.step_seconds, rel=1e-3)
+    assert made.predicted.peak_bytes == pytest.approx(alone.predicted.peak_bytes, rel=1e-3)
     assert made.fingerprint == sharded.trace(jnp.ones((1024, 1024))).fingerprint
     here = autoshard.autoshard(on_platforms, mesh=mesh_of({"x": 4, "y": 2}), plan=made)
     np.testing.assert_allclose(here(jnp.ones((1024, 1024))), 1025)
