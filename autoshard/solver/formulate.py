@@ -15,6 +15,7 @@ how it is wanted. A result that takes an argument's place in the next step ends 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -261,23 +262,27 @@ class _Formulator:
                     f"with its axes in the order of the mesh {dict(mesh)}"
                 )
         readers = self.readers[value.id]
-        if fixed is None:  # a home that elementwise readers like is among the options
-            readers = [reader for reader in readers if not _elementwise(reader)]
+        # a home that elementwise readers like is among the options
+        apart = tuple(fixed is None and _computes_on_shards(reader) for reader in readers)
         # what a constraint says has to be reached, however
-        said = tuple(bool(reader.group and reader.group.given) for reader in readers)
+        said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
 
         def options(*wants: tuple[Layout, ...]) -> tuple[Kept, ...]:
-            wanted = dict.fromkeys(itertools.chain(*wants))
+            wanted = dict.fromkeys(itertools.chain(*itertools.compress(wants, map(operator.not_, apart))))
+            elementwise = list(itertools.compress(wants, apart))
             reached = set(itertools.chain(*itertools.compress(wants, said)))
             found = []
             for home in layouts_of(value.shape, mesh) if fixed is None else [fixed]:
                 found.append(Kept(home, home))
                 if not value.on_host:
-                    copies = [copy for copy in wanted if copy in reached or _gathers_to(home, copy)]
+                    # ... but of one in whose shards it cannot compute: rows, of which it makes batches
+                    unread = [want for want in elementwise if not any(_gathers_to(one, home) for one in want)]
+                    copies = dict.fromkeys(itertools.chain(wanted, *unread))
+                    copies = [copy for copy in copies if _gathers_to(home, copy) or copy in reached]
                     found += [Kept(home, copy) for copy in copies if copy != home]
             return tuple(found)
 
-        what = value.shape, value.on_host, fixed, said
+        what = value.shape, value.on_host, fixed, said, apart
         return self.prices.once(options, *(reader.wants for reader in readers), of=what)
 
     def _check_host_memory(self, homes: Sequence[tuple[Kept, ...]]) -> None:
@@ -663,6 +668,11 @@ def _said(group: Group | None, layouts: Sequence[Layout]) -> list[str]:
         return []
     equation = group.equations[-1]
     return [f"{equation.primitive} at {equation.source or 'unknown line'} wants {spec_of(layouts[0])}"]
+
+
+def _computes_on_shards(reader: Reader) -> bool:
+    """Whether a copy for this reader could never pay. What a view makes is not resharded: what it views is."""
+    return _elementwise(reader) and not (reader.group is not None and reader.group.is_view)
 
 
 def _elementwise(reader: Reader) -> bool:
