@@ -123,6 +123,19 @@ def evened(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> Layout:
     return tuple(found)
 
 
+def even_axes(size: int, axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
+    """Those of the axes, in the order of the mesh, that split a dim of this size evenly.
+
+    >>> even_axes(12, ("z", "x", "y"), {"x": 4, "y": 2, "z": 3})
+    ('x', 'z')
+    """
+    found: tuple[str, ...] = ()
+    for axis in (axis for axis in mesh if axis in axes):
+        if size % shards((*found, axis), mesh) == 0:
+            found += (axis,)
+    return found
+
+
 def in_mesh_order(layout: Layout, mesh: MeshShape) -> bool:
     """Whether the axes of every dim stand in the order of the mesh: the one order that plans use."""
     several = [dim for dim in layout if len(dim) > 1]

@@ -440,7 +440,13 @@ class _Emitter:
             return taken
 
         branches = [branch(b, closed) for b, closed in enumerate(eqn.params["branches"])]
-        arrays = jax.lax.switch(operands[0].array, branches)
+        platforms = eqn.params.get("branches_platforms")
+        if platforms is None:
+            arrays = jax.lax.switch(operands[0].array, branches)
+        else:  # which one is taken is known when the step is lowered, and only that one is
+            taken_on = {name: taken for names, taken in zip(platforms, branches, strict=True) for name in names or ()}
+            default = next((taken for names, taken in zip(platforms, branches, strict=True) if names is None), None)
+            arrays = jax.lax.platform_dependent(default=default, **taken_on)
         return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
 
 

@@ -121,12 +121,15 @@ class Annotations:
 class Comparison:
     """What a plan is compared with: the figures of other ways to shard, found when they are first asked for."""
 
-    find: Callable[[], Mapping[str, Prediction | None]] | None = None
+    find: Callable[[], Mapping[str, Prediction | str]] | None = None  # where there are none, why
     known: Mapping[str, Prediction | None] | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why there are none
 
     def __call__(self) -> Mapping[str, Prediction | None]:
         if self.find is not None:
-            self.known, self.find = self.find(), None  # what it took to find them is big, and can go now
+            found, self.find = self.find(), None  # what it took to find them is big, and can go now
+            self.reasons = {name: one for name, one in found.items() if isinstance(one, str)}
+            self.known = {name: None if name in self.reasons else one for name, one in found.items()}
         return self.known or {}
 
 
@@ -154,12 +157,19 @@ class Plan:
 
     @property
     def alternatives(self) -> Mapping[str, Prediction | None]:
-        """What a step costs in data parallel, FSDP and tensor parallel form; None where no such sharding exists.
+        """What a step costs in data parallel, FSDP and tensor parallel form; None for what `absent` names.
 
         Found when first asked for, which takes seconds; empty if the plan was loaded and saved without them. What each
         of them means exactly: `autoshard.report.alternatives`.
         """
         return self.comparison()
+
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Why some of `alternatives` have no figures: no such sharding exists, or none was found in time."""
+        known = self.comparison()
+        missing = (name for name, predicted in known.items() if predicted is None)
+        return {name: self.comparison.reasons.get(name, "no such sharding") for name in missing}
 
     @property
     def gap(self) -> float:
@@ -341,7 +351,7 @@ def make_plan(
     return Plan(
         name=program.name,
         mesh=mesh,
-        fingerprint=program.fingerprint,
+        fingerprint=formulation.fingerprint,
         arguments=tuple(choice.placed(value, value.name) for value in program.arguments),
         results=tuple(choice.placed_result(i) for i in range(len(program.results))),
         carried=program.carried,
@@ -414,7 +424,9 @@ class _Choice:
                                 wants[equation.index, operand] = self.want(reader)
         finished = zip(self.formulation.groups, self.scatters, strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
-        return Annotations(self.homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
+        idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.made}
+        homes = {value: home for value, home in self.homes.items() if value not in idle}
+        return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
 
     def sums(self) -> Iterator[tuple[int, Layout]]:
         """Values whose partial sums XLA reduces and slices, and their layouts in between.
@@ -606,6 +618,7 @@ def _to_json(plan: Plan) -> dict:
         "carried": list(plan.carried.items()),
         "predicted": asdict(plan.predicted),
         "alternatives": known and {name: predicted and asdict(predicted) for name, predicted in known.items()},
+        "absent": dict(plan.comparison.reasons),
         "argument_slots": _tree_to_json(plan.argument_tree.plain(range(len(plan.arguments)))),
         "result_slots": _tree_to_json(plan.result_tree.plain(range(len(plan.results)))),
         "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
@@ -650,7 +663,7 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
         ),
         argument_tree=Tree.of_indices(_tree_from_json(content["argument_slots"])),
         result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
-        comparison=Comparison(known=alternatives),
+        comparison=Comparison(known=alternatives, reasons=content.get("absent", {})),
     )
 
 

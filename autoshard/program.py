@@ -15,6 +15,7 @@ primitive                 meaning
 ``scan_stack``            one step's result stacked: ``[...] -> [steps, ...]``
 ``branch_const``          a value from outside a `cond`, seen inside one branch: identity
 ``branch_join``           operands: one value per branch, result: the value of the `cond`; all have one layout
+``idle``                  what stands in a branch for another platform (`Program.running_on`): computes nothing
 ========================  =====================================================================================
 
 `while` uses ``scan_const`` and ``scan_carry``. A ``scan_carry`` stands before the body it feeds, so its second operand
@@ -151,6 +152,8 @@ class Program:
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
+    platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def makers(self) -> Mapping[int, Equation]:
@@ -183,8 +186,39 @@ class Program:
         """Whether it is part of a function that is being traced, and means nothing after that."""
         return any(isinstance(const, jax.core.Tracer) for const in self.jaxpr.consts)
 
+    def running_on(self, platform: str) -> Program:
+        """This program where the branches that other platforms take compute nothing; indices stay what they are."""
+        others = {
+            (*path, branch)
+            for path, branches in self.platforms.items()
+            for branch, names in enumerate(branches)
+            if any(names is None or platform in names for names in branches) and branch != _taken(branches, platform)
+        }
+        if not others:
+            return self
+        idle = [any(equation.path[:n] in others for n in range(len(equation.path))) for equation in self.equations]
+        never_made = itertools.chain(*(equation.outputs for equation in itertools.compress(self.equations, idle)))
+        blanks = {value.id: replace(value, shape=(), dtype=np.dtype(bool), bytes=0) for value in never_made}
+        equations = []
+        for equation, is_idle in zip(self.equations, idle, strict=True):
+            if is_idle:
+                outputs = tuple(blanks[value.id] for value in equation.outputs)
+                equation = replace(equation, primitive="idle", params={}, inputs=(), outputs=outputs)
+            elif equation.primitive == "branch_join":  # all that reads what a branch makes
+                made = [x for x in equation.inputs if not (isinstance(x, Value) and x.id in blanks)]
+                read = (x if not (isinstance(x, Value) and x.id in blanks) else made[0] for x in equation.inputs)
+                equation = replace(equation, inputs=tuple(read))
+            equations.append(equation)
+        values = tuple(blanks.get(value.id, value) for value in self.values)
+        return replace(self, equations=tuple(equations), values=values)
+
     def __str__(self) -> str:
         return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
+
+
+def _taken(branches: Sequence[tuple[str, ...] | None], platform: str) -> int:
+    """The branch that a platform takes: the first that names it, or the one for all others."""
+    return next(branch for branch, names in enumerate(branches) if names is None or platform in names)
 
 
 def trace(
@@ -279,6 +313,7 @@ class _Reader:
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
         self.merged: dict[tuple, int] = {}
+        self.platforms: dict[tuple, tuple] = {}
 
     def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
         closed = self.closed
@@ -305,6 +340,7 @@ class _Reader:
             jaxpr=closed,
             guarded=frozenset(self.guarded),
             merged=self.merged,
+            platforms=self.platforms,
         )
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
@@ -391,6 +427,8 @@ class _Reader:
         return [final for _, final in finals]
 
     def cond(self, eqn, inputs, at: _Place) -> list:
+        if platforms := eqn.params.get("branches_platforms"):
+            self.platforms[at.path] = platforms
         per_branch = []
         for b, closed in enumerate(eqn.params["branches"]):
             entries = []

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.experimental import pallas
+from jax.sharding import AbstractMesh, NamedSharding
 from oracles import mesh_of, slow_chips
 
 import autoshard
@@ -240,3 +241,60 @@ def test_what_is_only_transposed_is_constrained_in_that_order():
     as_made = [("dot_general", jax.sharding.PartitionSpec("x", "y"))]
     assert constraints(lambda w, x: (w + (y := x.T @ x).T, y), home) == as_made  # somebody else reads it
     assert constraints(lambda w, x: w + (x.T @ x), home) == as_made
+
+
+def on_platforms(x):
+    """A product on TPU, a sum on CPU, nothing much elsewhere."""
+    return jax.lax.platform_dependent(x, tpu=lambda x: x @ x, cpu=lambda x: x + x.sum(0), default=jnp.sin)
+
+
+def only_elsewhere(x):
+    """A kernel that no CPU runs, whatever is around it."""
+    kernel = pallas.pallas_call(lambda x, out: None, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return jax.lax.platform_dependent(x, tpu=kernel, default=jnp.cos)
+
+
+PLATFORM_DEPENDENT = {
+    "alone": on_platforms,
+    "a kernel": only_elsewhere,
+    "gradient": jax.grad(lambda x: on_platforms(x).sum()),
+    "vmapped": lambda x: jax.vmap(on_platforms)(jnp.stack([x, 2 * x])),
+    "rematerialised": jax.grad(lambda x: jax.checkpoint(on_platforms)(x).sum()),
+    "in a loop": lambda x: jax.lax.scan(lambda c, _: (only_elsewhere(c), None), x, None, length=2)[0],
+    "gradient through a loop": jax.grad(
+        lambda x: jax.lax.scan(lambda c, _: (jnp.sin(on_platforms(c)), None), x, None, length=2)[0].sum()
+    ),
+    "in a branch": lambda x: jax.lax.cond(x.sum() > 0, on_platforms, only_elsewhere, x),
+}
+
+
+@pytest.mark.parametrize("name", PLATFORM_DEPENDENT)
+def test_only_branches_of_the_platform_are_lowered(name):
+    fn, x = PLATFORM_DEPENDENT[name], jnp.arange(64.0).reshape(8, 8) / 99
+    mesh = mesh_of({"x": 4, "y": 2})
+    np.testing.assert_allclose(autoshard.autoshard(fn, mesh=mesh)(x), jax.jit(fn)(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_branch_is_lowered_for_the_platform_it_is_for():
+    sharded = autoshard.autoshard(on_platforms, mesh=mesh_of({"x": 4, "y": 2}))
+    lowering = sharded.plan(jnp.ones((8, 8))).lowering
+    here, there = lowering().as_text(), lowering(AbstractMesh((4, 2), ("x", "y"))).as_text()  # for TPU
+    assert ("dot_general" in here, "reduce" in here, "sine" in here) == (False, True, False)
+    assert ("dot_general" in there, "sine" in there) == (True, False)
+
+
+@pytest.mark.parametrize(("machine", "product"), [("v5e:4x2", True), ("cpu:8", False), ("h100:8", False)])
+def test_only_what_the_platform_runs_is_planned(machine, product):
+    """The same program everywhere, so that a plan can be used elsewhere too; but a plan of one branch."""
+    mesh = AbstractMesh((4, 2), ("x", "y"))
+    sharded = autoshard.autoshard(on_platforms, mesh=mesh, topology=machine)
+    made = sharded.plan(jnp.ones((1024, 1024)))
+    taken = (lambda x: x @ x) if product else (lambda x: x + x.sum(0)) if "cpu" in machine else jnp.sin
+    alone = autoshard.plan(
+        lambda x: jax.lax.platform_dependent(x, default=taken), jnp.ones((1024, 1024)), mesh=mesh, topology=machine
+    )
+    assert made.predicted.step_seconds == pytest.approx(alone.predicted.step_seconds, rel=1e-3)
+    assert made.predicted.peak_bytes == pytest.approx(alone.predicted.peak_bytes, rel=1e-3)
+    assert made.fingerprint == sharded.trace(jnp.ones((1024, 1024))).fingerprint
+    here = autoshard.autoshard(on_platforms, mesh=mesh_of({"x": 4, "y": 2}), plan=made)
+    np.testing.assert_allclose(here(jnp.ones((1024, 1024))), 1025)

@@ -275,7 +275,7 @@ def test_what_makes_jit_trace_anew_makes_autoshard_trace_anew(name, placed):
 def test_rank_promotion_is_refused_where_jit_refuses_it():
     decorated = sharded(lambda x: x + jnp.ones((8, 8)))
     assert_same(decorated(np.ones(8, np.float32)), jnp.full((8, 8), 2.0))
-    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank promotion|rank_promotion"):
+    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match=r"rank promotion|rank_promotion"):
         decorated(np.ones(8, np.float32))
     assert_same(decorated(np.ones(8, np.float32)), jnp.full((8, 8), 2.0))
 

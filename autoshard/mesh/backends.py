@@ -19,6 +19,7 @@ class Backend:
     """One compiler. The defaults are what all have in common."""
 
     name: str  # a `jax.Device.platform`
+    lowers_as: str  # what `jax.lax.platform_dependent` calls it
     usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
     slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
     shortest: float = 0.0  # s, of an operation: what a slice takes that a device cuts out of what it has
@@ -64,9 +65,10 @@ _LOOPS = frozenset({
 })  # fmt: skip
 _SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
 
-CPU = Backend("cpu", reduce_scatters=False, convolves=0.5, transposes_operands=True)
+CPU = Backend("cpu", "cpu", reduce_scatters=False, convolves=0.5, transposes_operands=True)
 GPU = Backend(
     "gpu",
+    "cuda",
     usable=0.7,
     # Between what small and large models hide: docs/architecture.md, Overlap.
     hides=dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.55),
@@ -84,6 +86,7 @@ GPU = Backend(
     taken_in=_SLICES | {"pad"},
 )
 TPU = Backend(
+    "tpu",
     "tpu",
     tile=(8, 128),
     shortest=1.2e-6,  # by libtpu's cycles: `tests/mesh/test_targets.py` compiles a slice

@@ -1,24 +1,27 @@
 """A formulation in, the figures of the parallelism that people write by hand out: what a plan is compared with.
 
 *State* is what the step carries over: arguments whose place a result takes. All other arguments are the *batch*; it is
-split along dim 0, over all axes of the mesh or as many as divide that of its largest array.
+split along dim 0, or the first dim that no loop goes through, over all axes of the mesh or as many as divide that of
+its largest array. Arrays of the batch that have no such dim, or one of another size, are split or whole.
 
 ===================  ==============================================================================================
 data parallel        state whole on every device, and read whole; batch split
-FSDP                 every weight split along its largest dim that all axes divide, and gathered whole where it meets
-                     activations; moments and biases as they are cheapest beside it; batch split
+FSDP                 every weight split along its largest dim that all axes divide, and what is made of it alone, a
+                     cast say, gathered whole where it meets activations; state of a weight's shape, its moments, split
+                     alike, if the optimizer can work on that; what else is state as it is cheapest; batch split
 tensor parallel      every state array of two or more dims split along one dim, and neither it nor what elementwise
                      operations make of it (a cast, a transpose) is ever gathered: activations move; batch whole
 ===================  ==============================================================================================
 
-In all three the mesh is one row of devices: an operation splits one of its dims, over as many axes as divide it.
-Everything that this leaves open is chosen as the same formulation is cheapest, without a memory limit.
+*Weights* are the state that meets activations in something else than elementwise work. In all three the mesh is one row
+of devices: an operation splits one of its dims, over as many axes as divide it; what the step itself says of shardings
+stands. Everything that this leaves open is chosen as the same formulation is cheapest, without a memory limit.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -30,8 +33,8 @@ from autoshard.plans import Prediction, prediction_of
 from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.formulate import Formulation, Kept
-from autoshard.solver.groups import Group, made_of_state
-from autoshard.solver.problem import Problem, Solution
+from autoshard.solver.groups import Group
+from autoshard.solver.problem import ForbiddenError, Problem, Solution
 from autoshard.solver.strategies import Strategy
 
 _TIME_LIMIT = 10.0  # s, per alternative; the few choices that are left rarely take one
@@ -39,72 +42,100 @@ _TIME_LIMIT = 10.0  # s, per alternative; the few choices that are left rarely t
 Allowed = Mapping[int, list[int]]  # node -> options
 
 
-def alternatives_of(formulation: Formulation) -> dict[str, Prediction | None]:
-    """Alternative -> what a step costs under it; None where no such sharding exists."""
+class _AbsentError(Exception):
+    """There is no such sharding, or it was not found; says why in a few words."""
+
+
+def alternatives_of(formulation: Formulation) -> dict[str, Prediction | str]:
+    """Alternative -> what a step costs under it, or why there are no figures."""
     return {
-        name: None if solution is None else prediction_of(formulation, solution.choice)
-        for name, solution in solutions_of(formulation).items()
+        name: found if isinstance(found, str) else prediction_of(formulation, found.choice)
+        for name, found in _found(formulation).items()
     }
 
 
-def solutions_of(formulation: Formulation) -> dict[str, Solution | None]:
-    """Alternative -> its cheapest solution; None where no such sharding exists."""
+def solutions_of(formulation: Formulation) -> dict[str, Solution]:
+    """Alternative -> its cheapest solution, of those that there are."""
+    return {name: found for name, found in _found(formulation).items() if isinstance(found, Solution)}
+
+
+def _found(formulation: Formulation) -> dict[str, Solution | str]:
     problems = _Problems(formulation)
+    if not formulation.mesh:
+        return dict.fromkeys(("data parallel", "FSDP", "tensor parallel"), "there is one device")
     return {
-        "data parallel": _solved(problems.data_parallel()),
-        "FSDP": _solved(problems.fully_sharded()),
-        "tensor parallel": _solved(problems.tensor_parallel()),
+        "data parallel": _solved(problems.data_parallel),
+        "FSDP": _solved(problems.fully_sharded, problems.with_weights_sharded),
+        "tensor parallel": _solved(problems.tensor_parallel),
     }
 
 
-def _solved(problem: Problem | None) -> Solution | None:
-    if problem is None:
-        return None
-    try:
-        return solve(problem, time_limit=_TIME_LIMIT)
-    except SolverError:
-        return None
+def _solved(*problems: Callable[[], Problem]) -> Solution | str:
+    """The solution of the first problem that has one; else why the last has none."""
+    why = ""
+    for problem in problems:
+        try:
+            return solve(problem(), time_limit=_TIME_LIMIT)
+        except _AbsentError as error:
+            why = str(error)
+        except ForbiddenError:
+            why = "its operations do not fit together"
+        except SolverError:
+            return f"not found in {_TIME_LIMIT:g} s"
+    return why
 
 
 class _Problems:
-    """The problem of each alternative; None where it leaves a node without an option, or splits nothing."""
+    """The problem of each alternative."""
 
     def __init__(self, formulation: Formulation):
         self.formulation, self.mesh = formulation, formulation.mesh
         program = formulation.program
         self.state = sorted(program.carried)
         self.batch = [i for i in range(len(program.arguments)) if i not in program.carried]
-        self.of_state = made_of_state(program, formulation.groups)
+        self.of_state = _of_state(formulation)
         self.making = [  # the groups that make them
             group for group in formulation.groups if any(made.value.id in self.of_state for made in group.made)
         ]
+        self.meeting = [  # the groups in which weights meet activations
+            group
+            for group in formulation.groups
+            if not group.fuses and not group.is_boundary and not self.reads_only_state(group)
+        ]
 
-    def data_parallel(self) -> Problem | None:
+    def data_parallel(self) -> Problem:
+        whole = {i: [replicated(len(self.value(i).shape))] for i in self.state}
+        return self.restricted(self.homes(self.split_batch() | whole), self.reading_whole(self.formulation.groups))
+
+    def fully_sharded(self) -> Problem:
+        return self.sharded(lambda value, shapes: value.shape in shapes)
+
+    def with_weights_sharded(self) -> Problem:
+        """FSDP whose optimizer works on other pieces than those that the weights lie in."""
+        weights = {self.value(i).id for i in self.weights()}
+        return self.sharded(lambda value, _: value.id in weights)
+
+    def sharded(self, is_split: Callable[[Value, set[tuple[int, ...]]], bool]) -> Problem:
+        shapes = {self.value(i).shape for i in self.weights()}
+        split = {i: [self.split_largest(i)] for i in self.state if is_split(self.value(i), shapes)}
         batch = self.split_batch()
-        if not batch:
-            return None
-        whole = {i: replicated(len(self.value(i).shape)) for i in self.state}
-        return self.restricted(self.homes(batch | whole), self.reading_whole(self.formulation.groups))
+        if not any(any(layout) for (layout,) in split.values()):
+            raise _AbsentError(f"{shards(tuple(self.mesh), self.mesh)} divides no dim of a weight")
+        return self.restricted(self.homes(batch | split), self.reading_whole(self.meeting))
 
-    def fully_sharded(self) -> Problem | None:
-        batch = self.split_batch()
-        split = {i: self.split_largest(i) for i in self.state if self.can_be_gathered(i)}
-        if not batch or not any(any(layout) for layout in split.values()):
-            return None
-        meeting = [group for group in self.formulation.groups if not group.fuses and not self.reads_only_state(group)]
-        return self.restricted(self.homes(batch | split), self.reading_whole(meeting))
-
-    def tensor_parallel(self) -> Problem | None:
-        homes = self.homes({i: replicated(len(self.value(i).shape)) for i in self.batch})
+    def tensor_parallel(self) -> Problem:
+        homes = self.homes({i: [replicated(len(self.value(i).shape))] for i in self.batch})
         finest = 1
         for i in self.state:
             bare = [o for o, kept in enumerate(self.options(i)) if kept.home == kept.copy and self.in_a_row(kept.home)]
-            if len(self.value(i).shape) > 1:
+            if len(self.value(i).shape) > 1 and bare:
                 pieces = {o: _pieces(self.options(i)[o].home, self.mesh) for o in bare}
                 bare = [o for o in bare if pieces[o] == max(pieces.values())]
                 finest = max(finest, *pieces.values())
             homes[i] = bare
-        return self.without_gathers(self.restricted(homes)) if finest > 1 else None
+        if finest == 1:
+            raise _AbsentError("no axis divides a weight")
+        return self.without_gathers(self.restricted(homes))
 
     # Arguments.
 
@@ -114,25 +145,49 @@ class _Problems:
     def options(self, argument: int) -> tuple[Kept, ...]:
         return self.formulation.arguments[argument]
 
-    def homes(self, homes: Mapping[int, Layout]) -> dict[int, list[int]]:
-        """The options of these arguments that have these homes."""
-        return {i: [o for o, kept in enumerate(self.options(i)) if kept.home == home] for i, home in homes.items()}
+    def homes(self, homes: Mapping[int, list[Layout]]) -> dict[int, list[int]]:
+        """The options of these arguments that have one of these homes."""
+        return {i: [o for o, kept in enumerate(self.options(i)) if kept.home in some] for i, some in homes.items()}
 
-    def can_be_gathered(self, argument: int) -> bool:
-        return any(kept.home != kept.copy for kept in self.options(argument))
+    def weights(self) -> list[int]:
+        """The state that meets activations, as it is or as what is made of it alone."""
+        read = {use.value.id for group in self.meeting for use in group.uses} & self.of_state
+        for group in reversed(self.making):
+            if any(made.value.id in read for made in group.made):
+                read.update(use.value.id for use in group.uses)
+        return [i for i in self.state if self.value(i).id in read]
 
-    def split_batch(self) -> dict[int, Layout]:
-        arrays = [i for i in self.batch if self.value(i).shape]
-        if not arrays:
-            return {}
-        largest = max(arrays, key=lambda i: self.value(i).bytes)
-        axes = self.finest(self.value(largest).shape[0])
-        shapes = {i: self.value(i).shape for i in arrays}
-        return {
-            i: (axes, *replicated(len(shape) - 1))
-            for i, shape in shapes.items()
-            if axes and shape[0] % shards(axes, self.mesh) == 0
-        }
+    def split_batch(self) -> dict[int, list[Layout]]:
+        """The homes of the batch: split, or whole where an array has no row for each of the batch.
+
+        Raises:
+            _AbsentError: nothing splits it.
+        """
+        dims = {i: dim for i in self.batch if (dim := self.batch_dim(i)) is not None}
+        if not dims:
+            raise _AbsentError("all arguments are state")
+        largest = max(dims, key=lambda i: self.value(i).bytes)
+        size = self.value(largest).shape[dims[largest]]
+        axes = self.finest(size)
+        if not axes:
+            raise _AbsentError(f"a batch of {size} splits over no axis")
+        homes = {}
+        for i, dim in dims.items():
+            shape = self.value(i).shape
+            whole = replicated(len(shape))
+            if shape[dim] % shards(axes, self.mesh) == 0:
+                split = (*whole[:dim], axes, *whole[dim + 1 :])
+                homes[i] = [split] if shape[dim] == size else [split, whole]
+        return homes
+
+    def batch_dim(self, argument: int) -> int | None:
+        """The first dim that no loop goes through."""
+        value, dim = self.value(argument), 0
+        readers = self.formulation.readers[value.id]
+        while readers and all(r.group and r.group.equations[0].primitive == "scan_slice" for r in readers):
+            dim += 1
+            readers = [reader for r in readers for reader in self.formulation.readers[r.group.made[0].value.id]]
+        return dim if dim < len(value.shape) else None
 
     def split_largest(self, argument: int) -> Layout:
         shape, axes = self.value(argument).shape, tuple(self.mesh)
@@ -151,9 +206,10 @@ class _Problems:
         for group in groups:
             of_state = [i for i, use in enumerate(group.uses) if use.value.id in self.of_state]
             strategies = self.formulation.priced[group.index].strategies
-            allowed[self.formulation.group_node(group)] = [
-                o for o, strategy in enumerate(strategies) if not any(any(strategy.wants[i]) for i in of_state)
-            ]
+            if not group.given:
+                allowed[self.formulation.group_node(group)] = [
+                    o for o, strategy in enumerate(strategies) if not any(any(strategy.wants[i]) for i in of_state)
+                ]
         return allowed
 
     # The mesh as a row.
@@ -173,23 +229,34 @@ class _Problems:
             finest = all(axes == self.finest(group.sizes[factor]) for factor, axes in strategy.assignment)
             return finest and len(strategy.assignment) <= 1 and all(map(self.in_a_row, strategy.leaves))
 
-        return [o for o, strategy in enumerate(self.formulation.priced[group.index].strategies) if fits(strategy)]
+        strategies = self.formulation.priced[group.index].strategies
+        return [o for o, strategy in enumerate(strategies) if group.given or fits(strategy)]
 
     # Problems.
 
-    def restricted(self, *allowed: Allowed) -> Problem | None:
-        """The problem with these options only, and without its memory limit."""
+    def restricted(self, *allowed: Allowed) -> Problem:
+        """The problem with these options only, and without its memory limit.
+
+        Raises:
+            _AbsentError: that leaves something without an option.
+        """
         together = {self.formulation.group_node(group): self.row_strategies(group) for group in self.formulation.groups}
         for node, options in (item for some in allowed for item in some.items()):
             together[node] = [o for o in options if o in set(together.get(node, options))]
-        if not all(together.values()):
-            return None
+        for node, options in together.items():
+            if not options:
+                raise _AbsentError(self.why_not(node))
         return replace(self.formulation.problem, limit=None, lives=()).restrict(together)
 
-    def without_gathers(self, problem: Problem | None) -> Problem | None:
+    def why_not(self, node: int) -> str:
+        """Why a node has no option."""
+        if node < len(self.formulation.arguments):
+            return f"{self.value(node).name} does not lie so: it is fixed, or not divided"
+        equation = self.formulation.groups[node - len(self.formulation.arguments)].equations[-1]
+        return f"{equation.primitive} at {equation.source or 'unknown line'} cannot be split so"
+
+    def without_gathers(self, problem: Problem) -> Problem:
         """The problem without collectives on what is made of the state alone."""
-        if problem is None:
-            return None
         values = self.formulation.program.values
         trips = {self.formulation.group_node(group): group.trips for group in self.making}
         trips |= {
@@ -203,6 +270,23 @@ class _Problems:
             for edge in problem.edges
         )
         return replace(problem, edges=edges)
+
+
+def _of_state(formulation: Formulation) -> set[int]:
+    """The arguments that the step carries over, and the values that are made of these alone, also in each turn of a
+    loop that updates them.
+    """
+    program = formulation.program
+    found = {program.arguments[i].id for i in program.carried}
+    for group in formulation.groups:
+        first = group.equations[0]
+        if first.primitive == "scan_carry":
+            is_state = isinstance(first.inputs[0], Value) and first.inputs[0].id in found
+        else:
+            is_state = group.uses and not group.reduction and found.issuperset(use.value.id for use in group.uses)
+        if is_state:
+            found.update(made.value.id for made in group.made)
+    return found
 
 
 def _pieces(layout: Layout, mesh: Mapping[str, int]) -> int:

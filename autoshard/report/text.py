@@ -123,14 +123,15 @@ def _placed_table(title: str, placed: Sequence[Placed]) -> str:
 
 def _comparison(plan: Plan) -> str:
     rows = [_figures("this plan", plan.predicted, plan.memory)]
-    rows += [_figures(name, predicted, plan.memory) for name, predicted in plan.alternatives.items()]
+    rows += [
+        (name, *[""] * 5, plan.absent[name]) if predicted is None else _figures(name, predicted, plan.memory)
+        for name, predicted in plan.alternatives.items()
+    ]
     headers = "Predicted", " per step", " compute", " communication", " exposed", " peak per device", ""
     return table_text(headers, rows)
 
 
-def _figures(name: str, predicted: Prediction | None, limit: float | None) -> tuple[str, ...]:
-    if predicted is None:
-        return name, "", "", "", "", "", "no such sharding"
+def _figures(name: str, predicted: Prediction, limit: float | None) -> tuple[str, ...]:
     seconds = predicted.step_seconds, predicted.compute_seconds, predicted.communication_seconds
     seconds += (predicted.exposed_seconds,)
     over = limit is not None and predicted.peak_bytes > limit

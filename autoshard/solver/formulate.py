@@ -15,9 +15,10 @@ how it is wanted. A result that takes an argument's place in the next step ends 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from autoshard.layout import Layout, MeshShape, layouts_of, replicated, spec_of,
 from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
+from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
 from autoshard.solver.changes import Change, Reader
 from autoshard.solver.groups import (
@@ -92,6 +94,7 @@ class Formulation:
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     changes: Sequence[Change]  # what may hold more, beside the lives
     problem: Problem
+    fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
@@ -177,8 +180,12 @@ def formulate(
         fixed: argument index -> layout that it must have.
         backend: the compiler that will make a program of it.
     """
-    mesh = {axis: size for axis, size in mesh.items() if size > 1}
-    groups = groups_of(program, rules, backend)
+    mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
+    program = traced.running_on(backend.lowers_as)
+    if program is not traced:
+        pairs = zip(program.equations, rules, strict=True)
+        rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
+    groups = groups_of(program, rules, backend, mesh)
     widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
     prices = Prices(
         mesh,
@@ -193,7 +200,8 @@ def formulate(
         instead=read_through(groups),
         images=image_dims(program),
     )
-    return _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
+    found = _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
+    return replace(found, fingerprint=traced.fingerprint)
 
 
 class _Formulator:
@@ -222,6 +230,7 @@ class _Formulator:
             value = self.program.results[result]
             if value is not self.program.arguments[argument]:
                 self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
+        self._check_host_memory(homes)
         self._add_arguments(homes)
         self._add_groups()
         lives = tuple(live for live in self.lives if live.usage.any())
@@ -257,24 +266,50 @@ class _Formulator:
                     f"with its axes in the order of the mesh {dict(mesh)}"
                 )
         readers = self.readers[value.id]
-        if fixed is None:  # a home that elementwise readers like is among the options
-            readers = [reader for reader in readers if not _elementwise(reader)]
+        # a home that elementwise readers like is among the options
+        apart = tuple(fixed is None and _computes_on_shards(reader) for reader in readers)
         # what a constraint says has to be reached, however
-        said = tuple(bool(reader.group and reader.group.given) for reader in readers)
+        said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
 
         def options(*wants: tuple[Layout, ...]) -> tuple[Kept, ...]:
-            wanted = dict.fromkeys(itertools.chain(*wants))
+            wanted = dict.fromkeys(itertools.chain(*itertools.compress(wants, map(operator.not_, apart))))
+            elementwise = list(itertools.compress(wants, apart))
             reached = set(itertools.chain(*itertools.compress(wants, said)))
             found = []
             for home in homes if fixed is None else [fixed]:
                 found.append(Kept(home, home))
                 if not value.on_host:
-                    copies = [copy for copy in wanted if copy in reached or _gathers_to(home, copy)]
+                    # ... but of one in whose shards it cannot compute: rows, of which it makes batches
+                    unread = [want for want in elementwise if not any(_gathers_to(one, home) for one in want)]
+                    copies = dict.fromkeys(itertools.chain(wanted, *unread))
+                    copies = [copy for copy in copies if _gathers_to(home, copy) or copy in reached]
                     found += [Kept(home, copy) for copy in copies if copy != home]
             return tuple(found)
 
-        what = value.shape, value.on_host, fixed, said, len(homes)
+        what = value.shape, value.on_host, fixed, said, apart, len(homes)
         return self.prices.once(options, *(reader.wants for reader in readers), of=what)
+
+    def _check_host_memory(self, homes: Sequence[tuple[Kept, ...]]) -> None:
+        """
+        Raises:
+            ConflictError: an array in the host's memory, where nothing is resharded, is said to lie in two ways.
+        """
+        made = [
+            (one.value, priced.leaves[i], _said(group, priced.leaves[i]))
+            for group, priced in zip(self.groups, self.priced, strict=True)
+            for i, one in enumerate(group.made)
+        ]
+        for i, value in enumerate(self.program.arguments):
+            fixed = [f"fixed= wants {spec_of(self.fixed[i])}"] if i in self.fixed else []
+            made.append((value, self._homes_of(homes[i]), fixed))
+        for value, layouts, said in made:
+            readers = self.readers[value.id] if value.on_host else ()
+            if not set(layouts).intersection(*(reader.wants for reader in readers)):
+                said += itertools.chain(*(_said(reader.group, reader.wants) for reader in readers))
+                raise ConflictError(
+                    f"{value} lies in the host's memory, where nothing is resharded, but {', and '.join(said)}.\n"
+                    "Say one of them only, or move it to the device's memory in between (jax.device_put)."
+                )
 
     def _homes_of(self, kepts: tuple[Kept, ...]) -> tuple[Layout, ...]:
         return self.prices.once(_homes, kepts)
@@ -388,7 +423,10 @@ class _Formulator:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
             table = self.prices.once(_with_copies_apart, table, narrow_table, leaves, apart)
         if group.is_view:  # what it views can as well be resharded, and is counted
-            table = self.prices.once(_only_where, self.prices.stays(value, leaves, wants), table)
+            stays = self.prices.stays(value, leaves, wants)
+            if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
+                stays = self.prices.once(_or_unlike, stays, leaves, wants)
+            table = self.prices.once(_only_where, stays, table)
         if group.hoisted is not None:
             table = table + self._unhoisted(group, value, leaves, wants)
         self._connect(node, holder, table)
@@ -572,6 +610,12 @@ def _only_where(allowed: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.where(allowed, table, np.inf)
 
 
+def _or_unlike(allowed: np.ndarray, leaves: Sequence[Layout], wants: Sequence[Layout]) -> np.ndarray:
+    """What is allowed, and whatever leads to a layout that no strategy leaves."""
+    left = set(leaves)
+    return allowed | np.array([want not in left for want in wants])
+
+
 def _without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     return np.where(np.less.outer(before, after), np.inf, table)
 
@@ -620,6 +664,19 @@ def _gathers_to(home: Layout, copy: Layout) -> bool:
 def _copied_for(reader: Reader) -> tuple[Group, ...]:
     """Who reads a copy that is for this reader alone."""
     return () if reader.group is None else (reader.group,)
+
+
+def _said(group: Group | None, layouts: Sequence[Layout]) -> list[str]:
+    """Where the user says how what a group reads or makes lies, and how; nothing where the user does not."""
+    if group is None or not group.given:
+        return []
+    equation = group.equations[-1]
+    return [f"{equation.primitive} at {equation.source or 'unknown line'} wants {spec_of(layouts[0])}"]
+
+
+def _computes_on_shards(reader: Reader) -> bool:
+    """Whether a copy for this reader could never pay. What a view makes is not resharded: what it views is."""
+    return _elementwise(reader) and not (reader.group is not None and reader.group.is_view)
 
 
 def _elementwise(reader: Reader) -> bool:

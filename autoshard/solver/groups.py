@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.jaxprs import CONSTRAINTS
+from autoshard.layout import MeshShape, even_axes, in_mesh_order
 from autoshard.mesh.backends import CPU, Backend
 from autoshard.program import Equation, Program, Value
+from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims, Rule
 
 # Equations that only rename or repeat what they read: XLA folds them into their consumers.
@@ -156,6 +158,11 @@ class Group:
         return self.equations[0].primitive in _BOUNDARIES
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it stands in a branch for another platform."""
+        return self.equations[0].primitive == "idle"
+
+    @property
     def enters(self) -> bool:
         """Whether it hands a loop what that only reads."""
         return self.equations[0].primitive in ("scan_const", "scan_slice")
@@ -228,14 +235,27 @@ class Group:
     def trips(self) -> int:
         return max(equation.trips for equation in self.equations)
 
+    def given_on(self, mesh: MeshShape) -> dict[int, tuple[str, ...]]:
+        """Factor -> of the axes that the user says, those that split it evenly, in the order of the mesh."""
+        return {factor: even_axes(self.sizes[factor], axes, mesh) for factor, axes in self.given.items()}
+
     def factors_of(self, equation: Equation) -> set[int]:
         """The factors that `equation` runs over."""
         dims = self.operands[equation.index] + self.results[equation.index]
         return {factor for tensor in dims for dim in tensor for factor in dim}
 
 
-def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -> list[Group]:
-    """The groups of `program`, in program order of their last equation."""
+def groups_of(
+    program: Program, rules: Sequence[Rule], backend: Backend = CPU, mesh: MeshShape | None = None
+) -> list[Group]:
+    """The groups of `program`, in program order of their last equation.
+
+    Args:
+        program: values and equations.
+        rules: one per equation.
+        backend: the compiler, which fuses what is one group.
+        mesh: axis -> devices: what the program's own constraints are said of.
+    """
     readers: dict[int, list[tuple[Equation, int]]] = defaultdict(list)
     for equation in program.equations:
         for operand, value in enumerate(equation.inputs):
@@ -246,7 +266,7 @@ def groups_of(program: Program, rules: Sequence[Rule], backend: Backend = CPU) -
     groups: list[Group] = []
     for equation, rule in zip(reversed(program.equations), reversed(rules), strict=True):
         alone = any(output.id in scattered for output in equation.outputs)
-        host = None if alone else _host(equation, rule, readers, home, backend)
+        host = None if alone else _host(equation, rule, readers, home, backend, mesh or {})
         if host is None:
             host = _new_group(len(groups), equation, rule)
             groups.append(host)
@@ -375,8 +395,12 @@ def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     return len(rule.splittable) == sum(size > 1 for size in rule.sizes.values())
 
 
-def _host(equation: Equation, rule: Rule, readers, home, backend: Backend) -> Group | None:
-    """The group that `equation` can join, once it has joined it; a constraint does not bind what comes after it."""
+def _host(equation: Equation, rule: Rule, readers, home, backend: Backend, mesh: MeshShape) -> Group | None:
+    """The group that `equation` can join, once it has joined it.
+
+    A constraint does not bind what comes after it, nor what comes before it in other dims: `x.reshape(4, -1)` with the
+    last dim split is no layout of `x`.
+    """
     if len(equation.outputs) != 1 or rule.given or not _is_elementwise(equation, rule):
         return None
     consumers = readers[equation.outputs[0].id]
@@ -391,10 +415,22 @@ def _host(equation: Equation, rule: Rule, readers, home, backend: Backend) -> Gr
     mapping = _mapping(rule, [host.operands[reader.index][operand] for reader, operand in consumers])
     if mapping is None:
         return None
+    operands, results = ([_renamed(dims, mapping) for dims in side] for side in (rule.operands, rule.results))
+    if not _lies_as_given((*operands, *results), host, mesh):
+        return None
     host.equations.append(equation)
-    host.operands[equation.index] = [_renamed(dims, mapping) for dims in rule.operands]
-    host.results[equation.index] = [_renamed(dims, mapping) for dims in rule.results]
+    host.operands[equation.index], host.results[equation.index] = operands, results
     return host
+
+
+def _lies_as_given(tensors: Sequence[Dims], group: Group, mesh: MeshShape) -> bool:
+    """Whether layouts of these tensors, in the group's factors, can say what the user says of the group.
+
+    So the strategy that splits nothing else is one of every group.
+    """
+    given = group.given_on(mesh)
+    layouts = (layout_of_factors(dims, given, group.sizes, mesh) for dims in tensors if given)
+    return all(layout is not None and in_mesh_order(layout, mesh) for layout in layouts)
 
 
 def _reading(equation: Equation, readers, home) -> list[Group | None]:

@@ -24,6 +24,10 @@ from autoshard.solver import contest
 from autoshard.solver.garbage import uncollected
 
 
+class ForbiddenError(SolverError):
+    """Every choice is forbidden."""
+
+
 class InfeasibleError(SolverError):
     """No choice stays within the memory limit. Carries the smallest limit found that some choice meets, in bytes."""
 

@@ -29,7 +29,7 @@ from autoshard.solver.layers import Tied, tied
 from autoshard.solver.lean import leaner
 from autoshard.solver.lifted import lifted
 from autoshard.solver.moves import Moves, good_choices
-from autoshard.solver.problem import InfeasibleError, Problem, Solution, relative_gap
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import Simplified, simplify
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
@@ -726,7 +726,7 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
     except _TimeUp:
         pass
     except _Nothing:
-        return SolverError("every choice is forbidden")
+        return ForbiddenError("every choice is forbidden")
     point, held = _floor(problem)
     with contextlib.suppress(_TimeUp):
         held = max(held, search.least_at(point))

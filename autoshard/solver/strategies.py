@@ -75,7 +75,7 @@ def strategies_of(group: Group, mesh: MeshShape, backend: Backend = GPU) -> list
 
 
 def _assignments(group: Group, mesh: MeshShape) -> Iterator[dict[int, tuple[str, ...]]]:
-    given = {factor: _even_axes(group.sizes[factor], axes, mesh) for factor, axes in group.given.items()}
+    given = group.given_on(mesh)
     taken = {axis for axes in given.values() for axis in axes}
     left = [axis for axis in mesh if axis not in taken]
     factors = sorted(group.splittable - given.keys())
@@ -86,15 +86,6 @@ def _assignments(group: Group, mesh: MeshShape) -> Iterator[dict[int, tuple[str,
                 assignment[factor] = (*assignment.get(factor, ()), axis)
         if all(group.sizes[factor] % shards(axes, mesh) == 0 for factor, axes in assignment.items()):
             yield assignment
-
-
-def _even_axes(size: int, axes: tuple[str, ...], mesh: MeshShape) -> tuple[str, ...]:
-    """What a plan can say of a constraint: those axes, in the order of the mesh, that split the dim evenly."""
-    found: tuple[str, ...] = ()
-    for axis in (axis for axis in mesh if axis in axes):
-        if size % shards((*found, axis), mesh) == 0:
-            found += (axis,)
-    return found
 
 
 def _layouts(tensors: list[Dims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:

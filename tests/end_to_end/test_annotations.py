@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.experimental import pallas
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -17,6 +19,8 @@ from oracles import mesh_of, slow_chips
 from autoshard import autoshard, plan, propagate
 from autoshard.errors import AutoshardError, ConflictError, MeshError
 from autoshard.layout import layout_of
+from autoshard.propagation import rules_for
+from autoshard.solver.groups import groups_of
 
 AXES = {"x": 4, "y": 2}
 MESH = mesh_of(AXES)
@@ -141,3 +145,112 @@ def test_a_kernel_is_lowered_for_many_tpus():
     mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * 2)
     lowered = autoshard(with_kernel, mesh=mesh, topology=slow_chips(AXES)).lower(jnp.ones((128, 256))).as_text()
     assert "tpu_custom_call" in lowered and "sdy.manual_computation" in lowered
+
+
+# A constraint may say of a view what no layout says of what it views: the ordinary microbatch constraint.
+
+
+def rearranged(draw, shape, mesh):
+    """Some views, elementwise and other operations, and constraints in any place: [(kind, argument)]."""
+    steps, shape = [], list(shape)
+    for _ in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(["split", "merge", "transpose", "tanh", "add", "product", "constraint"]))
+        if kind == "split":
+            dim = draw(st.integers(0, len(shape) - 1))
+            piece = draw(st.sampled_from([piece for piece in range(1, shape[dim] + 1) if shape[dim] % piece == 0]))
+            shape[dim : dim + 1] = [piece, shape[dim] // piece]
+            steps.append(("reshape", tuple(shape)))
+        elif kind == "merge" and len(shape) > 1:
+            dim = draw(st.integers(0, len(shape) - 2))
+            shape[dim : dim + 2] = [shape[dim] * shape[dim + 1]]
+            steps.append(("reshape", tuple(shape)))
+        elif kind == "transpose":
+            order = draw(st.permutations(range(len(shape))))
+            shape = [shape[dim] for dim in order]
+            steps.append((kind, tuple(order)))
+        elif kind == "constraint":
+            dims = [() for _ in shape]
+            for axis in draw(st.permutations(list(mesh))):  # in any order, evenly or not
+                if draw(st.booleans()):
+                    dims[draw(st.integers(0, len(shape) - 1))] += (axis,)
+            entries = [dim or draw(st.sampled_from([None, P.UNCONSTRAINED])) for dim in dims]
+            steps.append((kind, P(*entries)))
+        elif kind != "merge":
+            steps.append((kind, None))
+    return steps
+
+
+def running(steps, mesh):
+    def run(x):
+        for kind, said in steps:
+            if kind == "constraint":
+                x = lax.with_sharding_constraint(x, NamedSharding(mesh, said))
+            elif said is not None:
+                x = getattr(jnp, kind)(x, said)
+            elif kind == "product":
+                x = x @ jnp.full((x.shape[-1], x.shape[-1]), 1 / x.shape[-1], x.dtype)
+            else:
+                x = jnp.tanh(x) if kind == "tanh" else x + jnp.arange(x.shape[-1], dtype=x.dtype)
+        return x
+
+    return run
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_constraints_among_views(data):
+    axes = data.draw(st.sampled_from([{"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 3, "y": 2}]))
+    shape = data.draw(st.lists(st.sampled_from([2, 3, 4, 6, 8, 24]), min_size=1, max_size=3))
+    step = running(rearranged(data.draw, shape, axes), mesh_of(axes))
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    found = autoshard(step, mesh=mesh_of(axes), topology=slow_chips(axes))(x)
+    np.testing.assert_allclose(found, jax.jit(step)(x), rtol=1e-5, atol=1e-5)
+
+
+MICROBATCHES = {  # what is constrained, and whether a layout of what it views says it, so that both are one group
+    "a minor dim of a split one": (P(None, "x"), False),
+    "a major dim of a split one": (P("x"), True),
+    "both, the major one to its end": (P("x", "y"), True),
+    "both, in another order than the mesh's": (P("y", "x"), False),
+    "what splits neither evenly": (P(None, None, ("x", "y")), True),
+    "an open dim and a minor one": (P(P.UNCONSTRAINED, "x"), False),
+}
+
+
+@pytest.mark.parametrize("case", MICROBATCHES)
+def test_microbatches(case):
+    spec, together = MICROBATCHES[case]
+
+    def step(w, x):
+        batches = lax.with_sharding_constraint(x.reshape(4, 8, 6), NamedSharding(MESH, spec))
+        return lax.scan(lambda loss, x: (loss + jnp.tanh(x @ w).sum(), None), 0.0, batches)[0]
+
+    w, x = np.ones((6, 8), np.float32) / 6, np.arange(32 * 6, dtype=np.float32).reshape(32, 6) / 99
+    step = autoshard(step, mesh=MESH, topology=slow_chips(AXES))
+    program = step.trace(w, x)
+    found = groups_of(program, rules_for(program), mesh=AXES)
+    grouped = [[equation.primitive for equation in group.equations] for group in found if group.given]
+    assert grouped == [["reshape", "sharding_constraint"] if together else ["sharding_constraint"]]
+    np.testing.assert_allclose(step(w, x), np.tanh(x @ w).sum(), rtol=1e-5)
+    assert any(layout == layout_of(spec, 3) for layout in step.plan(w, x).annotations.homes.values()) or case in (
+        "what splits neither evenly", "an open dim and a minor one"
+    )
+
+
+def on_host(spec):
+    return NamedSharding(MESH, spec, memory_kind="pinned_host")
+
+
+def constrained_there(specs):
+    """Constraints, side by side, of what lies in the host's memory."""
+    return lambda x: [lax.with_sharding_constraint(x, on_host(spec)) for spec in specs]
+
+
+def test_what_is_said_twice_of_the_host_s_memory():
+    x = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=on_host(P()))
+    assert plan(constrained_there([P("x", "y")] * 2), x, mesh=MESH).in_shardings[0].spec == P("x", "y")
+    here = r"sharding_constraint at test_annotations\.py:\d+ wants P\("
+    with pytest.raises(ConflictError, match=rf"x float32<host>\[8, 8\] lies in.*{here}'x', 'y'\), and {here}'y'"):
+        plan(constrained_there([P("x", "y"), P("y")]), x, mesh=MESH)
+    with pytest.raises(ConflictError, match=rf"fixed= wants P\('y'.*, and {here}'x'"):
+        plan(constrained_there([P("x")]), x, mesh=MESH, fixed={"x": P("y")})

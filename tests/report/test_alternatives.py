@@ -1,14 +1,27 @@
 """The figures of data parallelism, FSDP and tensor parallelism against what those are known to communicate."""
 
 import functools
+import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 from oracles import SMALL, mesh_of, slow_chips, tally, v5e
 
 import autoshard
+from autoshard import api
+from autoshard.errors import SolverError
+from autoshard.layout import layouts_of, spec_of
+from autoshard.propagation import rules_for
+from autoshard.report import alternatives as module
+from autoshard.report.alternatives import alternatives_of, solutions_of
+from autoshard.solver.problem import ForbiddenError
 
 WIDTH, HIDDEN, BATCH = 512, 2048, 65536
 F32 = 4  # bytes
@@ -75,8 +88,181 @@ def test_no_alternative_beats_an_optimal_plan(name, topology):
         assert predicted is None or predicted.step_seconds >= plan.cost * (1 - 1e-6), way
 
 
-def test_no_such_sharding():
-    """Nothing to split: no batch, and a state of odd sizes."""
-    plan = autoshard.plan(lambda s: {"w": s["w"] * 2}, {"w": np.ones((3, 5))}, mesh=mesh_of(SHAPE))
-    assert plan.alternatives == {"data parallel": None, "FSDP": None, "tensor parallel": None}
-    assert str(plan).count("no such sharding") == 3
+def training(cast=np.float32, micro=False, transposed=False):
+    """Momentum SGD of an MLP: weights cast first, batches one after the other, or weights stored transposed."""
+
+    def step(state, x):
+        weights, moments = state
+
+        def loss(weights, x):
+            for w in weights:
+                x = jnp.tanh(x @ (w.T if transposed else w).astype(cast))
+            return jnp.mean(x.astype(np.float32) ** 2)
+
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, x)), None
+
+        if micro:
+            batches = x.reshape(4, -1, x.shape[-1])
+            gradients, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, weights), batches)
+        else:
+            gradients = jax.grad(loss)(weights, x)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, weights, moments), moments
+
+    weights = [jax.ShapeDtypeStruct((2048, 2048), np.float32)] * 2
+    return step, (weights, weights), jax.ShapeDtypeStruct((4096, 2048), cast)
+
+
+def turned(step, state, batches):
+    """Several steps in one call: a loop carries the state."""
+
+    def steps(state, batches):
+        return jax.lax.scan(lambda state, batch: (step(state, batch)[:2], None), state, batches)[0]
+
+    return steps, state, jax.ShapeDtypeStruct((4, *batches.shape), batches.dtype)
+
+
+STEPS = {
+    "float32": lambda: training(),
+    "weights cast": lambda: training(jnp.bfloat16),
+    "batches one after the other": lambda: training(micro=True),
+    "cast, batches one after the other": lambda: training(jnp.bfloat16, micro=True),
+    "weights transposed": lambda: training(transposed=True),
+    "several steps in a loop": lambda: turned(*training()),
+}
+MESHES = [{"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}, {"x": 8, "y": 1}, {"x": 1, "y": 8}]
+
+
+def state_bytes(step, state, batch, shape, topology):
+    """Alternative -> bytes of the state per device, of all three or it fails."""
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+    sharded = autoshard.autoshard(step, mesh=mesh, topology=topology, donate_argnums=0)
+    program = sharded.trace(state, batch)
+    formulation = api._formulated(program, rules_for(program), sharded._options)
+    solutions = solutions_of(formulation)
+    assert set(solutions) == {"data parallel", "FSDP", "tensor parallel"}, alternatives_of(formulation)
+    return {
+        name: sum(
+            formulation.prices.shard_bytes(program.arguments[i], formulation.arguments[i][solution.choice[i]].home)
+            for i in program.carried
+        )
+        for name, solution in solutions.items()
+    }
+
+
+def assert_rows(*args):
+    found = state_bytes(*args)
+    assert found["FSDP"] < 0.25 * found["data parallel"]  # 1/8, and what is too small to split
+
+
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", STEPS)
+def test_ordinary_steps_have_all_rows(name, shape):
+    found = state_bytes(*STEPS[name](), shape, "v5e:4x2")
+    assert found["FSDP"] == found["data parallel"] / DEVICES
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_models_have_all_rows(name):
+    model = SMALL[name]()
+    shape = MESHES[list(SMALL).index(name) % len(MESHES)]
+    assert_rows(model.step, model.state, model.batches(0), shape, v5e(shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_models_have_all_rows_on_any_mesh(name, shape):
+    model = SMALL[name]()
+    assert_rows(model.step, model.state, model.batches(0), shape, v5e(shape))
+
+
+def odd(batch):
+    return lambda: (step, dict(WEIGHTS), X.update(shape=(batch, WIDTH)))
+
+
+ABSENT = {  # a step and a mesh -> why there is no row
+    "a batch that nothing divides": (
+        odd(6), {"x": 4}, dict.fromkeys(("data parallel", "FSDP"), "a batch of 6 splits over no axis")
+    ),
+    "one device": (
+        odd(8), {"x": 1}, dict.fromkeys(("data parallel", "FSDP", "tensor parallel"), "there is one device")
+    ),
+    "odd weights": (
+        lambda: (lambda s, x: ({"w": s["w"] - x.T @ (x @ s["w"])}, x.sum()), {"w": X.update(shape=(3, 5))},
+                 X.update(shape=(8, 3))),
+        {"x": 4}, {"FSDP": "4 divides no dim of a weight", "tensor parallel": "no axis divides a weight"},
+    ),
+    "no batch": (
+        lambda: (lambda s: {"w": s["w"] * 2}, {"w": X.update(shape=(3, 5))}), SHAPE,
+        dict.fromkeys(("data parallel", "FSDP"), "all arguments are state")
+        | {"tensor parallel": "no axis divides a weight"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ABSENT)
+def test_rows_that_are_absent_say_why(case, tmp_path):
+    made, shape, reasons = ABSENT[case]
+    fn, *args = made()
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+    plan = autoshard.plan(fn, *args, mesh=mesh, topology=v5e(shape), donate_argnums=0)
+    assert {name for name, predicted in plan.alternatives.items() if predicted is None} == set(reasons)
+    assert plan.absent == reasons
+    for name, reason in reasons.items():
+        assert re.search(rf"^{name} +{reason}", str(plan), re.MULTILINE)
+    loaded = autoshard.Plan.loads(plan.dumps(), mesh)
+    assert (loaded.absent, str(loaded)) == (reasons, str(plan))
+    before = json.loads(plan.dumps())
+    del before["absent"]  # as older files are
+    assert set(autoshard.Plan.loads(json.dumps(before), mesh).absent.values()) == {"no such sharding"}
+
+
+def test_a_row_that_is_not_found_in_time_says_so(monkeypatch):
+    monkeypatch.setattr(module, "_TIME_LIMIT", 0.0)
+
+    def too_long(problem, time_limit):
+        raise SolverError("no choice was found in 0 s")
+
+    monkeypatch.setattr(module, "solve", too_long)
+    plan = autoshard.plan(step, WEIGHTS, X, mesh=mesh_of(SHAPE), topology=v5e(SHAPE), donate_argnums=0)
+    assert set(plan.absent.values()) == {"not found in 0 s"} and str(plan).count("not found in 0 s") == 3
+
+
+def test_a_row_that_is_forbidden_says_so(monkeypatch):
+    def forbidden(problem, time_limit):
+        raise ForbiddenError("every choice is forbidden")
+
+    monkeypatch.setattr(module, "solve", forbidden)
+    plan = autoshard.plan(step, WEIGHTS, X, mesh=mesh_of(SHAPE), topology=v5e(SHAPE), donate_argnums=0)
+    assert set(plan.absent.values()) == {"its operations do not fit together"}
+
+
+def test_what_is_fixed_is_named():
+    plan = autoshard.plan(
+        step, WEIGHTS, X, mesh=mesh_of(SHAPE), topology=v5e(SHAPE), donate_argnums=0, fixed={"weights/up": P("x", "y")}
+    )
+    assert set(plan.absent.values()) == {"weights/up does not lie so: it is fixed, or not divided"}
+
+
+# Whatever is planned or evaluated can be printed.
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_sharding_can_be_printed(data):
+    shape = data.draw(st.sampled_from([*MESHES, {"x": 3, "y": 2}]))
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
+    sizes = data.draw(st.sampled_from([(64, 128, 256), (24, 48, 6), (12, 5, 24)]))
+    batch, width, hidden = sizes
+    weights = {"down": X.update(shape=(hidden, width)), "up": X.update(shape=(width, hidden))}
+    layouts = {name: data.draw(st.sampled_from(layouts_of(weight.shape, shape))) for name, weight in weights.items()}
+    specs = {name: spec_of(layout) for name, layout in layouts.items()}, spec_of(
+        data.draw(st.sampled_from(layouts_of((batch, width), shape)))
+    )
+    made = autoshard.evaluate(
+        step, weights, X.update(shape=(batch, width)), mesh=mesh, in_shardings=specs, topology=v5e(shape),
+        donate_argnums=data.draw(st.sampled_from([(), (0,)])),
+    )  # fmt: skip
+    assert "Predicted" in str(made) and set(made.absent) == {name for name, x in made.alternatives.items() if x is None}

@@ -14,6 +14,12 @@ def identity(equation: Equation) -> Rule:
     return dimwise(*shapes_of(equation))
 
 
+@rule("idle")
+def idle(equation: Equation) -> Rule:
+    """`-> `: a branch for another platform computes nothing."""
+    return RuleBuilder([], shapes_of(equation)[1]).build()
+
+
 @rule("scan_slice")
 def scan_slice(equation: Equation) -> Rule:
     """`t i -> i`, t whole: one step after the other runs on all devices."""
