@@ -61,9 +61,10 @@ def is_stable(program, arguments):
 
 def check(program, mesh_shape, machine, seed):
     arguments = random_arguments(program, seed)
-    assume(is_stable(program, arguments))
     step = autoshard(program, mesh=mesh_of(mesh_shape), topology=MACHINES[machine](mesh_shape), time_limit=10)
-    assert_equal(step(*arguments), jax.jit(program)(*arguments))
+    found, expected = step(*arguments), jax.jit(program)(*arguments)
+    assume(are_equal(found, expected) or is_stable(program, arguments))
+    assert_equal(found, expected)
 
 
 @st.composite
@@ -106,7 +107,7 @@ def test_many_random_programs_on_odd_meshes(drawn, machine, seed):
 
 
 def check_training(step, mesh_shape, machine, seed):
-    """Two steps, the state donated, and as noise leaves them."""
+    """Two steps, the state donated."""
     rng = np.random.default_rng(seed)
     state, batches = step.state(rng), [step.batch(rng) for _ in range(2)]
     jitted = jax.jit(step)
@@ -122,11 +123,11 @@ def check_training(step, mesh_shape, machine, seed):
         rng = np.random.default_rng(seed)
         return jax.tree.map(lambda x: x * (1 + NOISE * rng.normal(size=x.shape).astype(np.float32)), state)
 
-    expected = trained(jitted, state)
-    assume(all(are_equal(trained(jitted, noisy(seed)), expected) for seed in range(2)))
     mesh, topology = mesh_of(mesh_shape), MACHINES[machine](mesh_shape)
     sharded = autoshard(step, mesh=mesh, topology=topology, time_limit=10, donate_argnums=0)
-    assert_equal(trained(sharded, jax.tree.map(jnp.array, state)), expected)
+    found, expected = trained(sharded, jax.tree.map(jnp.array, state)), trained(jitted, state)
+    assume(are_equal(found, expected) or all(are_equal(trained(jitted, noisy(seed)), expected) for seed in range(3)))
+    assert_equal(found, expected)
 
 
 @settings(max_examples=2, **SETTINGS)
