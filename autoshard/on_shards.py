@@ -1,13 +1,15 @@
 """One equation and the layouts of its operands in, the function that each device runs on its own shards out.
 
-Most equations are left to XLA's partitioner. Three kinds are not, and run inside a `shard_map` instead:
+Most equations are left to XLA's partitioner. Four kinds are not, and run inside a `shard_map` instead:
 
 * sums of which each device gets a slice: the partitioner only knows all_reduces, and not every backend makes a
   reduce_scatter of one and a slice;
 * convolutions in groups, some of which the partitioner computes wrongly (`docs/xla_faults.md`);
 * reductions of a split dim by anything but a sum, product, minimum or maximum of real numbers: backends have no
   all_reduce for them, and the partitioner starts each device's part from the initial value, which then counts as often
-  as there are devices.
+  as there are devices;
+* Fourier transforms, whose batch the partitioner gathers; on CPU it then runs some in an order of dims that its
+  transforms do not know.
 
 A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a
 smaller group count. Where a reduced factor is split the devices' partial results are finished here.
@@ -84,12 +86,18 @@ class Split:
 
 def may_run_on_shards(equation: Equation) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, if it is split in some way."""
-    return is_grouped_convolution(equation) or folds_by_hand(equation)
+    return is_grouped_convolution(equation) or folds_by_hand(equation) or _transforms(equation)
 
 
 def runs_on_shards(equation: Equation, split: Split) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, split so."""
+    if _transforms(equation):
+        return any(split.axes.values())
     return is_grouped_convolution(equation) or (folds_by_hand(equation) and bool(split.reduced))
+
+
+def _transforms(equation: Equation) -> bool:
+    return equation.primitive == "fft"
 
 
 def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:

@@ -67,7 +67,8 @@ class Fault:
     def under_jit(self):
         mesh = devices(self.mesh)
         shardings = tuple(NamedSharding(mesh, spec) for spec in self.specs)
-        return jax.jit(self.fn, in_shardings=shardings, out_shardings=NamedSharding(mesh, self.out))(*self.args)
+        jitted = jax.jit(self.fn, in_shardings=shardings, out_shardings=NamedSharding(mesh, self.out))
+        return jax.block_until_ready(jitted(*self.args))
 
     def show(self) -> None:
         """Fails where XLA is right."""
@@ -98,6 +99,8 @@ FAULTS = (
     Fault("xor", lambda x: lax.reduce_xor(x, (0,)), (INTEGERS > 0,), (ROW,), P(), raises=UNSUPPORTED),
     Fault("maximum of complex numbers", lambda x: jnp.max(x), (INTEGERS.astype(jnp.complex64),), (ROW,), P(),
           raises=UNSUPPORTED),
+    Fault("transform after a transpose", lambda x: jnp.fft.fft(x.transpose(0, 2, 1)),
+          (normal(8, 3, 4).astype(jnp.complex64),), (ROW,), P(), raises="RET_CHECK"),
     Fault("reduction of one's own", log_sum, (normal(8),), (ROW,), P(), raises=UNSUPPORTED),
 )  # fmt: skip
 IDS = [fault.name for fault in FAULTS]
@@ -170,6 +173,13 @@ def test_own_reductions_of_two_arrays_start_once():
         return lax.reduce((x, y), start, lambda one, other: (one[0] + other[0], one[1] * other[1]), (0, 2))
 
     assert_right(Case("sums and products", "", fold, (normal(4, 3, 8), normal(4, 3, 8, seed=1))), "x=4, y=2")
+
+
+def test_transforms_gather_no_batch():
+    mesh, x = devices("x=4, y=2"), normal(8, 4, 8)
+    step = autoshard(lambda x: jnp.fft.fft(x.transpose(0, 2, 1)), mesh=mesh, topology=slow_chips(mesh.shape))
+    assert step.plan(x).in_shardings[0].spec != P()
+    assert not step.plan(x).verify().actual
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 13])
