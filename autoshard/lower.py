@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -284,6 +285,8 @@ class _Emitter:
         homes = [self.annotations.homes.get(value.id) for value in equation.outputs] if equation else []
         if eqn.primitive.name == "dynamic_update_slice":
             arrays = _within_bounds(arrays, *homes)
+        if eqn.primitive.name.startswith("scatter"):
+            arrays = _apart_from_slices(eqn, arrays, *homes)
         if None in homes or equation is None:
             return run(eqn, arrays)
         scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
@@ -474,6 +477,25 @@ def _within_bounds(arrays: Sequence[Any], layout: Layout | None = None) -> list:
         jnp.clip(start, 0, min(size - 1, jnp.iinfo(start.dtype).max)) if one == 1 < size and may_be else start
         for start, size, one, may_be in zip(starts, array.shape, update.shape, split, strict=True)
     )]  # fmt: skip
+
+
+def _apart_from_slices(eqn: JaxprEqn, arrays: Sequence[Any], layout: Layout | None = None) -> list:
+    """Operands of a scatter; what a single update goes into along a split dim is not simplified with what made it.
+
+    A device whose shard the update misses reads and writes back an element of the edge. If the shard is sliced out of a
+    larger array, XLA makes one slice of both and forgets the edge: it writes back an element of another shard.
+
+    Args:
+        eqn: the scatter.
+        arrays: the array, the indices and the updates.
+        layout: of the result, if the plan says it.
+    """
+    array, indices, *updates = arrays
+    indexed = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    may_be_split = layout is None or any(layout[dim] for dim in indexed)
+    if may_be_split and math.prod(indices.shape[:-1]) == 1:
+        array = jax.lax.optimization_barrier(array)
+    return [array, indices, *updates]
 
 
 def _pins(program: Program, annotations: Annotations) -> dict[int, Layout]:
