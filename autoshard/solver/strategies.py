@@ -128,6 +128,8 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     if len(group.made) != 1 or not (by_hand or backend.reduce_scatters):
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
+    if not local:
+        return
     for scattered_factor, axes in partial:
         if not by_hand and not _scatters_at_once(axes, mesh, backend):
             continue
