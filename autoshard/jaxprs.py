@@ -5,12 +5,15 @@ Parameters of primitives differ between JAX releases; what reads them in more th
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import api_util
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.sharding import NamedSharding
 
@@ -161,7 +164,8 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The equation applied to other operands of the same types, whatever functions its parameters hold."""
     if not any(True for _ in core.jaxprs_in_params(eqn.params)) and eqn.primitive.name not in CUSTOM:
-        results = eqn.primitive.bind(*operands, **eqn.params)
+        with _said_around(eqn):
+            results = eqn.primitive.bind(*operands, **eqn.params)
         return list(results) if eqn.primitive.multiple_results else [results]
     # A jaxpr of this one equation: how functions among the parameters are bound is JAX's business.
     variables, values = [], []
@@ -175,6 +179,19 @@ def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     single = ClosedJaxpr(Jaxpr([], variables, kept, [eqn], eqn.effects, names), ())
     results = iter(core.jaxpr_as_fun(single)(*values))
     return [None if isinstance(var, core.DropVar) else next(results) for var in eqn.outvars]
+
+
+@contextlib.contextmanager
+def _said_around(eqn: JaxprEqn) -> Iterator[None]:
+    """What the user said around an equation: how random bits are made, what computes it, and metadata for XLA."""
+    with contextlib.ExitStack() as said:
+        if eqn.ctx.threefry_partitionable != jax.config.jax_threefry_partitionable:
+            said.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
+        if eqn.ctx.compute_type is not None:  # from JAX 0.12 on an equation of its own
+            said.enter_context(compute_on(eqn.ctx.compute_type))
+        if eqn.ctx.xla_metadata:
+            said.enter_context(set_xla_metadata(**eqn.ctx.xla_metadata))
+        yield
 
 
 def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:

@@ -547,7 +547,7 @@ def _computed(eqn: JaxprEqn, inputs: list) -> tuple | None:
         return None
     if is_kernel(eqn) or called_jaxpr(eqn) is not None:
         return None
-    what = eqn.primitive, tuple(map(_identity, inputs)), tuple(sorted(eqn.params.items()))
+    what = eqn.primitive, eqn.ctx, tuple(map(_identity, inputs)), tuple(sorted(eqn.params.items()))
     try:
         hash(what)
     except TypeError:  # a parameter that cannot be compared

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, NamedSharding
 from oracles import mesh_of, slow_chips
 
@@ -298,3 +300,39 @@ def test_only_what_the_platform_runs_is_planned(machine, product):
     assert made.fingerprint == sharded.trace(jnp.ones((1024, 1024))).fingerprint
     here = autoshard.autoshard(on_platforms, mesh=mesh_of({"x": 4, "y": 2}), plan=made)
     np.testing.assert_allclose(here(jnp.ones((1024, 1024))), 1025)
+
+
+def on_host(x):
+    with compute_on("device_host"):
+        return 2 * x
+
+
+def with_metadata(x):
+    with set_xla_metadata(said="around"):
+        return 2 * x
+
+
+def with_other_bits(x):
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        other = jax.random.uniform(jax.random.key(0), x.shape)
+    return x + other - 2 * jax.random.uniform(jax.random.key(0), x.shape)
+
+
+COMPUTES_ON = pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="there it is an equation of its own")
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("fn, text", [
+    pytest.param(on_host, "_xla_compute_type", marks=COMPUTES_ON),
+    (with_metadata, 'said = "around"'),
+    (with_other_bits, ""),
+])  # fmt: skip
+def test_what_is_said_around_an_equation_holds(fn, text, loop):
+    def looped(x):
+        return jax.lax.scan(lambda carry, _: (fn(carry), None), x, length=2)[0]
+
+    step, x = looped if loop else fn, jnp.arange(8.0)
+    sharded = autoshard.autoshard(step, mesh=MESH, topology=slow_chips(MESH.shape))
+    np.testing.assert_allclose(sharded(x), jax.jit(step)(x), rtol=1e-6)
+    assert text in jax.jit(step).lower(x).as_text()
+    assert text in sharded.lower(x).as_text()
