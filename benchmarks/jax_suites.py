@@ -41,7 +41,38 @@ from workers import Ended, Worker, answers, serve  # noqa: E402
 SUITES = ("lax_control_flow_test", "nn_test", "random_lax_test", "fft_test", "linalg_test", "pjit_test")
 KEYWORDS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused", "compiler_options"}
 LEFT_OUT = ("pjit_test.ShardingInTypesTest",)  # asserts the shardings of traced values, unless --only asks for it
-KNOWN: dict[str, str] = {}  # pattern of a test's name -> why it cannot pass
+COUNTS = "counts traces, lowerings or cache hits of jax.jit"
+PLACES = "asserts where a result lies or what is annotated; a plan says that"
+OTHER_DEVICES = "puts or constrains an array to devices other than the plan's, as jax.jit with shardings refuses too"
+ROUNDINGS = "compares the last digits of sums in another order; noise in the input makes as large a difference"
+KNOWN: dict[str, str] = {  # pattern of "test: detail" -> why it cannot pass
+    "*: ValueError: Received incompatible devices for jitted computation*": OTHER_DEVICES,
+    "*: autoshard.errors.ConflictError: * the mesh *": OTHER_DEVICES,
+    "*.test_check_arg_error: *": "asserts the words of an error",
+    "*.test_jit_with_sharding_constraint_committed_inp_error: *": "asserts an error; arguments are moved to the mesh",
+    "*.test_device_put_copy_donate: *": "a donated array that has to be moved is copied, and stays",
+    "*.test_cache_miss_explanations*": COUNTS,
+    "*.test_different_devices_wsc_abstract_mesh_cache_hit: *": COUNTS,
+    "*.test_jit_cpp_cache_obj_config: *": COUNTS,
+    "*.test_jit_submhlo_cached: *": COUNTS,
+    "*lowering_cache_hit_*": COUNTS,
+    "*.test_wsc_aval_cache_hit: *": COUNTS,
+    "*.testShardingConstraintPyTree*": PLACES,
+    "*.test_jit_mul_sum_sharding_preserved: *": PLACES,
+    "*.test_partial_sharded_prng_key_inp: *": PLACES,
+    "*.test_prng_sharding_propagation*": PLACES,
+    "*.test_single_device_*sharding_preserved: *": PLACES,
+    "*.test_with_sharding_constraint_jit: *": PLACES,
+    "*.test_wsc_named_sharding_nullary: *": PLACES,
+    "*.test_wsc_vmap_abstract_mesh: *": PLACES,
+} | {  # of other sizes they pass
+    f"linalg_test.ScipyLinalgTest.{name}: AssertionError:  Not equal to tolerance *": ROUNDINGS
+    for name in (
+        *(f"testSqrtmPSDMatrix{i}" for i in (3, 6, 7)),
+        *(f"testRsf2csf{i}" for i in (0, 4, 5, 6, 7, 8)),
+        *(f"test_solve_sylvester{i}" for i in (1, 2, 3, 4, 5, 7, 8, 9)),
+    )
+}  # fmt: skip
 TEST_SECONDS = 300
 KEPT_TESTS = 20  # before JAX forgets what it compiled
 
@@ -59,7 +90,8 @@ class Row:
 
     @property
     def known(self) -> str | None:
-        return next((reason for pattern, reason in KNOWN.items() if fnmatch.fnmatchcase(self.test, pattern)), None)
+        said = f"{self.test}: {self.detail}"
+        return next((reason for pattern, reason in KNOWN.items() if fnmatch.fnmatchcase(said, pattern)), None)
 
     @property
     def is_fault(self) -> bool:
@@ -86,10 +118,10 @@ class Jitted:
     """A jitted function that autoshard calls if it can."""
 
     def __init__(self, fn: Callable, keywords: dict[str, Any], replacement: Replacement):
+        functools.update_wrapper(self, fn)  # first: it copies what another one of these has
         self._fn, self._keywords, self._replacement = fn, keywords, replacement
         self._jitted = replacement.jit(fn, **keywords)
         self._steps: dict[Any, Callable] = {}  # by mesh
-        functools.update_wrapper(self, fn)
 
     def _step(self, leaves: Sequence[Any]) -> Callable:
         """The function under autoshard, on the mesh that the arguments or the test are on, if it is on any."""
