@@ -21,7 +21,7 @@ ROOMS = {
     "solver": ["autoshard.solver"],
     "plans": ["autoshard.plans"],
     "report": ["autoshard.report"],
-    "lower": ["autoshard.lower"],
+    "lower": ["autoshard.lower", "autoshard.on_shards"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
         *("autoshard.refine", "autoshard.api", "autoshard.__init__"),
