@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 from jax import api_util
-from jax.experimental.compute_on import compute_on
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.sharding import NamedSharding
+
+from autoshard.experimental import compute_on, set_xla_metadata
 
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal, core.Var
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
 from autoshard.errors import MeshError
+from autoshard.experimental import mesh_utils, topologies
 from autoshard.layout import MeshShape
 from autoshard.mesh.presets import CHIPS, Machine, parse_machine
 
