@@ -15,7 +15,9 @@ PACKAGE = Path(autoshard.__file__).parent
 # Rooms in the order of the way of the data. A room imports only rooms written before it, and itself.
 ROOMS = {
     "base": ["autoshard.errors", "autoshard.layout"],
-    "program": ["autoshard.experimental", "autoshard.jaxprs", "autoshard.signature", "autoshard.trees", "autoshard.program"],
+    "program": [
+        "autoshard.experimental", "autoshard.jaxprs", "autoshard.signature", "autoshard.trees", "autoshard.program",
+    ],
     "propagation": ["autoshard.propagation"],
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],

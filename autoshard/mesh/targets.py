@@ -1,6 +1,6 @@
 """Machines that are not there: a name in, a mesh of devices that can be compiled for, not run on, out.
 
-Alone knows `jax.experimental.topologies`. TPU programs are compiled by the package libtpu, GPU programs by the CUDA
+TPU programs are compiled by the package libtpu, GPU programs by the CUDA
 plugin of JAX; neither needs the hardware. What XLA wants to know of a GPU is a row of `_GPUS`, from the device
 descriptions that XLA's own tests use (openxla/xla, xla/backends/gpu/target_config/specs).
 """
