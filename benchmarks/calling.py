@@ -10,12 +10,10 @@ compiled one.
 """
 
 import argparse
-import dataclasses
 import functools
 import random
 import statistics
 import time
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +87,8 @@ def measured(devices: int, leaves: int, work: int) -> tuple[float, float, float,
 
 def our_side(decorated, state, batch) -> float:
     """Seconds of a call that runs nothing."""
-    results, call = (state, batch.sum()), decorated._last
-    plan = dataclasses.replace(call.compiled.plan, lowering=SimpleNamespace(step=lambda *args: results))
-    decorated._last = call._replace(compiled=dataclasses.replace(call.compiled, plan=plan))
+    results = jax.tree.leaves((state, batch.sum()))
+    decorated._last = decorated._last._replace(run=lambda *leaves: results)
 
     def block() -> float:
         start = time.perf_counter()

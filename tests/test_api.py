@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, v5e
 
 import autoshard
-from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError
+from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError, Plan
 from autoshard.mesh.backends import CPU
 
 SHAPE = {"x": 4, "y": 2}
@@ -172,6 +172,31 @@ def results_that_are_arguments_and_constants():
     return step, ({"w": np.ones((8, 8), np.float32)}, BATCH)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Labelled:
+    """A node whose constructor looks at its leaf, as labelled arrays and loss scales do."""
+
+    def __init__(self, values, labels):
+        assert isinstance(values, jax.Array | np.ndarray) and values.ndim == 2 and len(values) == len(labels)
+        self.values, self.labels = values, labels
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey("values"), self.values)], self.labels
+
+    @classmethod
+    def tree_unflatten(cls, labels, leaves):
+        return cls(*leaves, labels)
+
+
+def containers_that_look_at_their_leaves():
+    def step(state, batch):
+        kept = Labelled(state["grid"].values * 2 + batch.values.sum(), state["grid"].labels)
+        return {"grid": kept, "w": state["w"] * batch.values.mean(0)}, [batch]
+
+    state = {"grid": Labelled(np.ones((8, 8), np.float32), tuple("abcdefgh")), "w": np.ones((8, 8), np.float32)}
+    return step, (state, Labelled(BATCH, tuple(range(16))))
+
+
 STEPS = [
     nnx_modules, nnx_graphdef_and_state, linen_train_state, equinox_partitioned, equinox_module, prng_keys,
     none_leaves_and_scalars, results_that_are_arguments_and_constants,
@@ -183,6 +208,32 @@ def test_takes_and_returns_what_jit_does(make):
     step, args = make()
     plan = assert_as_jit(step, *args)
     assert jax.tree.structure(plan.in_shardings) == jax.tree.structure(args)
+
+
+def test_containers_that_look_at_their_leaves():
+    step, (state, batch) = containers_that_look_at_their_leaves()
+    decorated = sharded(step, donate_argnums=0)
+    expected = state
+    for _ in range(3):
+        state, (returned,) = decorated(state, batch)
+        expected, _ = jax.jit(step)(expected, batch)
+        assert_same(state, expected)
+    assert returned.labels == batch.labels
+    plan = decorated.plan(state, batch)
+    names = ["state/grid/values", "state/w", "batch/values"]
+    assert [placed.name for placed in plan.arguments] == names
+    grid, w, values = plan.flat_in_shardings  # a dict of its keys takes the place of what cannot hold them
+    assert plan.in_shardings == ({"grid": {"values": grid}, "w": w}, {"values": values})
+    assert plan.out_shardings == ({"grid": {"values": grid}, "w": w}, [{"values": plan.flat_out_shardings[2]}])
+    assert plan.abstract(1)["values"].shape == BATCH.shape
+    loaded = Plan.loads(plan.dumps(), OPTIONS["mesh"])
+    assert loaded.in_shardings == plan.in_shardings and loaded.out_shardings == plan.out_shardings
+    specs = ({"grid": Labelled(np.ones((8, 8)), tuple("abcdefgh")), "w": P("x")}, None)
+    with pytest.raises(MeshError, match="a PartitionSpec, a NamedSharding or None"):
+        autoshard.evaluate(step, state, batch, **{k: OPTIONS[k] for k in ("mesh", "topology")}, in_shardings=specs)
+    specs = ({"grid": P("x"), "w": P("y")}, P())
+    priced = autoshard.evaluate(step, state, batch, mesh=OPTIONS["mesh"], in_shardings=specs)
+    assert [placed.spec for placed in priced.arguments] == [P("x"), P("y"), P()]
 
 
 @pytest.mark.parametrize("make", [nnx_modules, linen_train_state, prng_keys], ids=lambda make: make.__name__)
@@ -423,6 +474,20 @@ def test_what_fails_as_it_runs_runs_once():
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="too large"):
         jax.block_until_ready(decorated(jax.device_put(jnp.ones(4), lie)))
     assert seen == [0.0, 0.0, 0.0, 4.0]
+
+
+@pytest.mark.parametrize("calls", [1, 3])  # of the third, only jax.jit would look at the arguments
+@pytest.mark.parametrize("devices", [{"x": 1}, SHAPE], ids=str)
+def test_a_state_that_was_donated_is_named(devices, calls):
+    decorated = autoshard.autoshard(step, mesh=mesh_of(devices), donate_argnums=0)
+    plan = decorated.plan(WEIGHTS, BATCH)
+    state, batch = jax.device_put((jax.tree.map(jnp.array, WEIGHTS), BATCH), plan.in_shardings)
+    for _ in range(calls):
+        before, (state, _) = state, decorated(state, batch)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"weights/down has been deleted, .* donated.*\nGo on with what that"):
+            decorated(before, batch)
+    decorated(state, batch)
 
 
 def test_one_device_is_a_mesh_too():

@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from oracles import SMALL
+from jax.sharding import PartitionSpec as P
+from oracles import SMALL, mesh_of
 
+import autoshard
 from autoshard.program import Program, Value, trace
 
 W = np.ones((8, 8), np.float32)
@@ -103,6 +105,35 @@ def test_closed_over_arrays_are_constants():
     program = traced(lambda x: x + table, X)
     assert [value.shape for value in program.constants] == [(4, 8)]
     assert program.equations[0].inputs == (program.arguments[0], program.constants[0])
+
+
+def test_results_that_are_python_numbers_have_the_type_that_jit_gives_them():
+    def fn(x):
+        return x, 0.0, 1, True, 1j
+
+    types = [jax.typeof(result).dtype for result in jax.jit(fn)(X)]
+    assert [result.dtype for result in traced(fn, X).results] == types
+    with jax.enable_x64(True):
+        assert [str(result.dtype) for result in traced(fn, X).results[1:3]] == ["float64", "int64"]
+
+
+def test_a_step_is_traced_without_a_mesh_unless_it_names_axes():
+    """Libraries ask whether one is set, and constrain what they make if so."""
+    seen = []
+
+    def fn(x):
+        seen.append(jax.sharding.get_abstract_mesh().empty)
+        return x
+
+    mesh = mesh_of({"x": 8})
+    autoshard.autoshard(fn, mesh=mesh).trace(X)
+    assert seen == [True]
+    with jax.set_mesh(mesh):
+        autoshard.autoshard(fn, mesh=mesh).trace(X)
+    assert seen == [True, False]
+    named = autoshard.autoshard(lambda x: jax.lax.with_sharding_constraint(fn(x), P("x")), mesh=mesh).trace(X)
+    assert seen == [True, False, True, False]
+    assert [equation.primitive for equation in named.equations] == ["sharding_constraint"]
 
 
 # Source lines.

@@ -553,3 +553,18 @@ def test_windowed_einsums(axes, product, elements):
     assert "collective-permute" in hlo and " all-gather(" not in hlo
     (one,) = read_collectives(hlo, axes)
     assert (one.kind, one.axes, one.count, one.bytes) == (kind, ("y",), 1, 2 * elements)
+
+
+def test_keys_that_are_folded_in_on_a_mesh_without_devices():
+    """What a trace makes of numbers may carry the mesh that it was made under, and be refused on that of the target."""
+    needs("v5e:2x4")
+
+    def step(weights, count, x, key):
+        keep = jax.random.bernoulli(jax.random.fold_in(key, jnp.uint32(7)), 0.9, x.shape)
+        return weights - 0.1 * jax.grad(lambda w: jnp.mean(((x * keep) @ w) ** 2))(weights), count + 1
+
+    types = [((512, 512), "float32"), ((), "int32"), ((1024, 512), "float32"), ((2,), "uint32")]
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    arguments = [jax.ShapeDtypeStruct(*type_) for type_ in types]
+    plan = autoshard.plan(step, *arguments, mesh=mesh, topology="v5e:2x4", donate_argnums=(0, 1))
+    assert plan.verify(target="v5e:2x4").memory_agrees
