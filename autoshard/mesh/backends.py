@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.mesh.presets import CHIPS, chip_of, parse_machine
+from autoshard.mesh.chips import CHIPS, chip_of
+from autoshard.mesh.machines import parse_machine
 
 
 @dataclass(frozen=True)

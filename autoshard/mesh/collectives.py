@@ -38,10 +38,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.links import Link
+
+if TYPE_CHECKING:
+    from autoshard.mesh.topology import Topology
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter")
 
@@ -83,6 +87,7 @@ def seconds(
         topology: the links.
         among: how many devices talk to each other, if these are not all along the one axis.
 
+    >>> from autoshard.mesh.topology import Topology
     >>> topology = Topology({"x": Link(1e-6, 100e9)}, memory_bytes=1e9, memory_bandwidth=1e12, flops={"float32": 1e12})
     >>> round(seconds("all_gather", ("x",), 400_000_000, {"x": 4}, topology), 9)
     0.003003

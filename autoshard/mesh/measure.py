@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -22,7 +23,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.errors import MeshError
 from autoshard.layout import with_auto_axes
 from autoshard.mesh.collectives import KINDS, seconds
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.links import Link
+
+if TYPE_CHECKING:
+    from autoshard.mesh.topology import Topology
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -43,16 +47,24 @@ ON_ACCELERATORS = Workload(sizes=(2**12, 2**16, 2**20, 2**24, 2**27), side=8192,
 
 
 def measure(
-    mesh: Mesh, *, path: str | Path | None = None, progress: bool = True, workload: Workload | None = None
+    mesh: Mesh,
+    guess: Topology,
+    *,
+    path: str | Path | None = None,
+    progress: bool = True,
+    workload: Workload | None = None,
 ) -> Topology:
-    """`Topology.measure`, of a given workload or the usual one of the platform."""
+    """`Topology.measure`, of a given workload or the usual one of the platform.
+
+    Args:
+        guess: `Topology.of(mesh)`: what no measurement tells.
+    """
     if not isinstance(mesh, Mesh):
         raise MeshError(f"{mesh} has no devices to measure; give a jax.sharding.Mesh of some, or name the machine")
     mesh = with_auto_axes(mesh)
     first = mesh.devices.flat[0]
     leads = first.process_index == jax.process_index()
     timer = _Timer(mesh, workload or (ON_CPU if first.platform == "cpu" else ON_ACCELERATORS))
-    guess = Topology.of(mesh)
     numbers = [_memory_bytes(mesh) or guess.memory_bytes]
     jobs: dict[str, Callable[[], Iterable[float]]] = {
         **{f"{dtype} matmuls": functools.partial(timer.flops, dtype) for dtype in _DTYPES},
@@ -217,7 +229,8 @@ def _topology(numbers: Sequence[float], mesh: Mesh, guess: Topology) -> Topology
     links = {axis: link for axis, link in guess.links.items() if mesh.shape[axis] == 1}
     for axis, latency, transfer in zip(_axes(mesh), factors[::2], factors[1::2], strict=False):
         links[axis] = _scaled(guess.links[axis], latency, transfer)
-    return Topology(links, memory_bytes, memory_bandwidth, dict(zip(_DTYPES, rates, strict=True)), guess.cache)
+    flops = dict(zip(_DTYPES, rates, strict=True))
+    return replace(guess, links=links, memory_bytes=memory_bytes, memory_bandwidth=memory_bandwidth, flops=flops)
 
 
 def _scaled(link: Link, latency: float, transfer: float) -> Link:

@@ -20,7 +20,8 @@ from jax.sharding import AxisType, Mesh
 from autoshard.errors import MeshError
 from autoshard.experimental import mesh_utils, topologies
 from autoshard.layout import MeshShape
-from autoshard.mesh.presets import CHIPS, Machine, parse_machine
+from autoshard.mesh.chips import CHIPS
+from autoshard.mesh.machines import Machine, parse_machine
 
 # Of GPU programs: no kernels are timed, as there is nothing to time them on, nor made in all their variants.
 _COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {

@@ -9,73 +9,19 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
-
-if TYPE_CHECKING:
-    from autoshard.mesh.presets import Chip
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one mesh axis costs to talk over (the alpha-beta model)."""
-
-    latency: float  # s, per message
-    bandwidth: float  # bytes/s one device sends along the axis while it receives as much; both ways round a ring count
-    torus: bool = False  # only neighbours are wired (TPU ICI); otherwise every pair is, through a switch
-    ring: bool = False  # a dim of a torus that closes on itself; otherwise a line
-    shared: bool = False  # the devices share one memory, so that an all_reduce is one pass, as an all_gather is
-    parts: tuple[tuple[int, Link], ...] = ()  # (devices, link) of each, if the axis runs over several; see `join`
-
-    def __post_init__(self):
-        if not self.latency >= 0:
-            raise MeshError(f"a link's latency is seconds, at least 0, not {self.latency!r}")
-        if not self.bandwidth > 0:
-            raise MeshError(f"a link's bandwidth is bytes/s, more than 0, not {self.bandwidth!r}")
-        if self.ring and not self.torus:
-            raise MeshError("a link that is a ring is a dim of a torus: give torus=True as well")
-
-    @classmethod
-    def join(cls, parts: Sequence[tuple[int, Link]]) -> Link:
-        """The link of an axis that runs over several, given the devices along each: two slices, and chips inside them.
-
-        Collectives are priced part by part. The latency and bandwidth of the whole sum it up: the dims of a torus send
-        side by side, and the slowest part bounds the others.
-
-        >>> Link.join([(2, Link(1e-5, 3e9)), (4, Link(1e-6, 5e10, torus=True))]).bandwidth
-        3000000000.0
-        """
-        if len(parts) == 1:
-            return parts[0][1]
-        links = [link for _, link in parts]
-        joined = sum(link.bandwidth for link in links if link.torus)
-        slowest = min([link.bandwidth for link in links if not link.torus] + ([joined] if joined else []))
-        latency, torus = max(link.latency for link in links), all(link.torus for link in links)
-        return cls(latency, slowest, torus, shared=all(link.shared for link in links), parts=tuple(parts))
-
-    def over(self, devices: int) -> tuple[tuple[int, Link], ...]:
-        """(devices, link) of every part of an axis of `devices`; the link itself where it is one."""
-        return self.parts or ((devices, self),)
-
-
-@dataclass(frozen=True)
-class Cache:
-    """What one operation of a device reads and writes fast, before it has to go to memory."""
-
-    bytes: float  # read and written, of one operation
-    bandwidth: float  # bytes/s
-
-    def __post_init__(self):
-        if not (self.bytes > 0 and self.bandwidth > 0):
-            raise MeshError(f"a cache has bytes and bytes/s, more than 0, not {self.bytes!r} and {self.bandwidth!r}")
+from autoshard.mesh.chips import CHIPS, Chip, chip_of
+from autoshard.mesh.links import Cache, Link
+from autoshard.mesh.measure import measure
+from autoshard.mesh.placement import Parts, parts_of_mesh
 
 
 @dataclass(frozen=True)
@@ -181,9 +127,7 @@ class Topology:
         Raises:
             MeshError: the mesh has no devices that run here.
         """
-        from autoshard.mesh.measure import measure  # it is made of Topology and Link
-
-        return measure(mesh, path=path, progress=progress)
+        return measure(mesh, cls.of(mesh), path=path, progress=progress)
 
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> Topology:
@@ -198,71 +142,26 @@ class Topology:
         An AbstractMesh names no devices: lines of TPU v5e are assumed. An unknown device kind is taken for a CPU, with
         a warning.
         """
-        from autoshard.mesh import presets  # its rows are made of Topology and Link
-
         if isinstance(mesh, AbstractMesh):
-            chip = presets.CHIPS["v5e"]
-            return presets.assemble(chip, {axis: [(size, chip.link)] for axis, size in mesh.shape.items()})
+            chip = CHIPS["v5e"]
+            return cls.of_chip(chip, {axis: [(size, chip.link)] for axis, size in mesh.shape.items()})
         kind = mesh.devices.flat[0].device_kind
-        chip = presets.chip_of(kind)
+        chip = chip_of(kind)
         if chip is None:
             warnings.warn(f"unknown device kind {kind!r}: costs of a CPU are assumed; pass topology=", stacklevel=2)
-            chip = presets.CHIPS["cpu"]
-        return presets.assemble(chip, _parts(mesh, chip))
+            chip = CHIPS["cpu"]
+        return cls.of_chip(chip, parts_of_mesh(mesh, chip))
+
+    @classmethod
+    def of_chip(cls, chip: Chip, parts: Mapping[str, Parts]) -> Topology:
+        """Devices of one kind, and what each mesh axis runs over: (devices, link), outermost first."""
+        links = {}
+        for axis, spans in parts.items():
+            spans = [(devices, link) for devices, link in spans if devices > 1]
+            links[axis] = Link.join(spans) if spans else chip.link
+        return cls(links, chip.memory_bytes, chip.memory_bandwidth, chip.flops, chip.cache)
 
 
 def _link(fields: Mapping[str, Any]) -> Link:
     """A link as `json` reads it."""
     return Link(**fields | {"parts": tuple((devices, _link(part)) for devices, part in fields["parts"])})
-
-
-def _parts(mesh: Mesh, chip: Chip) -> dict[str, list[tuple[int, Link]]]:
-    """(devices, link) of what each axis of a mesh runs over."""
-    places = _places(mesh.devices.ravel().tolist(), chip)
-    extents = [len(np.unique(column)) for column in places.T]
-    # the link along each whole dim of the torus, and between the cores of a chip
-    whole = [*(chip.along(ring) for ring in chip.rings(extents[1:-1])), chip.between_cores()]
-    grid = places.reshape(*mesh.devices.shape, -1)
-    lines = {axis: np.moveaxis(grid, dim, -2) for dim, axis in enumerate(mesh.axis_names)}
-    return {axis: _parts_along(lines[axis], extents, whole, chip) for axis in lines}
-
-
-def _parts_along(
-    lines: np.ndarray, extents: Sequence[int], whole: Sequence[Link], chip: Chip
-) -> list[tuple[int, Link]]:
-    """(devices, link) of what an axis runs over, from the places along it, [..., device, coordinate]."""
-    size = lines.shape[-2]
-    lines = np.sort(lines.reshape(-1, *lines.shape[-2:]), axis=1)
-    counts = 1 + (np.diff(lines, axis=1) != 0).sum(axis=1)  # different values, [line, coordinate]
-    slices = int(counts[:, 0].max())
-    if size % slices:
-        return [(size, chip.network)]
-    parts = [(slices, chip.network)]
-    if not chip.torus_dims:
-        return [*parts, (size // slices, chip.link)]
-    if (counts != counts[0]).any() or counts[0].prod() != size:
-        return [*parts, (size // slices, chip.along())]
-    for dim, link in enumerate(whole, start=1):
-        count = int(counts[0, dim])
-        if 1 < count < extents[dim]:
-            stride = int(np.ptp(lines[0, :, dim])) // (count - 1)
-            link = chip.along(link.ring and count * stride == extents[dim], stride)
-        parts.append((count, link))
-    return parts
-
-
-def _places(devices: Sequence[Any], chip: Chip) -> np.ndarray:
-    """Where devices are, [device, coordinate]: slice, host or process; on a torus then its coordinates and the core."""
-    slices = [_slice_index(device) for device in devices]
-    if chip.torus_dims:
-        inside = [[*getattr(device, "coords", ()), getattr(device, "core_on_chip", 0)] for device in devices]
-        return np.array([[index or 0, *place] for index, place in zip(slices, inside, strict=True)])
-    processes = [device.process_index for device in devices]
-    # a host of GPUs may have a process for each; XLA then gives them one slice_index
-    process_per_gpu = len(set(processes)) == len(devices) and chip.kinds != ("cpu",)
-    return np.array(slices if process_per_gpu and None not in slices else processes)[:, None]
-
-
-def _slice_index(device: Any) -> int | None:
-    numbers = (getattr(device, name, None) for name in ("slice_index", "partition_index"))
-    return next((number for number in numbers if number is not None and number >= 0), None)

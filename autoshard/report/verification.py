@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard.errors import MeshError, PlanError
 from autoshard.layout import MeshShape, shards
 from autoshard.mesh.backends import backend_of
+from autoshard.mesh.chips import chip_of
 from autoshard.mesh.collectives import Collective
-from autoshard.mesh.presets import chip_of
 from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.plans import Plan, Prediction

@@ -6,8 +6,9 @@ import pytest
 
 from autoshard.errors import MeshError
 from autoshard.mesh.collectives import KINDS, Collective, seconds
+from autoshard.mesh.links import Link
 from autoshard.mesh.presets import topology as machine
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.topology import Topology
 
 FAST, SLOW = Link(1e-6, 1e9), Link(5e-6, 1e8)
 

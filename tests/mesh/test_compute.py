@@ -8,7 +8,8 @@ from jax import lax
 
 from autoshard.errors import MeshError
 from autoshard.mesh.compute import compute_seconds, flops
-from autoshard.mesh.topology import Cache, Topology
+from autoshard.mesh.links import Cache
+from autoshard.mesh.topology import Topology
 from autoshard.program import Equation, Value
 
 F32, I32, C64 = np.float32, np.int32, np.complex64

@@ -10,9 +10,10 @@ from jax.sharding import AbstractMesh, AxisType
 from autoshard.errors import MeshError
 from autoshard.mesh import measure as measuring
 from autoshard.mesh.collectives import KINDS, seconds
+from autoshard.mesh.links import Link
 from autoshard.mesh.measure import Workload, fit, measure
 from autoshard.mesh.presets import topology
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.topology import Topology
 
 TINY = Workload(sizes=(64, 4096), side=16, pass_bytes=4096, repeats=2, runs=1)
 SIZES = [4096 * 16**i for i in range(4)]
@@ -58,7 +59,7 @@ def test_fit_stays_with_the_guess_where_the_times_tell_nothing():
 
 def test_measured_on_cpu_devices(tmp_path, capsys):
     mesh = jax.make_mesh((4, 2, 1), ("data", "model", "one"))  # of Explicit axes
-    found = measure(mesh, path=tmp_path / "machine.json", workload=TINY)
+    found = measure(mesh, Topology.of(mesh), path=tmp_path / "machine.json", workload=TINY)
     found.check(mesh.shape)
     assert found.links["one"] == Topology.of(mesh).links["one"] and set(found.flops) == {"float32", "bfloat16"}
     assert all(np.isfinite([link.latency, link.bandwidth]).all() for link in found.links.values())
@@ -71,11 +72,11 @@ def test_progress_is_one_line_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(measuring._Timer, "_seconds", lambda *_: 1e-6)
     mesh = jax.make_mesh((8,), ("data",))
-    measure(mesh, workload=TINY)
+    measure(mesh, Topology.of(mesh), workload=TINY)
     shown = capsys.readouterr().err
     assert "\n" not in shown and shown.endswith("\r\033[K")
     assert "measuring float32 matmuls (1 of 4)" in shown and "measuring axis data (4 of 4)" in shown
-    measure(mesh, workload=TINY, progress=False)
+    measure(mesh, Topology.of(mesh), workload=TINY, progress=False)
     assert capsys.readouterr().err == ""
 
 
@@ -89,7 +90,7 @@ def test_an_interrupt_keeps_the_axes_that_are_done(monkeypatch, tmp_path):
     monkeypatch.setattr(measuring._Timer, "link", link)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(KeyboardInterrupt):
-        measure(mesh, path=tmp_path / "machine.json", workload=TINY)
+        measure(mesh, Topology.of(mesh), path=tmp_path / "machine.json", workload=TINY)
     kept, guess = Topology.load(tmp_path / "machine.json"), Topology.of(mesh).links["data"]
     assert kept.links == {"data": Link(2 * guess.latency, 2 * guess.bandwidth, shared=True)}
     assert kept.cache == Topology.of(mesh).cache is not None

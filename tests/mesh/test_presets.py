@@ -3,7 +3,9 @@
 import pytest
 
 from autoshard.errors import MeshError
-from autoshard.mesh.presets import CHIPS, Machine, parse_machine, topology
+from autoshard.mesh.chips import CHIPS
+from autoshard.mesh.machines import Machine, parse_machine
+from autoshard.mesh.presets import topology
 
 MACHINES = [  # name, what it says
     ("v5e:4x4", Machine("v5e", 1, (4, 4))),

@@ -19,7 +19,8 @@ import autoshard
 from autoshard.errors import MeshError
 from autoshard.layout import layout_of
 from autoshard.mesh.backends import TPU, backend_of
-from autoshard.mesh.presets import CHIPS, parse_machine
+from autoshard.mesh.chips import CHIPS
+from autoshard.mesh.machines import parse_machine
 from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.program import Value
 from autoshard.report.hlo import read_collectives

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import MeshError
-from autoshard.mesh.presets import CHIPS
-from autoshard.mesh.topology import Cache, Link, Topology
+from autoshard.mesh.chips import CHIPS
+from autoshard.mesh.links import Cache, Link
+from autoshard.mesh.topology import Topology
 
 LINK = Link(1e-6, 45e9)
 

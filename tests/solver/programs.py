@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from oracles import SMALL, TEXTBOOK
 
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.links import Link
+from autoshard.mesh.topology import Topology
 from autoshard.program import Program, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import solve

@@ -13,7 +13,8 @@ from programs import f32, grouped, round_topology, traced
 
 from autoshard.errors import MeshError
 from autoshard.mesh.backends import CPU, GPU, TPU
-from autoshard.mesh.topology import Link, Topology
+from autoshard.mesh.links import Link
+from autoshard.mesh.topology import Topology
 from autoshard.program import Value
 from autoshard.propagation import rules_for
 from autoshard.solver import prices as module

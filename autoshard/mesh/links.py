@@ -1,0 +1,62 @@
+"""What one mesh axis costs to talk over, and what a device's cache gives: parts of a `Topology` and of chips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one mesh axis costs to talk over (the alpha-beta model)."""
+
+    latency: float  # s, per message
+    bandwidth: float  # bytes/s one device sends along the axis while it receives as much; both ways round a ring count
+    torus: bool = False  # only neighbours are wired (TPU ICI); otherwise every pair is, through a switch
+    ring: bool = False  # a dim of a torus that closes on itself; otherwise a line
+    shared: bool = False  # the devices share one memory, so that an all_reduce is one pass, as an all_gather is
+    parts: tuple[tuple[int, Link], ...] = ()  # (devices, link) of each, if the axis runs over several; see `join`
+
+    def __post_init__(self):
+        if not self.latency >= 0:
+            raise MeshError(f"a link's latency is seconds, at least 0, not {self.latency!r}")
+        if not self.bandwidth > 0:
+            raise MeshError(f"a link's bandwidth is bytes/s, more than 0, not {self.bandwidth!r}")
+        if self.ring and not self.torus:
+            raise MeshError("a link that is a ring is a dim of a torus: give torus=True as well")
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[int, Link]]) -> Link:
+        """The link of an axis that runs over several, given the devices along each: two slices, and chips inside them.
+
+        Collectives are priced part by part. The latency and bandwidth of the whole sum it up: the dims of a torus send
+        side by side, and the slowest part bounds the others.
+
+        >>> Link.join([(2, Link(1e-5, 3e9)), (4, Link(1e-6, 5e10, torus=True))]).bandwidth
+        3000000000.0
+        """
+        if len(parts) == 1:
+            return parts[0][1]
+        links = [link for _, link in parts]
+        joined = sum(link.bandwidth for link in links if link.torus)
+        slowest = min([link.bandwidth for link in links if not link.torus] + ([joined] if joined else []))
+        latency, torus = max(link.latency for link in links), all(link.torus for link in links)
+        return cls(latency, slowest, torus, shared=all(link.shared for link in links), parts=tuple(parts))
+
+    def over(self, devices: int) -> tuple[tuple[int, Link], ...]:
+        """(devices, link) of every part of an axis of `devices`; the link itself where it is one."""
+        return self.parts or ((devices, self),)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What one operation of a device reads and writes fast, before it has to go to memory."""
+
+    bytes: float  # read and written, of one operation
+    bandwidth: float  # bytes/s
+
+    def __post_init__(self):
+        if not (self.bytes > 0 and self.bandwidth > 0):
+            raise MeshError(f"a cache has bytes and bytes/s, more than 0, not {self.bytes!r} and {self.bandwidth!r}")
