@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.mesh.chips import CHIPS, chip_of
 from autoshard.mesh.machines import parse_machine
+from autoshard.primitives import primitives_where
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,8 @@ class Backend:
     taken_in: frozenset[str] = frozenset()  # primitives whose work these do again, beside elementwise ones
 
 
-# What becomes a loop over its result, or a reduction, that computes its operands as it goes.
-_LOOPS = frozenset({
-    "argmax", "argmin", "concatenate", "dynamic_slice", "pad", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-    "reduce_prod", "reduce_sum", "rev", "slice", "split",
-})  # fmt: skip
-_SLICES = frozenset({"dynamic_slice", "rev", "slice", "split"})
+_LOOPS = primitives_where(lambda facts: facts.is_loop)
+_SLICES = primitives_where(lambda facts: facts.slices)
 
 CPU = Backend("cpu", "cpu", reduce_scatters=False, convolves=0.5, transposes_operands=True)
 GPU = Backend(

@@ -15,29 +15,10 @@ from typing import Any
 import numpy as np
 
 from autoshard.mesh.topology import Topology
+from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation
 
-_MOVES = frozenset({
-    "bitcast_convert_type", "branch_const", "branch_join", "broadcast_in_dim", "concatenate", "copy",
-    "debug_callback", "debug_print", "device_put", "dynamic_slice", "dynamic_update_slice", "empty", "empty2",
-    "expand_dims", "gather", "io_callback", "iota", "optimization_barrier", "pad", "pure_callback", "pvary",
-    "random_clone", "random_unwrap", "random_wrap", "reshape", "reshard", "rev", "scan_carry", "scan_const",
-    "scan_slice", "scan_stack", "scatter", "sharding_constraint", "slice", "split", "squeeze", "stack",
-    "stop_gradient", "tile", "transpose", "unstack",
-})  # fmt: skip
-_REDUCTIONS = frozenset({
-    "argmax", "argmin", "approx_top_k", "reduce", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
-    "reduce_sum", "reduce_xor",
-})  # fmt: skip
-_SCATTERS = frozenset({"scatter_add", "scatter_max", "scatter_min", "scatter_mul", "scatter_sub"})
-_WINDOWS = frozenset({
-    "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
-    "select_and_scatter", "select_and_scatter_add",
-})  # fmt: skip
-# Threefry: 20 rounds of add, rotate (3) and xor for two words
-_RANDOM = frozenset({"philox2x32", "philox4x32", "random_bits", "random_fold_in", "random_seed", "random_split",
-                     "rng_bit_generator", "threefry2x32", "threefry4x32"})  # fmt: skip
-_RANDOM_FLOPS = 50
+_RANDOM_FLOPS = 50  # Threefry: 20 rounds of add, rotate (3) and xor for two words
 
 # of one matrix [m, n], m >= n, per primitive
 _FACTORIZATIONS: Mapping[str, Callable[[int, int], float]] = {
@@ -58,40 +39,44 @@ _FACTORIZATIONS: Mapping[str, Callable[[int, int], float]] = {
 
 def flops(equation: Equation) -> float:
     """FLOPs of one run of an equation over whole arrays, on however many devices it is split."""
-    name, params = equation.primitive.replace("-", "_"), equation.params
+    params, work = equation.params, facts_of(equation.primitive).work
     shapes = [value.shape for value in equation.inputs]
     results = [math.prod(value.shape) for value in equation.outputs]
     result = max(results, default=0)
-    if name in _MOVES:
-        return 0.0
-    if name in ("dot_general", "ragged_dot_general", "conv_general_dilated"):
-        complex_factor = 4 if _is_complex(equation.outputs[0].dtype) else 1
-        return 2.0 * complex_factor * _products(name, shapes, math.prod(equation.outputs[0].shape), params)
-    if name in _REDUCTIONS:
-        return float(max(map(math.prod, shapes)))
-    if name in _SCATTERS:
-        return float(math.prod(shapes[2]))
-    if name in _WINDOWS:
-        # the scatters visit their windows at the places of their second operand, the cotangent
-        places = math.prod(shapes[1]) if name.startswith("select_and_scatter") else result
-        return float(places * math.prod(params["window_dimensions"]))
-    if name == "sort":
-        return float(sum(results) * math.log2(max(2, shapes[0][params["dimension"]])))
-    if name == "top_k":
-        return float(math.prod(shapes[0]) * math.log2(max(2, params["k"])))
-    if name == "fft":
-        half = 1 if all(_is_complex(v.dtype) for v in (*equation.inputs, *equation.outputs)) else 0.5
-        return 5.0 * half * max(result, math.prod(shapes[0])) * math.log2(max(2, math.prod(params["fft_lengths"])))
-    if name in _FACTORIZATIONS:
-        *batch, m, n = shapes[0]
-        return float(math.prod(batch) * _FACTORIZATIONS[name](max(m, n), min(m, n)))
-    if name == "triangular_solve":
-        return float(math.prod(shapes[1]) * shapes[0][-1])
-    if name == "tridiagonal_solve":
-        return 8.0 * result
-    if name in _RANDOM:
-        return float(_RANDOM_FLOPS * sum(results))
-    return float(result)
+    match work:
+        case Work.NONE:
+            return 0.0
+        case Work.CONTRACTION:
+            complex_factor = 4 if _is_complex(equation.outputs[0].dtype) else 1
+            return 2.0 * complex_factor * _products(equation, shapes, math.prod(equation.outputs[0].shape))
+        case Work.REDUCTION:
+            return float(max(map(math.prod, shapes)))
+        case Work.SCATTER:
+            return float(math.prod(shapes[2]))
+        case Work.WINDOW:
+            # the scatters visit their windows at the places of their second operand, the cotangent
+            scatters = equation.primitive.startswith("select_and_scatter")
+            places = math.prod(shapes[1]) if scatters else result
+            return float(places * math.prod(params["window_dimensions"]))
+        case Work.SORT:
+            return float(sum(results) * math.log2(max(2, shapes[0][params["dimension"]])))
+        case Work.TOP_K:
+            return float(math.prod(shapes[0]) * math.log2(max(2, params["k"])))
+        case Work.FFT:
+            half = 1 if all(_is_complex(v.dtype) for v in (*equation.inputs, *equation.outputs)) else 0.5
+            points = math.prod(params["fft_lengths"])
+            return 5.0 * half * max(result, math.prod(shapes[0])) * math.log2(max(2, points))
+        case Work.FACTORIZATION:
+            *batch, m, n = shapes[0]
+            return float(math.prod(batch) * _FACTORIZATIONS[equation.primitive](max(m, n), min(m, n)))
+        case Work.TRIANGULAR_SOLVE:
+            return float(math.prod(shapes[1]) * shapes[0][-1])
+        case Work.TRIDIAGONAL_SOLVE:
+            return 8.0 * result
+        case Work.RANDOM:
+            return float(_RANDOM_FLOPS * sum(results))
+        case Work.PER_RESULT | Work.UNKNOWN:
+            return float(result)
 
 
 def compute_seconds(flops: float, bytes_moved: float, dtype: Any, topology: Topology) -> float:
@@ -112,13 +97,13 @@ def compute_seconds(flops: float, bytes_moved: float, dtype: Any, topology: Topo
     return max(work, cached + bytes_moved / topology.memory_bandwidth)
 
 
-def _products(name: str, shapes: list[tuple[int, ...]], result: int, params: Mapping[str, Any]) -> float:
+def _products(equation: Equation, shapes: list[tuple[int, ...]], result: int) -> float:
     """How many products of two numbers an equation sums up."""
-    left, right = shapes[:2]
-    if name == "dot_general":
+    (left, right), params = shapes[:2], equation.params
+    if equation.primitive == "dot_general":
         (contracting, _), _ = params["dimension_numbers"]
         return result * math.prod(left[dim] for dim in contracting)
-    if name == "ragged_dot_general":
+    if equation.primitive == "ragged_dot_general":
         numbers = params["ragged_dot_dimension_numbers"]
         (_, contracting), (_, batch) = numbers.dot_dimension_numbers
         shared = {*contracting, *batch, *numbers.rhs_group_dimensions}

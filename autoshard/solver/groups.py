@@ -15,31 +15,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.jaxprs import CONSTRAINTS
 from autoshard.layout import MeshShape, even_axes, in_mesh_order
 from autoshard.mesh.backends import CPU, Backend
+from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims, Rule
 
-# Equations that only rename or repeat what they read: XLA folds them into their consumers.
-MOVES = CONSTRAINTS | {"broadcast_in_dim", "copy", "expand_dims", "iota", "reshape", "squeeze", "transpose"}
-
-_VIEWS = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})  # a matrix product reads through them
-
-# What XLA does not compute twice to save a buffer (its HloInstruction cost class "expensive").
-_EXPENSIVE = frozenset({
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expm1", "igamma", "igammac", "lgamma", "log", "log1p", "logistic", "pow",
-    "random_bits", "rem", "rsqrt", "sin", "sinh", "sqrt", "tan", "tanh", "threefry2x32",
-})  # fmt: skip
-
-_LINEAR = _VIEWS | {"convert_element_type", "split"}  # what partial sums can go through
-_PASSED_ON = _VIEWS | {"convert_element_type", "scan_const"}  # the same elements, for a product inside a loop
-_PRODUCTS = frozenset({"mul", "square"})
-_BOUNDARIES = frozenset({"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"})
+_PRODUCTS = frozenset({"mul", "square"})  # what a sum of products may be made of
 _READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in compiled ResNets and transformers
-_NEVER_FUSED = frozenset({"gather", "optimization_barrier"})
 
 
 def reads_images(use: Use) -> bool:
@@ -137,12 +121,12 @@ class Group:
 
     @property
     def only_moves(self) -> bool:
-        return all(equation.primitive in MOVES for equation in self.equations)
+        return all(facts_of(equation.primitive).relabels for equation in self.equations)
 
     @property
     def is_view(self) -> bool:
         """Whether it only renames the elements of one array: XLA makes no copy of it for a matrix product."""
-        return all(equation.primitive in _VIEWS for equation in self.equations)
+        return all(facts_of(equation.primitive).is_view for equation in self.equations)
 
     @property
     def widens(self) -> bool:
@@ -155,7 +139,7 @@ class Group:
     @property
     def is_boundary(self) -> bool:
         """Whether it only hands a value into a loop or branch, or out of it."""
-        return self.equations[0].primitive in _BOUNDARIES
+        return facts_of(self.equations[0].primitive).is_boundary
 
     @property
     def is_idle(self) -> bool:
@@ -183,7 +167,7 @@ class Group:
         size = math.prod(self.made[0].value.shape)
         widest = {e.primitive for e in self.equations if any(math.prod(made.shape) == size for made in e.outputs)}
         smaller = all(math.prod(use.value.shape) < size for use in self.uses)
-        return smaller and widest <= MOVES - {"iota"}
+        return smaller and all(facts_of(name).relabels and name != "iota" for name in widest)
 
     @property
     def reads_numbers(self) -> bool:
@@ -385,7 +369,8 @@ def _renamed(dims: Dims, number: dict[str, int]) -> Dims:
 
 def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     """Whether every factor of more than one element runs through to the results, whole or split alike."""
-    if equation.primitive in _BOUNDARIES | _NEVER_FUSED or contracts(equation):
+    facts = facts_of(equation.primitive)
+    if facts.is_boundary or facts.never_fuses or contracts(equation):
         return False
     values = [value for value in (*equation.inputs, *equation.outputs) if isinstance(value, Value)]
     if any(value.on_host or stays_whole(value) for value in values):
@@ -536,7 +521,7 @@ def _multiplied(program: Program) -> set[int]:
     """The values that matrix products read, and those that these are views of, or the same in another dtype."""
     found: set[int] = set()
     for equation in reversed(program.equations):
-        passed_on = equation.primitive in _PASSED_ON and equation.outputs[0].id in found
+        passed_on = facts_of(equation.primitive).passes_on and equation.outputs[0].id in found
         if passed_on or is_matrix_product(equation):
             found.update(value.id for value in equation.inputs if isinstance(value, Value))
     return found
@@ -565,7 +550,7 @@ def _sums_in_loops(program: Program, read_once: Set[int]) -> Iterator[tuple[Equa
         while isinstance(added, Value) and added.id in program.makers and added.id in read_once:
             maker = program.makers[added.id]
             chain.append(maker)
-            if maker.primitive not in _LINEAR:
+            if not facts_of(maker.primitive).is_linear:
                 break
             added = maker.inputs[0]
         if chain:
@@ -576,7 +561,7 @@ def _note_hoisted(program: Program, read_once: set[int], home) -> None:
     """Sets `Group.hoisted` of what a loop only adds up, and of what it goes through on the way."""
     for carry, _, makers in _sums_in_loops(program, read_once):
         for maker in makers:
-            if maker.primitive in _LINEAR or home[maker.index].reduction:
+            if facts_of(maker.primitive).is_linear or home[maker.index].reduction:
                 home[maker.index].hoisted = carry.outputs[1].trips
 
 
@@ -626,7 +611,7 @@ def _schedule(groups: list[Group]) -> None:
 
 def _is_folded(group: Group, users: list[Group]) -> bool:
     """Whether it is the product in a sum of products: of all that precedes a reduction, XLA folds only this into it."""
-    products = {equation.primitive for equation in group.equations} - MOVES
+    products = {e.primitive for e in group.equations if not facts_of(e.primitive).relabels}
     return bool(users) and products <= _PRODUCTS and {user.equations[0].primitive for user in users} == {"reduce_sum"}
 
 
@@ -698,7 +683,7 @@ def _is_dear(equation: Equation) -> bool:
     """Whether XLA does not compute it twice to save a buffer. By a constant it multiplies rather than divides."""
     if equation.primitive == "div" and not isinstance(equation.inputs[1], Value):
         return False
-    return equation.primitive in _EXPENSIVE
+    return facts_of(equation.primitive).is_expensive
 
 
 def _is_normalised(group: Group, users: list[Group]) -> bool:

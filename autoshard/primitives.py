@@ -1,0 +1,171 @@
+"""What predictions know of each primitive: one row of facts, beside its sharding rule in `propagation/rules/`.
+
+A primitive without a row, one of the user's own say, is taken for one operation per element of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Work(Enum):
+    """How the FLOPs of a primitive are counted; `mesh/compute.py` counts them."""
+
+    NONE = auto()  # it only moves data
+    PER_RESULT = auto()  # one per element of the result
+    UNKNOWN = auto()  # not known, taken for the same
+    CONTRACTION = auto()  # two per product that it sums
+    FACTORIZATION = auto()  # by a textbook's formula, `mesh/compute.py`
+    FFT = auto()
+    RANDOM = auto()  # rounds of a generator
+    REDUCTION = auto()  # one per element that it takes in
+    SCATTER = auto()  # one per element of the updates
+    SORT = auto()
+    TOP_K = auto()
+    TRIANGULAR_SOLVE = auto()
+    TRIDIAGONAL_SOLVE = auto()
+    WINDOW = auto()  # one per element of each window
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What predictions know of one primitive."""
+
+    work: Work = Work.UNKNOWN
+    is_boundary: bool = False  # hands a value into a loop or branch, or out of it
+    relabels: bool = False  # only renames or repeats what it reads: XLA folds it into what reads it
+    is_view: bool = False  # the same elements in other dims: a matrix product reads through it
+    is_expensive: bool = False  # XLA does not compute it twice to save a buffer (HloInstruction's cost class)
+    is_linear: bool = False  # partial sums can go through it
+    passes_on: bool = False  # the same elements, for a product inside a loop
+    is_loop: bool = False  # becomes a loop over its result, or a reduction, that computes its operands as it goes
+    slices: bool = False  # reads a part of its operand: its work is done again by what reads it
+    never_fuses: bool = False  # XLA keeps it apart from the elementwise operations around it
+
+
+def facts_of(primitive: str) -> Facts:
+    """The row of a primitive.
+
+    >>> facts_of("reshape").is_view, facts_of("my_own").work
+    (True, <Work.UNKNOWN: 3>)
+    """
+    return PRIMITIVES.get(primitive, _UNKNOWN)
+
+
+def primitives_where(fact: Callable[[Facts], bool]) -> frozenset[str]:
+    """The primitives of which a fact holds.
+
+    >>> sorted(primitives_where(lambda facts: facts.work is Work.CONTRACTION))
+    ['conv_general_dilated', 'dot_general', 'ragged_dot_general']
+    """
+    return frozenset(primitive for primitive, facts in PRIMITIVES.items() if fact(facts))
+
+
+def _rows(names: str, work: Work, **facts: bool) -> dict[str, Facts]:
+    """One row for each of these primitives."""
+    return dict.fromkeys(names.split(), Facts(work, **facts))
+
+
+_UNKNOWN = Facts()
+_VIEW = {"relabels": True, "is_view": True, "is_linear": True, "passes_on": True}
+
+PRIMITIVES: dict[str, Facts] = {
+    # propagation/rules/annotations.py
+    **_rows("reshard sharding_constraint", Work.NONE, relabels=True),
+    **_rows("shard_map", Work.UNKNOWN),
+    # boundaries.py
+    **_rows("branch_const branch_join scan_carry scan_slice scan_stack", Work.NONE, is_boundary=True),
+    **_rows("scan_const", Work.NONE, is_boundary=True, passes_on=True),
+    **_rows("idle", Work.PER_RESULT),
+    # contractions.py
+    **_rows("dot_general ragged_dot_general", Work.CONTRACTION),
+    **_rows("scaled_dot scaled_matmul scaled_matmul_wrapper", Work.UNKNOWN),
+    # dims.py
+    **_rows("empty empty2 stack tile unstack", Work.NONE),
+    **_rows("concatenate pad", Work.NONE, is_loop=True),
+    **_rows("rev slice", Work.NONE, is_loop=True, slices=True),
+    **_rows("split", Work.NONE, is_loop=True, slices=True, is_linear=True),
+    **_rows("broadcast_in_dim iota", Work.NONE, relabels=True),
+    **_rows("reshape squeeze transpose", Work.NONE, **_VIEW),
+    **_rows("broadcast_to rng_uniform roll thunky.inline_constant", Work.PER_RESULT),
+    # elementwise.py
+    **_rows("bitcast_convert_type device_put stop_gradient", Work.NONE),
+    **_rows("optimization_barrier", Work.NONE, never_fuses=True),
+    **_rows("copy", Work.NONE, relabels=True),
+    **_rows("convert_element_type", Work.PER_RESULT, is_linear=True, passes_on=True),
+    **_rows(
+        """abs add add_any and bessel_i0e bessel_i1e bitcast ceil clamp clz complex conj eq eq_to floor from_edtype ge
+        gt igamma_grad_a imag integer_pow is_finite layout_constraint le le_to log2 lt lt_to max max_contiguous
+        mesh_cast min mul mulhi multiple_of name ne neg nextafter not one_minus_square or polygamma polynomial
+        population_count program_order real reciprocal reduce_precision regularized_incomplete_beta relayout
+        remove_memory_space round select_n shard_alike shift_left shift_right_arithmetic shift_right_logical sign
+        square sub tie to_edtype with_memory_space_constraint xla_metadata_value xor zeros_like zeta""",
+        Work.PER_RESULT,
+    ),
+    **_rows(
+        """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma
+        igammac lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
+        Work.PER_RESULT,
+        is_expensive=True,
+    ),
+    # host.py
+    **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE),
+    # indexing.py
+    **_rows("dynamic_slice", Work.NONE, is_loop=True, slices=True),
+    **_rows("dynamic_update_slice scatter", Work.NONE),
+    **_rows("gather", Work.NONE, never_fuses=True),
+    **_rows("scatter-add scatter-max scatter-min scatter-mul scatter-sub", Work.SCATTER),
+    # linalg.py
+    **_rows(
+        "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal",
+        Work.FACTORIZATION,
+    ),
+    **_rows("fft", Work.FFT),
+    **_rows("geqp3 ormqr symmetric_product", Work.UNKNOWN),
+    **_rows("lu_pivots_to_permutation", Work.PER_RESULT),
+    **_rows("triangular_solve", Work.TRIANGULAR_SOLVE),
+    **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE),
+    # opaque.py
+    **_rows(
+        """addupdate after_all bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
+        bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract
+        bcsr_fromdense bcsr_todense buffer_callback call_exported call_hi_primitive check compute_on coo_fromdense
+        coo_matmat coo_matvec coo_spmm coo_spmv coo_todense core_map create_linear create_token csr_fromdense
+        csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cudnn_fusion custom_fusion custom_lin
+        custom_partitioning dce_sink dim_as_value dimension_size dot_product_attention_bwd
+        dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
+        dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
+        dot_product_attention_fwd_wrapper einshape_lo ffi_call freeze fused_call fusible get
+        global_array_to_host_local_array host_local_array_to_global_array inspect_sharding mosaic_gpu_p mpmd_map
+        new_ref pallas_call pin platform_index rnn_bwd rnn_fwd run_scoped run_state shape_assertion spsolve stage
+        swap todense tpu_custom_call unpin unreachable""",
+        Work.UNKNOWN,
+    ),
+    # randomness.py
+    **_rows("random_clone random_unwrap random_wrap", Work.NONE),
+    **_rows("iota_2x32_shape", Work.PER_RESULT),
+    **_rows("random_gamma", Work.UNKNOWN),
+    **_rows(
+        "philox2x32 philox4x32 random_fold_in random_seed random_split rng_bit_generator threefry4x32", Work.RANDOM
+    ),
+    **_rows("random_bits threefry2x32", Work.RANDOM, is_expensive=True),
+    # reductions.py
+    **_rows("cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum", Work.PER_RESULT),
+    **_rows("reduce reduce_xor", Work.REDUCTION),
+    **_rows(
+        "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum", Work.REDUCTION, is_loop=True
+    ),
+    # sorting.py
+    **_rows("approx_top_k", Work.REDUCTION),
+    **_rows("sort", Work.SORT),
+    **_rows("top_k", Work.TOP_K),
+    # windows.py
+    **_rows("conv_general_dilated", Work.CONTRACTION),
+    **_rows(
+        """reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter
+        select_and_scatter_add""",
+        Work.WINDOW,
+    ),
+}
