@@ -12,7 +12,8 @@ CASES = {
     "gpt scan": lambda: gpt.make(scan=True),
     "gpt remat": lambda: gpt.make(remat=True),
 }
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in MORE_MODELS else []) for name in CASES]
+SLOW = {*MORE_MODELS, "gpt remat"}
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
 
 
 def run(model, steps, place=lambda batch: batch):

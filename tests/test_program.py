@@ -334,12 +334,11 @@ def test_fingerprints_are_those_of_any_process():
     model = SMALL["gpt scan"]()
     here = traced(model.step, model.state, model.batches(0), donate_argnums=0).fingerprint
     path = [path for path in sys.path if path]
-    for seed in ("1", "2"):
-        there = subprocess.run(
-            [sys.executable, "-c", f"import sys; sys.path = {path!r}\n{FINGERPRINT}"],
-            env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=120,
-        )  # fmt: skip
-        assert there.stdout.strip() == here
+    there = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path = {path!r}\n{FINGERPRINT}"],
+        env={"PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    assert there.stdout.strip() == here
 
 
 def fingerprint(fn, *args, **keywords):

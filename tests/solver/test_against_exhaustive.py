@@ -25,7 +25,8 @@ from autoshard.solver.problem import InfeasibleError
 from autoshard.solver.simplify import Simplified, simplify
 from autoshard.solver.verify import fits, verify
 
-SEEDS = range(2500)
+SEEDS = range(900)
+MORE_SEEDS = range(900, 5000)  # behind the marker `slow`
 
 
 @cache
@@ -118,8 +119,18 @@ def test_solve():
     assert_solved(solve, SEEDS)
 
 
+@pytest.mark.slow
+def test_solve_more():
+    assert_solved(solve, MORE_SEEDS)
+
+
 def test_simplify():
     assert_simplified(simplify, SEEDS)
+
+
+@pytest.mark.slow
+def test_simplify_more():
+    assert_simplified(simplify, MORE_SEEDS)
 
 
 def test_bounds():
