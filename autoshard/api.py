@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import types
@@ -14,17 +15,28 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from autoshard.arguments import abstract, is_deleted, not_an_array, place, run_transformed, type_of
+from autoshard.arguments import (
+    ArrayType,
+    abstract,
+    is_deleted,
+    is_typed_on,
+    not_an_array,
+    place,
+    run_transformed,
+    type_of,
+    without_type,
+)
 from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
+from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import calls_back
-from autoshard.layout import MeshShape, layout_of, spec_of
+from autoshard.layout import Layout, MeshShape, layout_of, spec_of
 from autoshard.lower import Lowering, Step, named_refusals
 from autoshard.mesh.topology import Topology
 from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
-from autoshard.program import Program, Value, context, trace
+from autoshard.program import Program, Value, context, named_refusal, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
 from autoshard.report.alternatives import alternatives_of
@@ -49,6 +61,7 @@ def autoshard(
     time_limit: float = 60.0,
     cache: str | Path | None = None,
     refine: int = 1,
+    ignore_constraints: bool = False,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -79,6 +92,8 @@ def autoshard(
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
             cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
             `refine` more searches and as many compilations.
+        ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
+            `reshard`, `out_sharding=`, and the types of its arguments in explicit mode.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -91,7 +106,14 @@ def autoshard(
         AutoshardError: the options contradict each other or the mesh, here; or the arguments, when it is called.
     """
     options = options_of(
-        mesh, memory=memory, topology=topology, fixed=fixed, time_limit=time_limit, cache=cache, refine=refine
+        mesh,
+        memory=memory,
+        topology=topology,
+        fixed=fixed,
+        time_limit=time_limit,
+        cache=cache,
+        refine=refine,
+        ignore_constraints=ignore_constraints,
     )
     check_jit_keywords(jit_keywords)
     if plan is not None:
@@ -110,6 +132,7 @@ def plan(
     time_limit: float = 60.0,
     cache: str | Path | None = None,
     refine: int = 1,
+    ignore_constraints: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -119,7 +142,7 @@ def plan(
         kwargs: keyword arguments of `fn`.
     """
     options = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit, "cache": cache}
-    step = autoshard(fn, mesh=mesh, refine=refine, **options, **jit_keywords)
+    step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 
 
@@ -192,7 +215,7 @@ class Autosharded:
                 refused = True
             else:
                 return last.compiled.step.result(results)
-        if _by_hand():
+        if _by_hand() or _transforms_types(leaves):
             return jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
         compiled = self._prepare(static, dynamic, leaves, in_tree)
         if not isinstance(compiled.plan.mesh, Mesh):
@@ -253,35 +276,79 @@ class Autosharded:
 
     def _types(self, leaves: list, static: tuple, dynamic: Arguments) -> tuple:
         try:
-            return tuple(map(type_of, leaves))
+            types = tuple(map(type_of, leaves))
         except TypeError as error:
             blanks = tuple((place, None) for place, _ in static)
             raise not_an_array(self._fn, *join(blanks, dynamic)) from error
+        context = jax.sharding.get_abstract_mesh()
+        return tuple(one if self._is_order(one, context) else without_type(one) for one in types)
+
+    def _is_order(self, type_: ArrayType, context: AbstractMesh) -> bool:
+        """Whether the type of an argument is one of explicit mode, and `jax.jit` would trace with it."""
+        if self._options.ignore_constraints or not is_typed_on(type_, self._options.mesh):
+            return False
+        return context.empty or context.axis_types == type_[4].mesh.axis_types
 
     def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> Program:
         args, kwargs = join(static, dynamic)
+        leaves = list(map(abstract, types))
 
-        def traced() -> Program:
-            return trace(self._fn, args, kwargs, leaves=list(map(abstract, types)), **self._trace_keywords)
+        def traced(context: AbstractMesh) -> Program:
+            with jax.sharding.use_abstract_mesh(context):
+                return trace(
+                    self._fn,
+                    args,
+                    kwargs,
+                    leaves=leaves,
+                    obey=not self._options.ignore_constraints,
+                    **self._trace_keywords,
+                )
 
-        set_by_caller = jax.sharding.get_abstract_mesh()
-        if not set_by_caller.empty:
-            auto = set_by_caller.update(axis_types=(AxisType.Auto,) * len(set_by_caller.axis_names))
-            with jax.sharding.use_abstract_mesh(auto):
-                return traced()
-        try:
-            return traced()
-        except (RuntimeError, ValueError) as error:
-            if "set_mesh" not in str(error):
-                raise
-        # The step names axes without a mesh, which JAX wants to be set: those of ours.
-        with jax.sharding.use_abstract_mesh(self._options.mesh.abstract_mesh):
-            return traced()
+        contexts = self._contexts(types)
+        for mesh, next_one in itertools.zip_longest(contexts, contexts[1:]):
+            try:
+                return traced(mesh)
+            except Exception as error:
+                if next_one is None or not _wants_another_context(error):
+                    if (named := named_refusal(self._fn, error)) is not None and self._is_explicit(types):
+                        raise named from error
+                    raise
+        raise AssertionError("some context is the last")
+
+    def _contexts(self, types: tuple) -> list[AbstractMesh]:
+        """Meshes to trace under: as `jax.jit` does, and what to try if JAX refuses the step there.
+
+        A step that names axes and is traced under no mesh means those of ours, Auto or Explicit.
+        """
+        context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
+        if not context.empty:
+            auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names))
+            as_set = is_explicit(context) and list(context.shape.items()) == list(ours.shape.items())
+            return [context, auto] if as_set else [auto]
+        typed = [one[4].mesh for one in types if isinstance(one, tuple) and one[4] is not None]
+        given = self._options.given_mesh.abstract_mesh
+        explicit = typed[:1] or [given] * is_explicit(given)
+        return [context, *typed[:1]] if typed else [context, ours, *explicit]
+
+    def _is_explicit(self, types: tuple) -> bool:
+        return any(map(is_explicit, self._contexts(types)))
+
+
+def _wants_another_context(error: Exception) -> bool:
+    """Whether JAX refuses a step for the mesh that is set, or for the kind of its axes."""
+    if not isinstance(error, RuntimeError | ValueError | AssertionError):
+        return False
+    return any(words in str(error) for words in ("set_mesh", "with_sharding_constraint", "type Auto"))
 
 
 def _by_hand() -> bool:
     """Whether the caller runs on each device's shards, in a `shard_map` or `pmap`: nothing can be split there."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _transforms_types(leaves: Sequence[Any]) -> bool:
+    """Whether types of explicit mode are being transformed: how derivatives and batches lie, types say already."""
+    return any(isinstance(leaf, jax.core.Tracer) and type_sharding(jax.typeof(leaf)) is not None for leaf in leaves)
 
 
 def evaluate(
@@ -292,6 +359,7 @@ def evaluate(
     out_shardings: Any = None,
     memory: str | float | None = None,
     topology: Topology | str | None = None,
+    ignore_constraints: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -301,8 +369,10 @@ def evaluate(
 
     Args:
         in_shardings: one entry per positional argument, as for `jax.jit`: PartitionSpecs or NamedShardings in a pytree
-            that is a prefix of the argument's; None keeps an argument whole on every device.
+            that is a prefix of the argument's; None keeps an argument whole on every device, or as its type of explicit
+            mode says.
         out_shardings: the same for the result. A result that takes an argument's place lies as that argument.
+        ignore_constraints: as for `autoshard`.
         kwargs: keyword arguments of `fn`; they are kept whole.
 
     Returns:
@@ -311,11 +381,13 @@ def evaluate(
     Raises:
         MeshError: a sharding does not fit its array or the mesh.
     """
-    step = autoshard(fn, mesh=mesh, memory=memory, topology=topology, **jit_keywords)
+    step = autoshard(
+        fn, mesh=mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints, **jit_keywords
+    )
     program, options = step.trace(*args, **(kwargs or {})), step._options
     mesh_shape = dict(options.mesh.shape)
     rules = _rules(program, mesh_shape)
-    layouts = whole(program) | argument_layouts(program, in_shardings, mesh_shape)
+    layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
     ends = {
         program.results[i].id: layout
@@ -470,9 +542,22 @@ def _formulated(program: Program, rules: Sequence[Rule], options: Options) -> Fo
         mesh_shape,
         options.topology,
         memory=options.memory,
-        fixed=fixed_layouts(program, options.fixed, mesh_shape),
+        fixed=_fixed(program, options),
         backend=options.backend,
     )
+
+
+def _fixed(program: Program, options: Options) -> dict[int, Layout]:
+    """Argument index -> the layout that it must have: by `fixed=`, or by its type in explicit mode."""
+    mesh_shape = dict(options.mesh.shape)
+    fixed, typed = fixed_layouts(program, options.fixed, mesh_shape), program.ordered_arguments
+    for i in fixed.keys() & typed.keys():
+        if fixed[i] != typed[i]:
+            raise ConflictError(
+                f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, its type says {spec_of(typed[i])}.\n"
+                "Drop it from fixed=, or put the array on Auto axes, or jax.sharding.reshard it before the call."
+            )
+    return typed | fixed
 
 
 def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Finish) -> Plan:

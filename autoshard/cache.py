@@ -47,6 +47,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         sorted((path, str(spec)) for path, spec in options.fixed.items()),
         options.time_limit,
         options.refine,
+        options.ignore_constraints,
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()

@@ -31,8 +31,15 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        return with_axis_types(mesh, types)
     return AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
+
+
+def with_axis_types(mesh: Mesh | AbstractMesh, types: Sequence[AxisType]) -> Mesh | AbstractMesh:
+    """The same mesh with axes of these types, in order."""
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(types))
+    return mesh.update(axis_types=tuple(types))
 
 
 def replicated(ndim: int) -> Layout:

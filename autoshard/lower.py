@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
+from autoshard.explicit import type_sharding
 from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
@@ -71,7 +72,7 @@ class Step:
         self._emitter = emitter = _Emitter(program, plan.annotations, plan.mesh)
 
         def run(*arguments: Any) -> tuple:
-            return tuple(emitter.run(*arguments))
+            return _typed(emitter.run(*map(emitter.untyped, arguments)), plan)
 
         closed = program.jaxpr
         self.flat = jax.jit(  # from flat arguments to flat results
@@ -103,6 +104,17 @@ class Step:
             return tuple(constrained(x, to.layout) for x, to in results)
 
         return jax.jit(run)
+
+
+def _typed(results: Sequence[Any], plan: Plan) -> tuple:
+    """Results on the axes that they lie on: those of the user's mesh, where they have types of explicit mode."""
+    if plan.axis_types is None:
+        return tuple(results)
+    with jax.sharding.use_abstract_mesh(plan.typed_mesh.abstract_mesh):
+        return tuple(
+            jax.sharding.reshard(x, to.spec) if to.typed and is_array(jax.typeof(x)) else x
+            for x, to in zip(results, plan.results, strict=True)
+        )
 
 
 def _of_arrays(shardings: Sequence[NamedSharding], avals: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
@@ -177,12 +189,19 @@ class _Emitter:
             with jax.named_scope(f"arguments[{i}]"):  # what XLA calls the argument itself
                 env[var] = self.held(self.program.arguments[i].id, array)
         env |= {
-            var: self.held(value.id, array)
+            var: self.held(value.id, self.untyped(array))
             for var, value, array in zip(closed.jaxpr.constvars, self.program.constants, closed.consts, strict=True)
         }
         return [held.array for held in self.body(closed, env, ())]
 
     # Arrays and their shardings.
+
+    def untyped(self, array: Any) -> Any:
+        """An array on Auto axes, whatever its type says."""
+        if type_sharding(jax.typeof(array)) is None:
+            return array
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
 
     def constrained(self, array: Any, layout: Layout | None) -> Any:
         if not layout or not is_array(jax.typeof(array)):  # nothing is said of it, it has no dims, or no layout
@@ -253,7 +272,9 @@ class _Emitter:
 
     def call(self, closed: ClosedJaxpr, entries: Sequence[_Held], path: tuple) -> list[_Held]:
         env = dict(zip(closed.jaxpr.invars, entries, strict=True))
-        env |= {var: _Held(const) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+        env |= {
+            var: _Held(self.untyped(const)) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        }
         return self.body(closed, env, path)
 
     def equation(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:

@@ -16,7 +16,8 @@ PACKAGE = Path(autoshard.__file__).parent
 ROOMS = {
     "base": ["autoshard.errors", "autoshard.layout"],
     "program": [
-        "autoshard.experimental", "autoshard.jaxprs", "autoshard.signature", "autoshard.trees", "autoshard.program",
+        "autoshard.experimental", "autoshard.jaxprs", "autoshard.explicit", "autoshard.signature", "autoshard.trees",
+        "autoshard.program",
     ],
     "propagation": ["autoshard.propagation"],
     "mesh": ["autoshard.mesh"],
