@@ -24,6 +24,7 @@ from autoshard.arguments import (
     place,
     run_transformed,
     type_of,
+    whole_type,
     without_type,
 )
 from autoshard.cache import find, keep, key_of
@@ -281,13 +282,23 @@ class Autosharded:
             blanks = tuple((place, None) for place, _ in static)
             raise not_an_array(self._fn, *join(blanks, dynamic)) from error
         context = jax.sharding.get_abstract_mesh()
-        return tuple(one if self._is_order(one, context) else without_type(one) for one in types)
+        return tuple(self._as_traced(one, context) for one in types)
 
-    def _is_order(self, type_: ArrayType, context: AbstractMesh) -> bool:
-        """Whether the type of an argument is one of explicit mode, and `jax.jit` would trace with it."""
-        if self._options.ignore_constraints or not is_typed_on(type_, self._options.mesh):
-            return False
-        return context.empty or context.axis_types == type_[4].mesh.axis_types
+    def _as_traced(self, type_: ArrayType, context: AbstractMesh) -> ArrayType:
+        """An argument's type as the step is traced with it: on Explicit axes if `jax.jit` would trace so.
+
+        Where layouts are to be ignored, it is whole on these axes, so that no two types contradict each other.
+        """
+        typed = is_typed_on(type_, self._options.mesh)
+        typed = typed and (context.empty or context.axis_types == type_[4].mesh.axis_types)
+        if not self._options.ignore_constraints:
+            return type_ if typed else without_type(type_)
+        mesh = type_[4].mesh if typed else context
+        return whole_type(type_, mesh) if typed or self._is_ours(context) else without_type(type_)
+
+    def _is_ours(self, mesh: AbstractMesh) -> bool:
+        """Whether it is an explicit mesh of the axes that the step is planned for."""
+        return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
 
     def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> Program:
         args, kwargs = join(static, dynamic)
@@ -323,8 +334,7 @@ class Autosharded:
         context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
         if not context.empty:
             auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names))
-            as_set = is_explicit(context) and list(context.shape.items()) == list(ours.shape.items())
-            return [context, auto] if as_set else [auto]
+            return [context, auto] if self._is_ours(context) else [auto]
         typed = [one[4].mesh for one in types if isinstance(one, tuple) and one[4] is not None]
         given = self._options.given_mesh.abstract_mesh
         explicit = typed[:1] or [given] * is_explicit(given)

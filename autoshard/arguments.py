@@ -63,6 +63,13 @@ def without_type(type_: ArrayType) -> ArrayType:
     return (*type_[:4], None) if isinstance(type_, tuple) else type_
 
 
+def whole_type(type_: ArrayType, mesh: AbstractMesh) -> ArrayType:
+    """The same array with a type that has it whole on a mesh of Explicit axes."""
+    if not isinstance(type_, tuple) or not type_[0]:
+        return type_
+    return (*type_[:4], NamedSharding(mesh, PartitionSpec(*[None] * len(type_[0]))))
+
+
 def abstract(type_: ArrayType) -> Any:
     """The type for tracing. On which devices an array lies now is no business of the trace, in whose memory is."""
     if not isinstance(type_, tuple):

@@ -58,6 +58,7 @@ class Types:
     mesh: AbstractMesh  # of the types: some axes Explicit
     arguments: tuple[Layout | None, ...]  # per flat argument
     results: tuple[Layout | None, ...]  # per flat result
+    reached: frozenset[int]  # results that an open argument goes into, other than through a `reshard`
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
@@ -85,8 +86,12 @@ def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types
     if not meshes and not is_explicit(context):
         return None
     layouts = [_layout_in(aval) if obey else None for aval in ends]
-    count = len(closed.in_avals)
-    return Types(meshes[0] if meshes else context, tuple(layouts[:count]), tuple(layouts[count:]))
+    arguments, results = layouts[: len(closed.in_avals)], layouts[len(closed.in_avals) :]
+    reached = _reached_by_open(closed, arguments)
+    for i in reached:
+        if results[i] is not None and not any(results[i]):  # whole only because the argument counts as whole
+            results[i] = None
+    return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached)
 
 
 def _layout_in(aval: Any) -> Layout | None:
@@ -115,14 +120,13 @@ def on_auto_axes(closed: ClosedJaxpr, types: Types | None, *, obey: bool, settle
     rewritten = rewriter.closed(closed)
     if types is None or not obey:
         return rewritten
-    open_results = _reached_by_open(closed, types)
     jaxpr, equations, ends = rewritten.jaxpr, list(rewritten.jaxpr.eqns), list(rewritten.jaxpr.outvars)
     makers = {var: eqn for eqn in equations for var in eqn.outvars}
     for i, (var, end) in enumerate(zip(closed.jaxpr.outvars, ends, strict=True)):
         sharding = type_sharding(var.aval)
-        if sharding is None or isinstance(end, Literal) or i in settled:
+        if types.results[i] is None or sharding is None or isinstance(end, Literal) or i in settled:
             continue
-        order = _order(sharding, var.aval.ndim, whole_is_open=open_results[i])
+        order = _order(sharding, var.aval.ndim, whole_is_open=i in types.reached)
         if order is None or _says(makers.get(end), order):
             continue
         equations.append(constraint_like(end, Var(end.aval), order, makers.get(end)))
@@ -158,18 +162,19 @@ def _held(params: Mapping[str, Any]) -> list[Jaxpr]:
     return [x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
 
 
-def _reached_by_open(closed: ClosedJaxpr, types: Types) -> list[bool]:
-    """Of each result, whether an argument without a type goes into it, other than through a `reshard`."""
+def _reached_by_open(closed: ClosedJaxpr, arguments: Sequence[Layout | None]) -> frozenset[int]:
+    """The results that an argument without a type goes into, other than through a `reshard`."""
     reached = {
         var
-        for var, layout in zip(closed.jaxpr.invars, types.arguments, strict=True)
+        for var, layout in zip(closed.jaxpr.invars, arguments, strict=True)
         if layout is None and getattr(var.aval, "ndim", 0)
     }
     for eqn in closed.jaxpr.eqns:
         ordered = eqn.primitive.name == "reshard" and type_sharding(eqn.outvars[0].aval) is not None
         if not ordered and any(isinstance(atom, Var) and atom in reached for atom in eqn.invars):
             reached.update(eqn.outvars)
-    return [isinstance(atom, Var) and atom in reached for atom in closed.jaxpr.outvars]
+    ends = enumerate(closed.jaxpr.outvars)
+    return frozenset(i for i, atom in ends if isinstance(atom, Var) and atom in reached)
 
 
 def _order(sharding: NamedSharding, ndim: int, *, whole_is_open: bool = False) -> NamedSharding | None:
