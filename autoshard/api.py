@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 import types
@@ -246,7 +245,7 @@ class Autosharded:
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
         static, dynamic = self._static.split(args, kwargs)
-        return self._trace(static, dynamic, self._types(jax.tree.leaves(dynamic), static, dynamic))
+        return self._trace(static, dynamic, self._types(jax.tree.leaves(dynamic), static, dynamic))[0]
 
     def finish(self, program: Program, plan: Plan) -> _Compiled:
         """The program under `jax.jit` as the plan says."""
@@ -258,22 +257,28 @@ class Autosharded:
 
     def _prepare(self, static: tuple, dynamic: Arguments, leaves: list, in_tree: Any) -> _Compiled:
         types = self._types(leaves, static, dynamic)
-        key = static, _kinds(static), in_tree, types, id(context())
+        key = static, _kinds(static), in_tree, id(context())
         try:
-            compiled = self._compiled.get(key)
+            compiled = self._compiled.get((*key, types))
         except TypeError as error:
             raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
         if compiled is None:
             with uncollected():
-                program = self._trace(static, dynamic, types)
-                if self._given:
-                    made = _bound(self._given, program, self._options)
-                else:
-                    made = _planned(program, self._options, self.finish, self._planned_before)
-            compiled = self.finish(program, made)
+                program, used = self._trace(static, dynamic, types)
+                if not program.closes_over_tracers:
+                    compiled = self._compiled.get((*key, used))
+                if compiled is None:
+                    compiled = self._planned_anew(program)
             if not program.closes_over_tracers:
-                self._compiled[key] = compiled
+                self._compiled[*key, types] = self._compiled[*key, used] = compiled
         return compiled
+
+    def _planned_anew(self, program: Program) -> _Compiled:
+        if self._given:
+            made = _bound(self._given, program, self._options)
+        else:
+            made = _planned(program, self._options, self.finish, self._planned_before)
+        return self.finish(program, made)
 
     def _types(self, leaves: list, static: tuple, dynamic: Arguments) -> tuple:
         try:
@@ -300,48 +305,43 @@ class Autosharded:
         """Whether it is an explicit mesh of the axes that the step is planned for."""
         return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
 
-    def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> Program:
+    def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> tuple[Program, tuple]:
+        """The program, and the types of arguments that it was traced with."""
         args, kwargs = join(static, dynamic)
-        leaves = list(map(abstract, types))
-
-        def traced(context: AbstractMesh) -> Program:
-            with jax.sharding.use_abstract_mesh(context):
-                return trace(
-                    self._fn,
-                    args,
-                    kwargs,
-                    leaves=leaves,
-                    obey=not self._options.ignore_constraints,
-                    **self._trace_keywords,
-                )
-
-        contexts = self._contexts(types)
-        for mesh, next_one in itertools.zip_longest(contexts, contexts[1:]):
+        obey, refusals = not self._options.ignore_constraints, []
+        attempts = self._attempts(types)
+        for i, (mesh, tried) in enumerate(attempts):
             try:
-                return traced(mesh)
+                with jax.sharding.use_abstract_mesh(mesh):
+                    leaves = list(map(abstract, tried))
+                    return trace(self._fn, args, kwargs, leaves=leaves, obey=obey, **self._trace_keywords), tried
             except Exception as error:
-                if next_one is None or not _wants_another_context(error):
-                    if (named := named_refusal(self._fn, error)) is not None and self._is_explicit(types):
-                        raise named from error
-                    raise
-        raise AssertionError("some context is the last")
+                named = named_refusal(self._fn, error) if any(is_explicit(one) for one, _ in attempts) else None
+                refusals.append(named)
+                says_another = _wants_another_context(error) or (named is not None and tried != attempts[-1][1])
+                if i < len(attempts) - 1 and says_another:
+                    continue
+                if (named := next(filter(None, refusals), None)) is not None:
+                    raise named from error
+                raise
+        raise AssertionError("there is an attempt")
 
-    def _contexts(self, types: tuple) -> list[AbstractMesh]:
-        """Meshes to trace under: as `jax.jit` does, and what to try if JAX refuses the step there.
+    def _attempts(self, types: tuple) -> list[tuple[AbstractMesh, tuple]]:
+        """Meshes to trace under, and types of arguments to trace with: as `jax.jit` does it, then what is tried if JAX
+        refuses the step.
 
-        A step that names axes and is traced under no mesh means those of ours, Auto or Explicit.
+        A step that names axes and is traced under no mesh means those of ours, Auto or Explicit. Without a mesh that
+        is set, arguments may also lie on Explicit axes by chance, since `jax.make_mesh` makes such.
         """
         context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
+        given, opened = self._options.given_mesh.abstract_mesh, tuple(map(without_type, types))
         if not context.empty:
-            auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names))
-            return [context, auto] if self._is_ours(context) else [auto]
-        typed = [one[4].mesh for one in types if isinstance(one, tuple) and one[4] is not None]
-        given = self._options.given_mesh.abstract_mesh
-        explicit = typed[:1] or [given] * is_explicit(given)
-        return [context, *typed[:1]] if typed else [context, ours, *explicit]
-
-    def _is_explicit(self, types: tuple) -> bool:
-        return any(map(is_explicit, self._contexts(types)))
+            auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names)), opened
+            return [(context, types), auto] if self._is_ours(context) else [auto]
+        typed = [(one[4].mesh, types) for one in types if isinstance(one, tuple) and one[4] is not None][:1]
+        as_typed = [(context, types), *typed] if typed and is_explicit(given) else []
+        named = typed or [(given, opened)] * is_explicit(given)
+        return [*as_typed, (context, opened), (ours, opened), *(() if as_typed else named)]
 
 
 def _wants_another_context(error: Exception) -> bool:
