@@ -318,7 +318,8 @@ class Autosharded:
             except Exception as error:
                 named = named_refusal(self._fn, error) if any(is_explicit(one) for one, _ in attempts) else None
                 refusals.append(named)
-                says_another = _wants_another_context(error) or (named is not None and tried != attempts[-1][1])
+                by_chance = mesh.empty and tried is types and named is not None  # on Explicit axes
+                says_another = by_chance or _wants_another_context(error)
                 if i < len(attempts) - 1 and says_another:
                     continue
                 if (named := next(filter(None, refusals), None)) is not None:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.explicit import type_sharding
+from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import HOST, is_array
 from autoshard.plans import Plan
 from autoshard.program import slashed
@@ -117,9 +117,16 @@ def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
                 "Go on with what that call returned, as in `state, loss = step(state, batch)`, or do not donate it."
             )
         lies = getattr(leaf, "sharding", None)
-        if lies is not sharding and lies != sharding:
+        if lies is not sharding and lies != sharding and not _is_alike(lies, sharding, leaf):
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
     return placed
+
+
+def _is_alike(lies: Any, sharding: NamedSharding, leaf: Any) -> bool:
+    """Whether two shardings are one type of explicit mode, which `jax.jit` does not compile anew for: P("x", None) and
+    P("x")."""
+    explicit = isinstance(lies, NamedSharding) and is_explicit(sharding.mesh) and lies.mesh == sharding.mesh
+    return explicit and lies.is_equivalent_to(sharding, leaf.ndim)
 
 
 def is_deleted(leaf: Any) -> bool:

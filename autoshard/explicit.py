@@ -17,6 +17,7 @@ All other types follow from these by JAX's rules, and are dropped: the plan deci
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.errors import ConflictError
 from autoshard.jaxprs import (
     CONSTRAINTS,
+    NO_MESH,
     ClosedJaxpr,
     DropVar,
     Jaxpr,
@@ -45,7 +47,6 @@ from autoshard.jaxprs import (
 from autoshard.layout import Layout, layout_of
 
 _OPEN = PartitionSpec.UNCONSTRAINED
-_NOWHERE = AbstractMesh((), ())
 _NO_DEVICES = Mesh(np.empty((), dtype=object), ())
 # Parameters that say how the result of an equation lies.
 _RESULT_SHARDINGS = ("out_sharding", "sharding")
@@ -59,6 +60,7 @@ class Types:
     arguments: tuple[Layout | None, ...]  # per flat argument
     results: tuple[Layout | None, ...]  # per flat result
     reached: frozenset[int]  # results that an open argument goes into, other than through a `reshard`
+    on_auto: frozenset[int]  # results that the step has put on Auto axes
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
@@ -79,7 +81,7 @@ def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types
         obey: whether they count; all are open otherwise.
 
     Raises:
-        ConflictError: an argument or result is a sum of which each device has a part.
+        ConflictError: an argument or result is, or was, a sum of which each device has a part.
     """
     ends = [*closed.in_avals, *closed.out_avals]
     meshes = [sharding.mesh for sharding in map(type_sharding, ends) if sharding is not None]
@@ -91,19 +93,27 @@ def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types
     for i in reached:
         if results[i] is not None and not any(results[i]):  # whole only because the argument counts as whole
             results[i] = None
-    return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached)
+    on_auto = frozenset(i for i, aval in enumerate(closed.out_avals) if _is_on_auto(aval))
+    return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto)
+
+
+def _is_on_auto(aval: Any) -> bool:
+    sharding = getattr(aval, "sharding", None)
+    return isinstance(sharding, NamedSharding) and not sharding.mesh.empty and not is_explicit(sharding.mesh)
 
 
 def _layout_in(aval: Any) -> Layout | None:
     sharding = type_sharding(aval)
     if sharding is None:
         return None
-    if getattr(sharding.spec, "unreduced", None):
+    if getattr(sharding.spec, "unreduced", None) or getattr(sharding.spec, "reduced", None):
         raise ConflictError(
-            f"an argument or result has the type {aval.str_short()}, a sum of which each device has a part, and a plan "
-            "has no layout for that.\nSum it first: jax.sharding.reshard(x, P(...)) without unreduced."
+            f"an argument or result has the type {aval.str_short()}, of a sum of which each device has or had a part; "
+            "a plan has no layout for that.\n"
+            "Pass and return jax.sharding.reshard(x, P(...)) without unreduced= and reduced=; inside the step they may "
+            "stay."
         )
-    return layout_of(sharding.spec, aval.ndim)
+    return layout_of(_bare(sharding.spec), aval.ndim)
 
 
 def on_auto_axes(closed: ClosedJaxpr, types: Types | None, *, obey: bool, settled: Sequence[int] = ()) -> ClosedJaxpr:
@@ -136,7 +146,12 @@ def on_auto_axes(closed: ClosedJaxpr, types: Types | None, *, obey: bool, settle
 
 
 def _says(eqn: JaxprEqn | None, order: NamedSharding) -> bool:
-    return eqn is not None and eqn.primitive.name in CONSTRAINTS and eqn.params.get("sharding") == order
+    """Whether the equation is a constraint that says as much."""
+    if eqn is None or eqn.primitive.name not in CONSTRAINTS:
+        return False
+    said = _entries(eqn.params["sharding"].spec, len(order.spec))
+    pairs = ((_axes(ours), _axes(theirs), ours) for ours, theirs in zip(order.spec, said, strict=True))
+    return all(ours is _OPEN or wanted == found[: len(wanted)] for wanted, found, ours in pairs)
 
 
 def _mentions_types(closed: ClosedJaxpr) -> bool:
@@ -183,10 +198,25 @@ def _order(sharding: NamedSharding, ndim: int, *, whole_is_open: bool = False) -
     if not ndim or not is_explicit(mesh) or AxisType.Manual in mesh.axis_types:
         return None
     whole = _OPEN if whole_is_open or AxisType.Auto in mesh.axis_types else None
-    entries = [entry or whole for entry in (*sharding.spec, *[None] * (ndim - len(sharding.spec)))]
+    entries = [entry or whole for entry in _entries(sharding.spec, ndim)]
     if all(entry is _OPEN for entry in entries):
         return None
     return NamedSharding(_auto(mesh), PartitionSpec(*entries))
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> tuple:
+    """One entry per dim; a spec that says of a sum that it is one cannot be iterated over."""
+    entries = tuple(getattr(spec, "partitions", spec))
+    return (*entries, *[None] * (ndim - len(entries)))
+
+
+def _bare(spec: PartitionSpec) -> PartitionSpec:
+    """What a spec says of dims alone."""
+    return PartitionSpec(*_entries(spec, 0))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is _OPEN or entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _auto(mesh: Any) -> Any:
@@ -199,7 +229,7 @@ def _auto(mesh: Any) -> Any:
 
 def _untyped_mesh(mesh: AbstractMesh) -> AbstractMesh:
     """Where a type was on `mesh`, what is on Auto axes: no mesh, as when none is set, unless some axes are Manual."""
-    return _auto(mesh) if AxisType.Manual in mesh.axis_types else _NOWHERE
+    return _auto(mesh) if AxisType.Manual in mesh.axis_types else NO_MESH
 
 
 class _Rewriter:
@@ -254,16 +284,19 @@ class _Rewriter:
             return True
         if not self.obey:
             return False
-        return eqn.primitive.name != "reshard" or self.ordered(eqn, eqn.params["dst_sharding"]) is not None
+        return eqn.primitive.name != "reshard" or self.ordered(eqn) is not None
 
-    def ordered(self, eqn: JaxprEqn, sharding: Any) -> NamedSharding | None:
+    def ordered(self, eqn: JaxprEqn) -> NamedSharding | None:
         """What the user, as far as one can tell, says of the result of an equation."""
-        if not self.obey or not isinstance(sharding, NamedSharding):
+        aval = eqn.outvars[0].aval
+        sharding = type_sharding(aval)
+        if not self.obey or sharding is None:
             return None
         is_constant = eqn.primitive.name not in CONSTRAINTS and not any(getattr(x.aval, "ndim", 0) for x in eqn.invars)
-        if not any(sharding.spec) and (is_constant or "transpose(" in str(eqn.source_info.name_stack)):
+        is_whole = not any(_entries(sharding.spec, aval.ndim))
+        if is_whole and (is_constant or "transpose(" in str(eqn.source_info.name_stack)):
             return None
-        return _order(sharding, eqn.outvars[0].aval.ndim)
+        return _order(sharding, aval.ndim)
 
     def equations(self, eqn: JaxprEqn, inputs: list, bound: Callable[[Var], Var]) -> list[JaxprEqn]:
         """What an equation becomes: itself, and a constraint if its type was ordered."""
@@ -272,9 +305,8 @@ class _Rewriter:
             return [constraint_like(inputs[0], outputs[0], self.constraint(eqn), eqn)]
         params = dict(eqn.params)
         for name in _RESULT_SHARDINGS:
-            if type_said := _explicit_among(params.get(name)):
-                order = self.ordered(eqn, type_said) if len(outputs) == 1 else None
-                params[name] = None
+            if _is_typed(params.get(name)):
+                order, params[name] = self.ordered(eqn) if len(outputs) == 1 else None, None
         if eqn.primitive.name == "call_hi_primitive":  # defined by a function, which JAX traces when it is bound
             with jax.sharding.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
                 if (called := called_jaxpr(eqn)) is not None:
@@ -291,10 +323,7 @@ class _Rewriter:
     def constraint(self, eqn: JaxprEqn) -> NamedSharding:
         """What a constraint says, on Auto axes: of the axes that are Explicit, what the type says."""
         (result,) = eqn.outvars
-        if eqn.primitive.name == "reshard":
-            said = self.ordered(eqn, eqn.params["dst_sharding"])
-        else:
-            said = eqn.params["sharding"]
+        said = self.ordered(eqn) if eqn.primitive.name == "reshard" else eqn.params["sharding"]
         memory_kind = said.memory_kind if said is not None else None
         if said is None or not self.obey:
             memory_kind = memory_kind or ("pinned_host" if on_host(result.aval) else "device")
@@ -303,8 +332,8 @@ class _Rewriter:
         typed = type_sharding(result.aval)
         if eqn.primitive.name == "reshard" or typed is None:
             return said
-        written = (*said.spec, *[None] * (result.aval.ndim - len(said.spec)))
-        entries = (_joined(ours, theirs) for ours, theirs in zip(typed.spec, written, strict=True))
+        both = (_entries(one.spec, result.aval.ndim) for one in (typed, said))
+        entries = itertools.starmap(_joined, zip(*both, strict=True))
         return NamedSharding(_auto(said.mesh), PartitionSpec(*entries), memory_kind=memory_kind)
 
     def context_mesh(self, mesh: AbstractMesh) -> AbstractMesh:
@@ -318,7 +347,7 @@ class _Rewriter:
         if sharding is None or not is_array(aval):
             return aval
         mesh = _untyped_mesh(sharding.mesh)
-        if mesh is _NOWHERE:
+        if mesh is NO_MESH:
             return aval.update(sharding=jax.core.ShapedArray(aval.shape, aval.dtype).sharding)
         return aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * aval.ndim)))
 
@@ -331,7 +360,7 @@ class _Rewriter:
         if isinstance(value, Mesh | AbstractMesh):
             return value if not is_explicit(value) else _NO_DEVICES if name == "ctx_mesh" else _auto(value)
         if isinstance(value, NamedSharding):
-            return NamedSharding(_auto(value.mesh), value.spec) if is_explicit(value.mesh) else value
+            return NamedSharding(_auto(value.mesh), _bare(value.spec)) if is_explicit(value.mesh) else value
         if is_array(value):
             return self.aval(value)
         if isinstance(value, PartitionSpec):
@@ -346,18 +375,17 @@ class _Rewriter:
         return value
 
 
-def _explicit_among(value: Any) -> NamedSharding | None:
-    """The sharding on Explicit axes that a parameter holds."""
+def _is_typed(value: Any) -> bool:
+    """Whether a parameter holds a sharding on Explicit axes."""
     values = value if isinstance(value, tuple | list) else (value,)
-    return next((one for one in values if isinstance(one, NamedSharding) and is_explicit(one.mesh)), None)
+    return any(isinstance(one, NamedSharding) and is_explicit(one.mesh) for one in values)
 
 
 def _joined(typed: Any, written: Any) -> Any:
-    """One dim of a constraint: the axes of its type, then those that the constraint names; none leave it open."""
+    """One dim of a constraint: the axes of its type, then those that the constraint names."""
     if written is _OPEN:
         return typed or _OPEN
-    axes = [axis for entry in (typed, written) for axis in ((entry,) if isinstance(entry, str) else entry or ())]
-    return tuple(dict.fromkeys(axes)) or _OPEN
+    return tuple(dict.fromkeys((*_axes(typed), *_axes(written)))) or None
 
 
 def _const(const: Any) -> Any:
@@ -367,4 +395,5 @@ def _const(const: Any) -> Any:
     sharding = const.sharding
     if not isinstance(sharding, NamedSharding) or not is_explicit(sharding.mesh):
         return const
-    return jax.device_put(const, NamedSharding(_auto(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind))
+    untyped = NamedSharding(_auto(sharding.mesh), _bare(sharding.spec), memory_kind=sharding.memory_kind)
+    return jax.device_put(const, untyped)

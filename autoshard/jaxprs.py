@@ -20,7 +20,7 @@ from autoshard.experimental import compute_on, set_xla_metadata
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal
 DropVar, Var = core.DropVar, core.Var
 
-_NOWHERE = AbstractMesh((), ())
+NO_MESH = AbstractMesh((), ())
 HOST = "pinned_host"  # the memory kind of shardings of arrays in the host's memory
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
@@ -148,7 +148,7 @@ def _constraint(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> 
     def constrained(x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    with jax.sharding.use_abstract_mesh(_NOWHERE):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         equations = jax.make_jaxpr(constrained)(jax.ShapeDtypeStruct(shape, dtype)).jaxpr.eqns
     return next(eqn for eqn in equations if eqn.primitive.name == "sharding_constraint")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
 from autoshard.explicit import type_sharding
@@ -25,6 +25,7 @@ from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
     HOST,
+    NO_MESH,
     REMAT,
     ClosedJaxpr,
     JaxprEqn,
@@ -42,7 +43,7 @@ from autoshard.jaxprs import (
 )
 from autoshard.layout import Layout, spec_of
 from autoshard.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
-from autoshard.plans import Annotations, Plan
+from autoshard.plans import Annotations, Placed, Plan
 from autoshard.program import Equation, Program, Value
 
 
@@ -110,11 +111,17 @@ def _typed(results: Sequence[Any], plan: Plan) -> tuple:
     """Results on the axes that they lie on: those of the user's mesh, where they have types of explicit mode."""
     if plan.axis_types is None:
         return tuple(results)
-    with jax.sharding.use_abstract_mesh(plan.typed_mesh.abstract_mesh):
-        return tuple(
-            jax.sharding.reshard(x, to.spec) if to.typed and is_array(jax.typeof(x)) else x
-            for x, to in zip(results, plan.results, strict=True)
-        )
+    mesh = plan.typed_mesh.abstract_mesh
+
+    def typed(array: Any, to: Placed) -> Any:
+        if not to.typed or not is_array(jax.typeof(array)):
+            return array
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        named = (tuple(axis for axis in axes if kinds[axis] is AxisType.Explicit) for axes in to.layout)
+        return jax.sharding.reshard(array, PartitionSpec(*(axes or None for axes in named)))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        return tuple(map(typed, results, plan.results))
 
 
 def _of_arrays(shardings: Sequence[NamedSharding], avals: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
@@ -179,7 +186,8 @@ class _Emitter:
         self.pins = _pins(program, annotations)
 
     def run(self, *arguments: Any) -> list:
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # whatever mesh the caller has set
+        # whatever mesh the caller has set, be it of another size
+        with jax.sharding.use_abstract_mesh(NO_MESH), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.results(arguments)
 
     def results(self, arguments: Sequence[Any]) -> list:

@@ -79,6 +79,11 @@ class Placed:
     def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec, memory_kind=HOST if self.on_host else None)
 
+    def typed_sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        """As a type of explicit mode has it: with an entry per dim."""
+        spec = PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in self.layout))
+        return NamedSharding(mesh, spec, memory_kind=HOST if self.on_host else None)
+
     @property
     def spec(self) -> PartitionSpec:
         return spec_of(self.layout)
@@ -180,11 +185,14 @@ class Plan:
 
     @cached_property
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
-        return tuple(placed.sharding(self.typed_mesh if placed.typed else self.mesh) for placed in self.arguments)
+        return tuple(map(self._sharding, self.arguments))
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
-        return tuple(placed.sharding(self.typed_mesh if placed.typed else self.mesh) for placed in self.results)
+        return tuple(map(self._sharding, self.results))
+
+    def _sharding(self, placed: Placed) -> NamedSharding:
+        return placed.typed_sharding(self.typed_mesh) if placed.typed else placed.sharding(self.mesh)
 
     @cached_property
     def typed_mesh(self) -> Mesh | AbstractMesh:

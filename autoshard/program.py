@@ -215,7 +215,8 @@ class Program:
         return frozenset(
             i
             for i, (value, layout) in enumerate(zip(self.results, self.types.results, strict=True))
-            if layout is not None or not value.shape or (value.shape, value.dtype) not in states
+            if i not in self.types.on_auto
+            and (layout is not None or not value.shape or (value.shape, value.dtype) not in states)
         )
 
     @property

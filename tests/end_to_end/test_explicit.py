@@ -282,7 +282,8 @@ def open_batch():
 def sorted_and_split():
     def step(x):
         first, rest = jnp.split(x, [4], axis=1)
-        return jnp.sort(x, axis=1), first, lax.top_k(rest, 2), jnp.concatenate([x, x], axis=1), jnp.pad(x, ((0, 0), (1, 1)))
+        wide = jnp.concatenate([x, jnp.pad(x, ((0, 0), (1, 1)))], axis=1)
+        return jnp.sort(x, axis=1), first, lax.top_k(rest, 2), wide
 
     return step, on(numbers(8, 16), "data")
 
