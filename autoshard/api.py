@@ -30,7 +30,7 @@ from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import calls_back
-from autoshard.layout import Layout, MeshShape, layout_of, spec_of
+from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering, Step, named_refusals
 from autoshard.mesh.topology import Topology
 from autoshard.on_shards import check_plan
@@ -211,7 +211,7 @@ class Autosharded:
                     results = last.run(*leaves)
             except jax.errors.JaxRuntimeError:
                 raise
-            except (RuntimeError, ValueError):
+            except (RuntimeError, TypeError, ValueError):
                 refused = True
             else:
                 return last.compiled.step.result(results)
@@ -292,14 +292,18 @@ class Autosharded:
     def _as_traced(self, type_: ArrayType, context: AbstractMesh) -> ArrayType:
         """An argument's type as the step is traced with it: on Explicit axes if `jax.jit` would trace so.
 
-        Where layouts are to be ignored, it is whole on these axes, so that no two types contradict each other.
+        Where layouts are to be ignored, it is whole on these axes, so that no two types contradict each other. A number
+        always is, so that one that the step returned is of the type of the first.
         """
         typed = is_typed_on(type_, self._options.mesh)
         typed = typed and (context.empty or context.axis_types == type_[4].mesh.axis_types)
-        if not self._options.ignore_constraints:
-            return type_ if typed else without_type(type_)
-        mesh = type_[4].mesh if typed else context
-        return whole_type(type_, mesh) if typed or self._is_ours(context) else without_type(type_)
+        explicit = type_[4].mesh if typed else context if self._is_ours(context) else None
+        if explicit is None:
+            return without_type(type_)
+        is_number = isinstance(type_, tuple) and not type_[0]
+        if self._options.ignore_constraints or is_number:
+            return whole_type(type_, explicit)
+        return type_ if typed else without_type(type_)
 
     def _is_ours(self, mesh: AbstractMesh) -> bool:
         """Whether it is an explicit mesh of the axes that the step is planned for."""
@@ -316,7 +320,8 @@ class Autosharded:
                     leaves = list(map(abstract, tried))
                     return trace(self._fn, args, kwargs, leaves=leaves, obey=obey, **self._trace_keywords), tried
             except Exception as error:
-                named = named_refusal(self._fn, error) if any(is_explicit(one) for one, _ in attempts) else None
+                explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
+                named = named_refusal(self._fn, error) if explicit else None
                 refusals.append(named)
                 by_chance = mesh.empty and tried is types and named is not None  # on Explicit axes
                 says_another = by_chance or _wants_another_context(error)
@@ -358,8 +363,10 @@ def _by_hand() -> bool:
 
 
 def _transforms_types(leaves: Sequence[Any]) -> bool:
-    """Whether types of explicit mode are being transformed: how derivatives and batches lie, types say already."""
-    return any(isinstance(leaf, jax.core.Tracer) and type_sharding(jax.typeof(leaf)) is not None for leaf in leaves)
+    """Whether arrays are being transformed in explicit mode: how derivatives and batches lie, types say already."""
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+    explicit = is_explicit(jax.sharding.get_abstract_mesh())
+    return any(explicit or type_sharding(jax.typeof(leaf)) is not None for leaf in traced)
 
 
 def evaluate(
@@ -547,28 +554,31 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, finish:
 
 def _formulated(program: Program, rules: Sequence[Rule], options: Options) -> Formulation:
     mesh_shape = dict(options.mesh.shape)
+    fixed = fixed_layouts(program, options.fixed, mesh_shape)
+    _check_types(program, fixed)
     return formulate(
         program,
         rules,
         mesh_shape,
         options.topology,
         memory=options.memory,
-        fixed=_fixed(program, options),
+        fixed=program.ordered_arguments | fixed,
+        beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
 
 
-def _fixed(program: Program, options: Options) -> dict[int, Layout]:
-    """Argument index -> the layout that it must have: by `fixed=`, or by its type in explicit mode."""
-    mesh_shape = dict(options.mesh.shape)
-    fixed, typed = fixed_layouts(program, options.fixed, mesh_shape), program.ordered_arguments
-    for i in fixed.keys() & typed.keys():
-        if fixed[i] != typed[i]:
+def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
+    """
+    Raises:
+        ConflictError: `fixed=` contradicts the type of an argument in explicit mode.
+    """
+    for i, typed in program.ordered_arguments.items():
+        if i in fixed and without_axes(fixed[i], program.open_axes) != typed:
             raise ConflictError(
-                f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, its type says {spec_of(typed[i])}.\n"
-                "Drop it from fixed=, or put the array on Auto axes, or jax.sharding.reshard it before the call."
+                f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, its type says {spec_of(typed)}.\n"
+                "Drop it from fixed=, or lay the array so before the call (jax.sharding.reshard)."
             )
-    return typed | fixed
 
 
 def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Finish) -> Plan:

@@ -44,7 +44,7 @@ def type_of(leaf: Any) -> ArrayType:
 
 def _typed(aval: Any) -> NamedSharding | None:
     """The sharding in a type, on the axes alone that are Explicit."""
-    sharding = type_sharding(aval) if aval.shape else None
+    sharding = type_sharding(aval)
     if sharding is None:
         return None
     return jax.core.ShapedArray(
@@ -65,7 +65,7 @@ def without_type(type_: ArrayType) -> ArrayType:
 
 def whole_type(type_: ArrayType, mesh: AbstractMesh) -> ArrayType:
     """The same array with a type that has it whole on a mesh of Explicit axes."""
-    if not isinstance(type_, tuple) or not type_[0]:
+    if not isinstance(type_, tuple):
         return type_
     return (*type_[:4], NamedSharding(mesh, PartitionSpec(*[None] * len(type_[0]))))
 
@@ -106,11 +106,16 @@ def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
     a mesh of Explicit axes say, is moved as any other: `jax.jit` would compile once more for it.
 
     Raises:
-        ArgumentError: an array has been deleted.
+        ArgumentError: an array has been deleted, or is none.
         MeshError: an array lies on devices that the mesh does not have.
     """
     placed = list(leaves)
     for i, (leaf, sharding) in enumerate(zip(leaves, plan.flat_in_shardings, strict=True)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                f"{plan.arguments[i].name} is {leaf}, which has no numbers to run with.\n"
+                "Call the step with arrays; .plan() and .lower() take what has only a shape."
+            )
         if is_deleted(leaf):
             raise ArgumentError(
                 f"{plan.arguments[i].name} has been deleted, most likely since it was donated to an earlier call.\n"

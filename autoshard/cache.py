@@ -34,7 +34,10 @@ class CacheWarning(UserWarning):
 
 def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
     """Equal if the same plan would be made, in any process."""
-    rule_texts = [(str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items())) for rule in rules]
+    rule_texts = [
+        (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.beside))
+        for rule in rules
+    ]
     said = (
         _version("autoshard"),
         jax.__version__,

@@ -113,7 +113,8 @@ def _layout_in(aval: Any) -> Layout | None:
             "Pass and return jax.sharding.reshard(x, P(...)) without unreduced= and reduced=; inside the step they may "
             "stay."
         )
-    return layout_of(_bare(sharding.spec), aval.ndim)
+    order = sharding.mesh.axis_names.index  # plans know no other
+    return tuple(tuple(sorted(axes, key=order)) for axes in layout_of(_bare(sharding.spec), aval.ndim))
 
 
 def on_auto_axes(closed: ClosedJaxpr, types: Types | None, *, obey: bool, settled: Sequence[int] = ()) -> ClosedJaxpr:
@@ -197,11 +198,18 @@ def _order(sharding: NamedSharding, ndim: int, *, whole_is_open: bool = False) -
     mesh = sharding.mesh
     if not ndim or not is_explicit(mesh) or AxisType.Manual in mesh.axis_types:
         return None
-    whole = _OPEN if whole_is_open or AxisType.Auto in mesh.axis_types else None
+    whole = _OPEN if whole_is_open else None
     entries = [entry or whole for entry in _entries(sharding.spec, ndim)]
     if all(entry is _OPEN for entry in entries):
         return None
-    return NamedSharding(_auto(mesh), PartitionSpec(*entries))
+    # On Explicit axes alone no dim can be left open, on Auto ones none can be said to be closed.
+    return NamedSharding(mesh if open_axes(mesh) else _auto(mesh), PartitionSpec(*entries))
+
+
+def open_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
+    """The axes that types on this mesh leave open; none if it has no others."""
+    types = zip(mesh.axis_names, mesh.axis_types or (), strict=False)
+    return frozenset(name for name, kind in types if kind is AxisType.Auto) if is_explicit(mesh) else frozenset()
 
 
 def _entries(spec: PartitionSpec, ndim: int) -> tuple:

@@ -16,6 +16,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding
 
 from autoshard.experimental import compute_on, set_xla_metadata
+from autoshard.layout import with_auto_axes
 
 ClosedJaxpr, Jaxpr, JaxprEqn, Literal = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal
 DropVar, Var = core.DropVar, core.Var
@@ -138,9 +139,10 @@ def said(params: Mapping[str, Any]) -> NamedSharding | None:
 def constraint_like(operand: Var | Literal, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
     """`result` is `operand` with a constraint, on the line of another equation."""
 
-    made = _constraint(result.aval.shape, result.aval.dtype, sharding)
-    source = made.source_info if like is None else like.source_info
-    return made.replace(invars=[operand], outvars=[result], source_info=source)
+    aval = result.aval
+    made = _constraint(aval.shape, aval.dtype, NamedSharding(with_auto_axes(sharding.mesh), sharding.spec))
+    source, params = made.source_info if like is None else like.source_info, {**made.params, "sharding": sharding}
+    return made.replace(invars=[operand], outvars=[result], params=params, source_info=source)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -185,6 +187,17 @@ def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
                   for side in (rule.operand_mappings, rule.result_mappings))
     kinds["need_replication"] += tuple(sorted(used - made - said))
     return " -> ".join(sides), kinds | {"sizes": dict(rule.factor_sizes)}
+
+
+def devices_put_on(params: Mapping[str, Any]) -> list[int]:
+    """The ids of the devices that a `device_put` names."""
+    ids: set[int] = set()
+    for one in params.get("devices", ()):
+        if isinstance(one, jax.Device):
+            ids.add(one.id)
+        elif isinstance(one, jax.sharding.Sharding) and not isinstance(getattr(one, "mesh", None), AbstractMesh):
+            ids.update(device.id for device in one.device_set)
+    return sorted(ids)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

@@ -13,7 +13,7 @@ P('data', None, ('x', 'y'))
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -70,6 +70,15 @@ def without_idle_axes(layout: Layout, mesh: MeshShape) -> Layout:
     (('x',), ())
     """
     return tuple(tuple(axis for axis in dim if axis in mesh) for dim in layout)
+
+
+def without_axes(layout: Layout, axes: Collection[str]) -> Layout:
+    """The layout along all other mesh axes.
+
+    >>> without_axes((("x", "y"), ("z",)), {"y", "z"})
+    (('x',), ())
+    """
+    return tuple(tuple(axis for axis in dim if axis not in axes) for dim in layout)
 
 
 def spec_text(layout: Layout) -> str:

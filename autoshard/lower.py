@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
-from autoshard.explicit import type_sharding
+from autoshard.explicit import open_axes, type_sharding
 from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
@@ -32,6 +32,7 @@ from autoshard.jaxprs import (
     Literal,
     called_jaxpr,
     called_operands,
+    devices_put_on,
     equations_of,
     guards,
     is_array,
@@ -160,11 +161,13 @@ def named_refusals(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[None
     """What `jax.jit` refuses of a program on several devices, in the user's words.
 
     Raises:
-        MeshError: the program has effects whose order several devices do not keep.
+        MeshError: the program has effects whose order several devices do not keep, or is to run on other devices, too.
     """
     try:
         yield
     except ValueError as error:
+        if "Received incompatible devices" in str(error):
+            raise MeshError(_elsewhere(program, mesh, error)) from error
         if "ordered effects are not supported" not in str(error):
             raise
         lines = dict.fromkeys(str(equation.source) for equation in program.equations if not equation.outputs)
@@ -172,6 +175,27 @@ def named_refusals(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[None
             f"{program.name} has effects whose order matters, and {mesh.size} devices keep none: {', '.join(lines)}.\n"
             "Drop ordered=True there, or use a mesh of one device."
         ) from None
+
+
+def _elsewhere(program: Program, mesh: Mesh | AbstractMesh, error: ValueError) -> str:
+    """Which devices a program names that are not those of its mesh."""
+    ours = sorted(device.id for device in mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    named: dict[str, list[int]] = {}
+    for equation in program.equations:
+        if equation.primitive == "device_put":
+            named[str(equation.source or "unknown line")] = devices_put_on(equation.params)
+    named = {line: ids for line, ids in named.items() if ids and ids != ours}
+    where = f"on devices {ours}, those of the mesh {dict(mesh.shape)}"
+    if named:
+        lines = ", ".join(f"at {line} puts arrays on devices {ids}" for line, ids in named.items())
+        return f"{program.name} runs {where}, but {lines}.\nLeave the device out there: the plan says where arrays lie."
+    context = jax.sharding.get_mesh()
+    if not context.empty and {device.id for device in context.devices.flat} != set(ours):
+        return (
+            f"{program.name} runs {where}, but the mesh that is set has other ones: {dict(context.shape)}.\n"
+            "Call it outside of that jax.set_mesh, or give autoshard the mesh that is set."
+        )
+    return f"{program.name} runs {where}, and JAX refuses it: {error}\nGive autoshard a mesh of the devices it names."
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
@@ -220,7 +244,7 @@ class _Emitter:
 
     def constrained_to(self, array: Any, sharding: NamedSharding | None) -> Any:
         """The user's own constraint, on our mesh."""
-        if sharding is None:
+        if sharding is None or open_axes(sharding.mesh):  # the plan says how it lies along these, too
             return array
         ours = NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)
         return jax.lax.with_sharding_constraint(array, ours)

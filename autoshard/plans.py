@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -21,7 +21,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import HOST
-from autoshard.layout import Layout, axes_of, local_shape, spec_of, spec_text, with_auto_axes, with_axis_types
+from autoshard.layout import (
+    Layout,
+    axes_of,
+    local_shape,
+    spec_of,
+    spec_text,
+    with_auto_axes,
+    with_axis_types,
+    without_idle_axes,
+)
 from autoshard.mesh.collectives import Collective
 from autoshard.program import Program, Source, Value
 from autoshard.solver.changes import Reader
@@ -367,13 +376,8 @@ def make_plan(
         name=program.name,
         mesh=mesh,
         fingerprint=formulation.fingerprint,
-        arguments=tuple(
-            replace(choice.placed(value, value.name), typed=i in program.typed_arguments)
-            for i, value in enumerate(program.arguments)
-        ),
-        results=tuple(
-            replace(choice.placed_result(i), typed=i in program.typed_results) for i in range(len(program.results))
-        ),
+        arguments=_typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments"),
+        results=_typed(program, [choice.placed_result(i) for i in range(len(program.results))], mesh, "results"),
         carried=program.carried,
         predicted=choice.prediction(),
         status=solution.status,
@@ -387,6 +391,23 @@ def make_plan(
         comparison=comparison or Comparison(),
         axis_types=program.types and program.types.mesh.axis_types,
     )
+
+
+def _typed(
+    program: Program, placed: Sequence[Placed], mesh: Mesh | AbstractMesh, side: Literal["arguments", "results"]
+) -> tuple[Placed, ...]:
+    """Arguments or results with the types that they have in explicit mode, axes of one device included."""
+    if program.types is None:
+        return tuple(placed)
+    on_types = program.typed_arguments if side == "arguments" else program.typed_results
+    several = {axis: size for axis, size in mesh.shape.items() if size > 1}
+
+    def typed(one: Placed, layout: Layout | None) -> Placed:
+        same = layout is not None and without_idle_axes(layout, several) == without_idle_axes(one.layout, several)
+        return replace(one, typed=True, layout=layout if same else one.layout)
+
+    pairs = zip(placed, getattr(program.types, side), strict=True)
+    return tuple(typed(one, layout) if i in on_types else one for i, (one, layout) in enumerate(pairs))
 
 
 def prediction_of(formulation: Formulation, choice: Sequence[int]) -> Prediction:

@@ -44,8 +44,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
-from autoshard.errors import AutoshardError, MeshError
-from autoshard.explicit import Types, on_auto_axes, types_of
+from autoshard.errors import MeshError
+from autoshard.explicit import Types, on_auto_axes, open_axes, types_of
 from autoshard.jaxprs import (
     REMAT,
     ClosedJaxpr,
@@ -194,6 +194,11 @@ class Program:
         """Argument index -> the layout in its type, which is an order in explicit mode."""
         layouts = self.types.arguments if self.types is not None else ()
         return {i: layout for i, layout in enumerate(layouts) if layout}
+
+    @property
+    def open_axes(self) -> frozenset[str]:
+        """The mesh axes of which types of explicit mode say nothing."""
+        return open_axes(self.types.mesh) if self.types is not None else frozenset()
 
     @property
     def typed_arguments(self) -> frozenset[int]:
@@ -720,15 +725,20 @@ def named_refusal(fn: Callable, error: Exception) -> MeshError | None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
     raised = frames[-1] if frames else None
     is_users_own = raised is not None and re.match(r"raise\b|assert\b", raised.line or "")
-    if isinstance(error, AutoshardError) or is_users_own or not _ABOUT_LAYOUTS.search(str(error)):
+    is_jaxs = type(error).__module__.split(".")[0] in ("builtins", "jax") and not is_users_own
+    if not is_jaxs or not _ABOUT_LAYOUTS.search(str(error)):
         return None
     line = raised and Source(raised.filename, raised.lineno or 0, raised.name)
     what = str(error).split(" This error occurs at source:")[0].strip()
-    return MeshError(
-        f"{getattr(fn, '__name__', 'the step')} is refused in explicit mode at {line or 'unknown line'}: {what}\n"
-        "Say there how the result lies (out_sharding=, jax.sharding.reshard), or trace the step on Auto axes, where "
-        "nothing has to be said: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
-    )
+    if "of type Auto" in what:
+        then = "Set a mesh with Explicit axes, as jax.make_mesh makes them (jax.set_mesh), or give autoshard one."
+    else:
+        then = (
+            "Say there how the result lies (out_sharding=, jax.sharding.reshard), or trace the step on Auto axes, "
+            "where nothing has to be said: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
+        )
+    name = getattr(fn, "__name__", "the step")
+    return MeshError(f"JAX refuses {name} for its shardings at {line or 'unknown line'}: {what}\n{then}")
 
 
 @functools.cache

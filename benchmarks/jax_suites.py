@@ -132,7 +132,7 @@ class Jitted:
         context = jax.sharding.get_mesh()
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         meshes = [x.mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding) and x.mesh.size > 1]
-        mesh = context if context.size > 1 else meshes[0] if meshes else self._replacement.mesh
+        mesh = context if not context.empty else meshes[0] if meshes else self._replacement.mesh
         if mesh not in self._steps:
             options = {"mesh": mesh, "topology": fast_links(mesh.shape), "time_limit": PLANNING_SECONDS}
             self._steps[mesh] = autoshard(self._fn, **options, **self._keywords)
