@@ -313,6 +313,7 @@ class Autosharded:
         """The program, and the types of arguments that it was traced with."""
         args, kwargs = join(static, dynamic)
         obey, refusals = not self._options.ignore_constraints, []
+        set_by_caller = jax.sharding.get_abstract_mesh()
         attempts = self._attempts(types)
         for i, (mesh, tried) in enumerate(attempts):
             try:
@@ -323,7 +324,7 @@ class Autosharded:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None
                 refusals.append(named)
-                by_chance = mesh.empty and tried is types and named is not None  # on Explicit axes
+                by_chance = set_by_caller.empty and tried is types and named is not None  # on Explicit axes
                 says_another = by_chance or _wants_another_context(error)
                 if i < len(attempts) - 1 and says_another:
                     continue

@@ -1,20 +1,21 @@
 """Programs of explicit mode: the numbers of `jax.jit`, and its shardings wherever a type orders one."""
 
-import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from equality import assert_equal
+from equality import are_equal, assert_equal
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from autoshard import Plan, autoshard, evaluate, plan
-from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MeshError
+from autoshard import Plan, autoshard, evaluate, plan, propagate
+from autoshard.errors import ArgumentError, ConflictError, MeshError
+from autoshard.layout import layout_of
 
 
 def mesh_of(shape, *types):
@@ -324,3 +325,304 @@ def test_explicit_programs_are_as_under_jit(program, shape):
             if jnp.ndim(x) and is_typed(x):
                 assert sharding.is_equivalent_to(x.sharding, x.ndim)
         assert str(made)
+
+
+# What is an order, and what is open.
+
+
+def in_specs(made):
+    return [sharding.spec for sharding in made.flat_in_shardings]
+
+
+def layouts(made):
+    return {home for home in made.annotations.homes.values() if any(home)}
+
+
+def test_what_is_ordered_inside_lies_so():
+    with jax.set_mesh(MESH):
+        x = on(numbers(8, 16), "data")
+
+        def step(x):
+            return reshard(jnp.tanh(x), P("model", "data")).sum()
+
+        assert (("model",), ("data",)) in layouts(plan(step, x, mesh=MESH))
+        assert (("model",), ("data",)) not in layouts(plan(step, x, mesh=MESH, ignore_constraints=True))
+
+
+def test_a_reshard_replicates_on_explicit_axes_alone():
+    def step(x):
+        return reshard(jnp.tanh(x), P(None, None)) * 2
+
+    for mesh, is_whole in [(MESH, True), (AUTO, False)]:
+        with jax.set_mesh(mesh):
+            x = jax.device_put(numbers(64, 64), NamedSharding(mesh, P("data")))
+            made = plan(step, x, mesh=mesh, topology="v5e:8")
+            assert (layout_of(made.out_shardings.spec, 2) == ((), ())) == is_whole
+
+
+def test_types_of_arguments_are_kept_and_others_are_open():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        made = plan(step, w, x, mesh=MESH)
+        assert in_specs(made) == [P(None, "model"), P("data", None)]
+        assert made.out_shardings[0] == NamedSharding(MESH, P(None, "model"))
+        free = plan(open_arguments()[0], *open_arguments()[1:], mesh=MESH, topology="v5e:8")
+        assert any(any(layout_of(s, 2)) for s in in_specs(free))
+        ignored = plan(step, w, x, mesh=MESH, ignore_constraints=True)
+        assert not any(e.primitive == "sharding_constraint" for e in ignored.lowering.program.equations)
+
+
+def test_fixed_that_contradicts_a_type_is_named():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        with pytest.raises(ConflictError, match=re.escape("its type says P(None, 'model')")):
+            plan(step, w, x, mesh=MESH, fixed={"w": P("data")})
+        assert in_specs(plan(step, w, x, mesh=MESH, fixed={"w": P(None, "model")}))[0] == P(None, "model")
+
+
+@pytest.mark.parametrize("mesh", [AUTO, None], ids=["Auto", "AbstractMesh"])
+def test_constraints_are_ignored_on_auto_axes_too(mesh):
+    mesh = mesh or AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def step(w, x):
+        return lax.with_sharding_constraint(x @ w, NamedSharding(AUTO, P())).sum()
+
+    options = {"mesh": mesh, "topology": "v5e:8"}
+    forced = plan(step, numbers(64, 64), numbers(256, 64), **options)
+    free = plan(step, numbers(64, 64), numbers(256, 64), **options, ignore_constraints=True)
+    plain = plan(lambda w, x: (x @ w).sum(), numbers(64, 64), numbers(256, 64), **options)
+    assert free.cost == plain.cost < forced.cost
+    assert free.fingerprint == plain.fingerprint
+    judged = {"in_shardings": (P(), P("data")), **options}
+    bound, loose = (
+        evaluate(step, numbers(64, 64), numbers(256, 64), **judged, ignore_constraints=one) for one in (False, True)
+    )
+    assert loose.cost < bound.cost
+
+
+def test_ignoring_keeps_what_moves_to_the_host():
+    host = NamedSharding(AUTO, P(), memory_kind="pinned_host")
+    decorated = autoshard(lambda x: jax.device_put(x * 2, host), mesh=AUTO, ignore_constraints=True)
+    assert decorated.plan(numbers(8, 8)).results[0].on_host
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ArgumentError, match="ignore_constraints='yes'; True or False is needed"):
+        autoshard(lambda x: x, mesh=AUTO, ignore_constraints="yes")
+
+
+@pytest.mark.parametrize("types", ["EA", "AE", "EAE"])
+def test_meshes_of_several_kinds_of_axes(types):
+    kinds = {"E": AxisType.Explicit, "A": AxisType.Auto}
+    mesh = mesh_of({2: (4, 2), 3: (2, 2, 2)}[len(types)], *(kinds[one] for one in types))
+    explicit = [name for name, one in zip(mesh.axis_names, types, strict=True) if one == "E"]
+    (auto,) = {*mesh.axis_names} - {*explicit}
+
+    def step(w, x):
+        def loss(w):
+            h = lax.with_sharding_constraint(jnp.tanh(x @ w), P(P.UNCONSTRAINED, auto))
+            return (h**2).mean()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - gradient, value, reshard(x * 2, P(None, explicit[0]))
+
+    with jax.set_mesh(mesh):
+        w, x = jax.device_put(numbers(16, 32), P()), jax.device_put(numbers(8, 16), P(explicit[0]))
+        decorated = autoshard(step, mesh=mesh)
+        found, expected = decorated(w, x), jax.jit(step)(w, x)
+        assert_equal(found, expected)
+        assert [jax.typeof(a) for a in found] == [jax.typeof(a) for a in expected]
+        assert_equal(decorated(found[0], x), jax.jit(step)(expected[0], x))
+        assert len(decorated._compiled) == 1  # Auto axes are no part of the type
+
+
+# Calls.
+
+
+def test_a_step_goes_on_with_its_own_results():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        traces = []
+        counted = autoshard(lambda w, x: (traces.append(0), step(w, x))[1], mesh=MESH)
+        found = expected = w
+        for _ in range(4):
+            found, expected = counted(found, x)[0], jax.jit(step)(expected, x)[0]
+        assert_equal(found, expected)
+        assert len(traces) == 1 and counted._last is not None
+
+
+def test_open_state_goes_on_as_state():
+    with jax.set_mesh(MESH):
+        step, w, x = open_arguments()
+        decorated, expected = autoshard(step, mesh=MESH), w
+        for _ in range(3):
+            w, loss = decorated(w, x)
+            expected, expected_loss = jax.jit(step)(expected, x)
+            assert_equal((w, loss), (expected, expected_loss))
+        assert len(decorated._compiled) == 1
+        assert float(loss + 1) > 1  # what is no state can be computed with where the mesh is set
+
+
+def test_a_donated_state_is_gone_after_the_call():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        kept = np.asarray(w)
+        found, _ = autoshard(step, mesh=MESH, donate_argnums=0)(w, x)
+        assert w.is_deleted()
+        assert_equal(found, jax.jit(step)(on(kept, None, "model"), x)[0])
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f, w, x: jax.grad(lambda w: f(w, x)[1])(w),
+        lambda f, w, x: jax.jit(jax.grad(lambda w: f(w, x)[1]))(w),
+        lambda f, w, x: jax.vmap(lambda s: f(w * s, x)[1])(jnp.arange(3.0)),
+        lambda f, w, x: jax.jvp(lambda w: f(w, x), (w,), (w,)),
+        lambda f, w, x: lax.scan(lambda w, _: f(w, x), w, length=2),
+    ],
+    ids=["grad", "jit of grad", "vmap", "jvp", "scan"],
+)
+def test_transformations_are_as_with_jit(transformed):
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        found, expected = (transformed(one, w, x) for one in (autoshard(step, mesh=MESH), jax.jit(step)))
+        assert_equal(found, expected)
+        assert [jax.typeof(a) for a in jax.tree.leaves(found)] == [jax.typeof(a) for a in jax.tree.leaves(expected)]
+
+
+def test_numbers_batched_under_an_explicit_mesh_are_as_with_jit():
+    with jax.set_mesh(MESH):
+
+        def square(x):
+            return (x**2).sum()
+
+        assert_equal(jax.vmap(autoshard(square, mesh=MESH))(numbers(8, 16)), jax.vmap(square)(numbers(8, 16)))
+        assert_equal(jax.grad(autoshard(square, mesh=MESH))(numbers(8, 16)), jax.grad(square)(numbers(8, 16)))
+
+
+def test_a_plan_of_typed_arguments_without_a_mesh_set():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        expected = jax.jit(step)(w, x)
+    assert_equal(autoshard(step, mesh=MESH)(w, x), expected)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in (w, x)]
+    assert in_specs(plan(step, *shapes, mesh=MESH)) == [P(None, "model"), P("data", None)]
+
+
+def test_without_a_mesh_set_arrays_may_lie_on_explicit_axes_by_chance():
+    """JAX would refuse the step: both operands are split along what is summed."""
+    w, x = (jax.device_put(numbers(16, 16), NamedSharding(MESH, spec)) for spec in (P("data"), P(None, "data")))
+    step = refused_by_types
+    decorated = autoshard(step, mesh=MESH)
+    assert_equal(decorated(w, x), jax.jit(step)(np.asarray(w), np.asarray(x)))
+    assert_equal(decorated(np.asarray(w), np.asarray(x)), decorated(w, x))
+    assert len({id(one) for one in decorated._compiled.values()}) == 1
+
+
+# Plans.
+
+
+def test_a_saved_plan_and_the_cache(tmp_path):
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        made = plan(step, w, x, mesh=MESH, cache=tmp_path)
+        again = plan(step, w, x, mesh=MESH, cache=tmp_path)
+        assert again.in_shardings == made.in_shardings and len(list(tmp_path.iterdir())) == 1
+        plan(step, w, x, mesh=MESH, cache=tmp_path, ignore_constraints=True)
+        assert len(list(tmp_path.iterdir())) == 2
+        loaded = Plan.loads(made.dumps(), MESH)
+        assert loaded.out_shardings == made.out_shardings
+        assert_equal(autoshard(step, mesh=MESH, plan=loaded)(w, x), jax.jit(step)(w, x))
+        with pytest.raises(Exception, match="made for another program"):
+            autoshard(step, mesh=MESH, plan=loaded)(on(np.asarray(w), "model"), x)
+
+
+def test_reports_of_explicit_programs():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        made = plan(step, w, x, mesh=MESH)
+        assert 'P(None, "model")' in str(made)
+        verified = made.verify()
+        assert "all_gather" in str(verified)
+        judged = evaluate(step, w, x, mesh=MESH, in_shardings=(None, P("data")))
+        assert in_specs(judged)[0] == P(None, "model")
+        assert propagate(step, w, x, mesh=MESH, in_specs=(P(None, "model"), P("data"))).outputs[0] == P(None, "model")
+    assert str(made.verify())  # without the mesh set
+
+
+def test_a_plan_for_an_abstract_mesh():
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def step(w, x):
+        h = jnp.einsum("bd,df->bf", x, w, out_sharding=P("data", "model"))
+        return reshard(h, P("data", None)).sum()
+
+    w, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in [((16, 32), P(None, "model")), ((8, 16), P("data", None))]
+    )
+    made = plan(step, w, x, mesh=mesh, topology="v5e:8")
+    assert in_specs(made) == [P(None, "model"), P("data", None)]
+    assert made.lowering().as_text()
+
+
+# Errors.
+
+
+def refused_by_types(w, x):
+    return x @ w  # ambiguous
+
+
+def test_what_jax_refuses_has_a_name_and_a_line():
+    with jax.set_mesh(MESH):
+        w, x = on(numbers(16, 16), "data"), on(numbers(8, 16), None, "data")
+        with pytest.raises(MeshError, match=r"refuses refused_by_types .* at test_explicit.py:\d+: Contracting"):
+            plan(refused_by_types, w, x, mesh=MESH)
+        with pytest.raises(ConflictError, match="a sum of which each device has or had a part"):
+            unreduced = P(unreduced={"data"})
+            plan(lambda w, x: jnp.einsum("ab,bc->ac", x, w, out_sharding=unreduced), w, x, mesh=MESH)
+
+        def own(x):
+            raise ValueError("no sharding of mine")
+
+        with pytest.raises(ValueError, match="no sharding of mine"):
+            plan(own, x, mesh=MESH)
+    with pytest.raises(MeshError, match="Set a mesh with Explicit axes"):
+        plan(lambda x: reshard(x, P("data")), numbers(8, 8), mesh=AUTO)
+
+
+def test_partial_sums_inside_a_step_are_sums():
+    def step(w, x):
+        parts = jnp.einsum("ab,bc->ac", x, w, out_sharding=P(unreduced={"data"}))
+        return reshard(parts + parts, P(None, "data"))
+
+    with jax.set_mesh(MESH):
+        w, x = on(numbers(16, 16), "data"), on(numbers(8, 16), None, "data")
+        assert_equal(autoshard(step, mesh=MESH)(w, x), jax.jit(step)(w, x))
+
+
+def elsewhere(x):
+    return x + jnp.fft.fftfreq(16, device=jax.devices()[1])  # the line that names it
+
+
+def test_other_devices_have_a_name_and_a_line():
+    with pytest.raises(MeshError, match=r"at test_explicit.py:\d+ puts arrays on devices \[1\]"):
+        autoshard(elsewhere, mesh=AUTO)(numbers(8, 16))
+    few = jax.make_mesh((4,), ("few",), devices=jax.devices()[:4])
+    with jax.set_mesh(few), pytest.raises(MeshError, match="the mesh that is set has other ones"):
+        autoshard(lambda x: x + 1, mesh=AUTO)(numbers(8, 16))
+
+
+def test_a_call_with_a_shape_alone_has_a_name_and_the_path():
+    decorated = autoshard(lambda params: params["w"] * 2, mesh=AUTO)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"params/w is ShapeDtypeStruct.* has no numbers"):
+            decorated({"w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+        decorated({"w": numbers(8)})
+
+
+def test_the_comparison_can_fail():
+    with jax.set_mesh(MESH):
+        step, *args = training()
+        assert not are_equal(autoshard(step, mesh=MESH)(*args), jax.jit(lambda w, x: (w, 0.0))(*args))
