@@ -14,17 +14,29 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from autoshard.arguments import abstract, is_deleted, not_an_array, place, run_transformed, type_of
+from autoshard.arguments import (
+    ArrayType,
+    abstract,
+    is_deleted,
+    is_typed_on,
+    not_an_array,
+    place,
+    run_transformed,
+    type_of,
+    whole_type,
+    without_type,
+)
 from autoshard.cache import find, keep, key_of
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
+from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import calls_back
-from autoshard.layout import MeshShape, layout_of, spec_of
+from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering, Step, named_refusals
 from autoshard.mesh.topology import Topology
 from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
-from autoshard.program import Program, Value, context, trace
+from autoshard.program import Program, Value, context, named_refusal, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
 from autoshard.report.alternatives import alternatives_of
@@ -49,6 +61,7 @@ def autoshard(
     time_limit: float = 60.0,
     cache: str | Path | None = None,
     refine: int = 1,
+    ignore_constraints: bool = False,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -79,6 +92,8 @@ def autoshard(
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
             cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
             `refine` more searches and as many compilations.
+        ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
+            `reshard`, `out_sharding=`, and the types of its arguments in explicit mode.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -91,7 +106,14 @@ def autoshard(
         AutoshardError: the options contradict each other or the mesh, here; or the arguments, when it is called.
     """
     options = options_of(
-        mesh, memory=memory, topology=topology, fixed=fixed, time_limit=time_limit, cache=cache, refine=refine
+        mesh,
+        memory=memory,
+        topology=topology,
+        fixed=fixed,
+        time_limit=time_limit,
+        cache=cache,
+        refine=refine,
+        ignore_constraints=ignore_constraints,
     )
     check_jit_keywords(jit_keywords)
     if plan is not None:
@@ -110,6 +132,7 @@ def plan(
     time_limit: float = 60.0,
     cache: str | Path | None = None,
     refine: int = 1,
+    ignore_constraints: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -119,7 +142,7 @@ def plan(
         kwargs: keyword arguments of `fn`.
     """
     options = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit, "cache": cache}
-    step = autoshard(fn, mesh=mesh, refine=refine, **options, **jit_keywords)
+    step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 
 
@@ -188,11 +211,11 @@ class Autosharded:
                     results = last.run(*leaves)
             except jax.errors.JaxRuntimeError:
                 raise
-            except (RuntimeError, ValueError):
+            except (RuntimeError, TypeError, ValueError):
                 refused = True
             else:
                 return last.compiled.step.result(results)
-        if _by_hand():
+        if _by_hand() or _transforms_types(leaves):
             return jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
         compiled = self._prepare(static, dynamic, leaves, in_tree)
         if not isinstance(compiled.plan.mesh, Mesh):
@@ -222,7 +245,7 @@ class Autosharded:
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
         static, dynamic = self._static.split(args, kwargs)
-        return self._trace(static, dynamic, self._types(jax.tree.leaves(dynamic), static, dynamic))
+        return self._trace(static, dynamic, self._types(jax.tree.leaves(dynamic), static, dynamic))[0]
 
     def finish(self, program: Program, plan: Plan) -> _Compiled:
         """The program under `jax.jit` as the plan says."""
@@ -234,54 +257,117 @@ class Autosharded:
 
     def _prepare(self, static: tuple, dynamic: Arguments, leaves: list, in_tree: Any) -> _Compiled:
         types = self._types(leaves, static, dynamic)
-        key = static, _kinds(static), in_tree, types, id(context())
+        key = static, _kinds(static), in_tree, id(context())
         try:
-            compiled = self._compiled.get(key)
+            compiled = self._compiled.get((*key, types))
         except TypeError as error:
             raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
         if compiled is None:
             with uncollected():
-                program = self._trace(static, dynamic, types)
-                if self._given:
-                    made = _bound(self._given, program, self._options)
-                else:
-                    made = _planned(program, self._options, self.finish, self._planned_before)
-            compiled = self.finish(program, made)
+                program, used = self._trace(static, dynamic, types)
+                if not program.closes_over_tracers:
+                    compiled = self._compiled.get((*key, used))
+                if compiled is None:
+                    compiled = self._planned_anew(program)
             if not program.closes_over_tracers:
-                self._compiled[key] = compiled
+                self._compiled[*key, types] = self._compiled[*key, used] = compiled
         return compiled
+
+    def _planned_anew(self, program: Program) -> _Compiled:
+        if self._given:
+            made = _bound(self._given, program, self._options)
+        else:
+            made = _planned(program, self._options, self.finish, self._planned_before)
+        return self.finish(program, made)
 
     def _types(self, leaves: list, static: tuple, dynamic: Arguments) -> tuple:
         try:
-            return tuple(map(type_of, leaves))
+            types = tuple(map(type_of, leaves))
         except TypeError as error:
             blanks = tuple((place, None) for place, _ in static)
             raise not_an_array(self._fn, *join(blanks, dynamic)) from error
+        context = jax.sharding.get_abstract_mesh()
+        return tuple(self._as_traced(one, context) for one in types)
 
-    def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> Program:
+    def _as_traced(self, type_: ArrayType, context: AbstractMesh) -> ArrayType:
+        """An argument's type as the step is traced with it: on Explicit axes if `jax.jit` would trace so.
+
+        Where layouts are to be ignored, it is whole on these axes, so that no two types contradict each other. A number
+        always is, so that one that the step returned is of the type of the first.
+        """
+        typed = is_typed_on(type_, self._options.mesh)
+        typed = typed and (context.empty or context.axis_types == type_[4].mesh.axis_types)
+        explicit = type_[4].mesh if typed else context if self._is_ours(context) else None
+        if explicit is None:
+            return without_type(type_)
+        is_number = isinstance(type_, tuple) and not type_[0]
+        if self._options.ignore_constraints or is_number:
+            return whole_type(type_, explicit)
+        return type_ if typed else without_type(type_)
+
+    def _is_ours(self, mesh: AbstractMesh) -> bool:
+        """Whether it is an explicit mesh of the axes that the step is planned for."""
+        return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
+
+    def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> tuple[Program, tuple]:
+        """The program, and the types of arguments that it was traced with."""
         args, kwargs = join(static, dynamic)
-
-        def traced() -> Program:
-            return trace(self._fn, args, kwargs, leaves=list(map(abstract, types)), **self._trace_keywords)
-
+        obey, refusals = not self._options.ignore_constraints, []
         set_by_caller = jax.sharding.get_abstract_mesh()
-        if not set_by_caller.empty:
-            auto = set_by_caller.update(axis_types=(AxisType.Auto,) * len(set_by_caller.axis_names))
-            with jax.sharding.use_abstract_mesh(auto):
-                return traced()
-        try:
-            return traced()
-        except (RuntimeError, ValueError) as error:
-            if "set_mesh" not in str(error):
+        attempts = self._attempts(types)
+        for i, (mesh, tried) in enumerate(attempts):
+            try:
+                with jax.sharding.use_abstract_mesh(mesh):
+                    leaves = list(map(abstract, tried))
+                    return trace(self._fn, args, kwargs, leaves=leaves, obey=obey, **self._trace_keywords), tried
+            except Exception as error:
+                explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
+                named = named_refusal(self._fn, error) if explicit else None
+                refusals.append(named)
+                by_chance = set_by_caller.empty and tried is types and named is not None  # on Explicit axes
+                says_another = by_chance or _wants_another_context(error)
+                if i < len(attempts) - 1 and says_another:
+                    continue
+                if (named := next(filter(None, refusals), None)) is not None:
+                    raise named from error
                 raise
-        # The step names axes without a mesh, which JAX wants to be set: those of ours.
-        with jax.sharding.use_abstract_mesh(self._options.mesh.abstract_mesh):
-            return traced()
+        raise AssertionError("there is an attempt")
+
+    def _attempts(self, types: tuple) -> list[tuple[AbstractMesh, tuple]]:
+        """Meshes to trace under, and types of arguments to trace with: as `jax.jit` does it, then what is tried if JAX
+        refuses the step.
+
+        A step that names axes and is traced under no mesh means those of ours, Auto or Explicit. Without a mesh that
+        is set, arguments may also lie on Explicit axes by chance, since `jax.make_mesh` makes such.
+        """
+        context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
+        given, opened = self._options.given_mesh.abstract_mesh, tuple(map(without_type, types))
+        if not context.empty:
+            auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names)), opened
+            return [(context, types), auto] if self._is_ours(context) else [auto]
+        typed = [(one[4].mesh, types) for one in types if isinstance(one, tuple) and one[4] is not None][:1]
+        as_typed = [(context, types), *typed] if typed and is_explicit(given) else []
+        named = typed or [(given, opened)] * is_explicit(given)
+        return [*as_typed, (context, opened), (ours, opened), *(() if as_typed else named)]
+
+
+def _wants_another_context(error: Exception) -> bool:
+    """Whether JAX refuses a step for the mesh that is set, or for the kind of its axes."""
+    if not isinstance(error, RuntimeError | ValueError | AssertionError):
+        return False
+    return any(words in str(error) for words in ("set_mesh", "with_sharding_constraint", "type Auto"))
 
 
 def _by_hand() -> bool:
     """Whether the caller runs on each device's shards, in a `shard_map` or `pmap`: nothing can be split there."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _transforms_types(leaves: Sequence[Any]) -> bool:
+    """Whether arrays are being transformed in explicit mode: how derivatives and batches lie, types say already."""
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+    explicit = is_explicit(jax.sharding.get_abstract_mesh())
+    return any(explicit or type_sharding(jax.typeof(leaf)) is not None for leaf in traced)
 
 
 def evaluate(
@@ -292,6 +378,7 @@ def evaluate(
     out_shardings: Any = None,
     memory: str | float | None = None,
     topology: Topology | str | None = None,
+    ignore_constraints: bool = False,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -301,8 +388,10 @@ def evaluate(
 
     Args:
         in_shardings: one entry per positional argument, as for `jax.jit`: PartitionSpecs or NamedShardings in a pytree
-            that is a prefix of the argument's; None keeps an argument whole on every device.
+            that is a prefix of the argument's; None keeps an argument whole on every device, or as its type of explicit
+            mode says.
         out_shardings: the same for the result. A result that takes an argument's place lies as that argument.
+        ignore_constraints: as for `autoshard`.
         kwargs: keyword arguments of `fn`; they are kept whole.
 
     Returns:
@@ -311,11 +400,13 @@ def evaluate(
     Raises:
         MeshError: a sharding does not fit its array or the mesh.
     """
-    step = autoshard(fn, mesh=mesh, memory=memory, topology=topology, **jit_keywords)
+    step = autoshard(
+        fn, mesh=mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints, **jit_keywords
+    )
     program, options = step.trace(*args, **(kwargs or {})), step._options
     mesh_shape = dict(options.mesh.shape)
     rules = _rules(program, mesh_shape)
-    layouts = whole(program) | argument_layouts(program, in_shardings, mesh_shape)
+    layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
     ends = {
         program.results[i].id: layout
@@ -464,15 +555,31 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, finish:
 
 def _formulated(program: Program, rules: Sequence[Rule], options: Options) -> Formulation:
     mesh_shape = dict(options.mesh.shape)
+    fixed = fixed_layouts(program, options.fixed, mesh_shape)
+    _check_types(program, fixed)
     return formulate(
         program,
         rules,
         mesh_shape,
         options.topology,
         memory=options.memory,
-        fixed=fixed_layouts(program, options.fixed, mesh_shape),
+        fixed=program.ordered_arguments | fixed,
+        beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
+
+
+def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
+    """
+    Raises:
+        ConflictError: `fixed=` contradicts the type of an argument in explicit mode.
+    """
+    for i, typed in program.ordered_arguments.items():
+        if i in fixed and without_axes(fixed[i], program.open_axes) != typed:
+            raise ConflictError(
+                f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, its type says {spec_of(typed)}.\n"
+                "Drop it from fixed=, or lay the array so before the call (jax.sharding.reshard)."
+            )
 
 
 def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Finish) -> Plan:

@@ -10,12 +10,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
+from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import HOST, is_array
 from autoshard.plans import Plan
 from autoshard.program import slashed
 
-# Shape, dtype, whether weakly typed, whether in host memory; of what has no shape, a token, its abstract value.
-ArrayType = tuple[tuple[int, ...], Any, bool, bool] | Any
+# Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode; of what has no
+# shape, a token, its abstract value.
+ArrayType = tuple[tuple[int, ...], Any, bool, bool, NamedSharding | None] | Any
 
 _NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
 _IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
@@ -28,7 +30,7 @@ def type_of(leaf: Any) -> ArrayType:
         TypeError: the leaf is none of them.
 
     >>> type_of(1.0), type_of(jax.numpy.zeros(3))
-    (((), dtype('float32'), True, False), ((3,), dtype('float32'), False, False))
+    (((), dtype('float32'), True, False, None), ((3,), dtype('float32'), False, False, None))
     """
     if isinstance(leaf, jax.Array):
         aval = leaf.aval
@@ -37,15 +39,46 @@ def type_of(leaf: Any) -> ArrayType:
     if not hasattr(aval, "shape"):
         return aval
     memory_kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
-    return aval.shape, aval.dtype, aval.weak_type, memory_kind == HOST
+    return aval.shape, aval.dtype, aval.weak_type, memory_kind == HOST, _typed(aval)
+
+
+def _typed(aval: Any) -> NamedSharding | None:
+    """The sharding in a type, on the axes alone that are Explicit."""
+    sharding = type_sharding(aval)
+    if sharding is None:
+        return None
+    return jax.core.ShapedArray(
+        aval.shape, aval.dtype, sharding=NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+    ).sharding
+
+
+def is_typed_on(type_: ArrayType, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the type is one of explicit mode, on a mesh of the same axes."""
+    typed = type_[4] if isinstance(type_, tuple) else None
+    return typed is not None and list(typed.mesh.shape.items()) == list(mesh.shape.items())
+
+
+def without_type(type_: ArrayType) -> ArrayType:
+    """The same array, open to be laid in any way."""
+    return (*type_[:4], None) if isinstance(type_, tuple) else type_
+
+
+def whole_type(type_: ArrayType, mesh: AbstractMesh) -> ArrayType:
+    """The same array with a type that has it whole on a mesh of Explicit axes."""
+    if not isinstance(type_, tuple):
+        return type_
+    return (*type_[:4], NamedSharding(mesh, PartitionSpec(*[None] * len(type_[0]))))
 
 
 def abstract(type_: ArrayType) -> Any:
     """The type for tracing. On which devices an array lies now is no business of the trace, in whose memory is."""
     if not isinstance(type_, tuple):
         return jax.lax.create_token()
-    shape, dtype, weak, on_host = type_
-    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=_IN_HOST_MEMORY if on_host else None)
+    shape, dtype, weak, on_host, typed = type_
+    sharding = typed or (_IN_HOST_MEMORY if on_host else None)
+    if typed is not None and on_host:
+        sharding = NamedSharding(typed.mesh, typed.spec, memory_kind=HOST)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=sharding)
 
 
 def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> ArgumentError:
@@ -73,20 +106,32 @@ def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
     a mesh of Explicit axes say, is moved as any other: `jax.jit` would compile once more for it.
 
     Raises:
-        ArgumentError: an array has been deleted.
+        ArgumentError: an array has been deleted, or is none.
         MeshError: an array lies on devices that the mesh does not have.
     """
     placed = list(leaves)
     for i, (leaf, sharding) in enumerate(zip(leaves, plan.flat_in_shardings, strict=True)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ArgumentError(
+                f"{plan.arguments[i].name} is {leaf}, which has no numbers to run with.\n"
+                "Call the step with arrays; .plan() and .lower() take what has only a shape."
+            )
         if is_deleted(leaf):
             raise ArgumentError(
                 f"{plan.arguments[i].name} has been deleted, most likely since it was donated to an earlier call.\n"
                 "Go on with what that call returned, as in `state, loss = step(state, batch)`, or do not donate it."
             )
         lies = getattr(leaf, "sharding", None)
-        if lies is not sharding and lies != sharding:
+        if lies is not sharding and lies != sharding and not _is_alike(lies, sharding, leaf):
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
     return placed
+
+
+def _is_alike(lies: Any, sharding: NamedSharding, leaf: Any) -> bool:
+    """Whether two shardings are one type of explicit mode, which `jax.jit` does not compile anew for: P("x", None) and
+    P("x")."""
+    explicit = isinstance(lies, NamedSharding) and is_explicit(sharding.mesh) and lies.mesh == sharding.mesh
+    return explicit and lies.is_equivalent_to(sharding, leaf.ndim)
 
 
 def is_deleted(leaf: Any) -> bool:

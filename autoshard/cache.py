@@ -34,7 +34,10 @@ class CacheWarning(UserWarning):
 
 def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
     """Equal if the same plan would be made, in any process."""
-    rule_texts = [(str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items())) for rule in rules]
+    rule_texts = [
+        (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.beside))
+        for rule in rules
+    ]
     said = (
         _version("autoshard"),
         jax.__version__,
@@ -47,6 +50,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         sorted((path, str(spec)) for path, spec in options.fixed.items()),
         options.time_limit,
         options.refine,
+        options.ignore_constraints,
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()

@@ -13,12 +13,15 @@ from typing import Any
 import jax
 from jax import api_util
 from jax.extend import core
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from autoshard.experimental import compute_on, set_xla_metadata
+from autoshard.layout import with_auto_axes
 
-ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal, core.Var
+ClosedJaxpr, Jaxpr, JaxprEqn, Literal = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal
+DropVar, Var = core.DropVar, core.Var
 
+NO_MESH = AbstractMesh((), ())
 HOST = "pinned_host"  # the memory kind of shardings of arrays in the host's memory
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
@@ -124,9 +127,46 @@ def is_kernel(eqn: JaxprEqn) -> bool:
 
 
 def said(params: Mapping[str, Any]) -> NamedSharding | None:
-    """What a constraint says of a mesh; None if its sharding names no axes."""
-    sharding = params.get("sharding", params.get("dst_sharding"))
+    """What a constraint says of a mesh; None if its sharding names no axes.
+
+    A `reshard` to Auto axes says nothing: `jax.jit` leaves those open. One to Explicit axes is no longer a `reshard`
+    when this is asked (`explicit.py`).
+    """
+    sharding = params.get("sharding")
     return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def constraint_like(operand: Var | Literal, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
+    """`result` is `operand` with a constraint, on the line of another equation."""
+
+    aval = result.aval
+    made = _constraint(aval.shape, aval.dtype, NamedSharding(with_auto_axes(sharding.mesh), sharding.spec))
+    source, params = made.source_info if like is None else like.source_info, {**made.params, "sharding": sharding}
+    return made.replace(invars=[operand], outvars=[result], params=params, source_info=source)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constraint(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> JaxprEqn:
+    def constrained(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        equations = jax.make_jaxpr(constrained)(jax.ShapeDtypeStruct(shape, dtype)).jaxpr.eqns
+    return next(eqn for eqn in equations if eqn.primitive.name == "sharding_constraint")
+
+
+def call_of(eqn: JaxprEqn, called: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Var]) -> JaxprEqn:
+    """An equation that calls a jaxpr, on the line of another one."""
+    params = {"call_jaxpr": called}
+    return eqn.replace(primitive=core.primitives.call_p, params=params, invars=list(operands), outvars=list(results))
+
+
+def context_like(eqn: JaxprEqn, mesh: AbstractMesh) -> Any:
+    """The context of an equation, but for the mesh that is set."""
+    if eqn.ctx.cur_abstract_mesh == mesh:
+        return eqn.ctx
+    with jax.sharding.use_abstract_mesh(mesh), _said_around(eqn):
+        return jax.make_jaxpr(jax.lax.neg)(1.0).jaxpr.eqns[0].ctx
 
 
 def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -147,6 +187,17 @@ def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
                   for side in (rule.operand_mappings, rule.result_mappings))
     kinds["need_replication"] += tuple(sorted(used - made - said))
     return " -> ".join(sides), kinds | {"sizes": dict(rule.factor_sizes)}
+
+
+def devices_put_on(params: Mapping[str, Any]) -> list[int]:
+    """The ids of the devices that a `device_put` names."""
+    ids: set[int] = set()
+    for one in params.get("devices", ()):
+        if isinstance(one, jax.Device):
+            ids.add(one.id)
+        elif isinstance(one, jax.sharding.Sharding) and not isinstance(getattr(one, "mesh", None), AbstractMesh):
+            ids.update(device.id for device in one.device_set)
+    return sorted(ids)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

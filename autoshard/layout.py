@@ -13,7 +13,7 @@ P('data', None, ('x', 'y'))
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -31,8 +31,15 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+        return with_axis_types(mesh, types)
     return AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
+
+
+def with_axis_types(mesh: Mesh | AbstractMesh, types: Sequence[AxisType]) -> Mesh | AbstractMesh:
+    """The same mesh with axes of these types, in order."""
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(types))
+    return mesh.update(axis_types=tuple(types))
 
 
 def replicated(ndim: int) -> Layout:
@@ -63,6 +70,15 @@ def without_idle_axes(layout: Layout, mesh: MeshShape) -> Layout:
     (('x',), ())
     """
     return tuple(tuple(axis for axis in dim if axis in mesh) for dim in layout)
+
+
+def without_axes(layout: Layout, axes: Collection[str]) -> Layout:
+    """The layout along all other mesh axes.
+
+    >>> without_axes((("x", "y"), ("z",)), {"y", "z"})
+    (('x',), ())
+    """
+    return tuple(tuple(axis for axis in dim if axis not in axes) for dim in layout)
 
 
 def spec_text(layout: Layout) -> str:

@@ -17,19 +17,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import MeshError
+from autoshard.explicit import open_axes, type_sharding
 from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
     HOST,
+    NO_MESH,
     REMAT,
     ClosedJaxpr,
     JaxprEqn,
     Literal,
     called_jaxpr,
     called_operands,
+    devices_put_on,
     equations_of,
     guards,
     is_array,
@@ -41,7 +44,7 @@ from autoshard.jaxprs import (
 )
 from autoshard.layout import Layout, spec_of
 from autoshard.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
-from autoshard.plans import Annotations, Plan
+from autoshard.plans import Annotations, Placed, Plan
 from autoshard.program import Equation, Program, Value
 
 
@@ -71,7 +74,7 @@ class Step:
         self._emitter = emitter = _Emitter(program, plan.annotations, plan.mesh)
 
         def run(*arguments: Any) -> tuple:
-            return tuple(emitter.run(*arguments))
+            return _typed(emitter.run(*map(emitter.untyped, arguments)), plan)
 
         closed = program.jaxpr
         self.flat = jax.jit(  # from flat arguments to flat results
@@ -103,6 +106,23 @@ class Step:
             return tuple(constrained(x, to.layout) for x, to in results)
 
         return jax.jit(run)
+
+
+def _typed(results: Sequence[Any], plan: Plan) -> tuple:
+    """Results on the axes that they lie on: those of the user's mesh, where they have types of explicit mode."""
+    if plan.axis_types is None:
+        return tuple(results)
+    mesh = plan.typed_mesh.abstract_mesh
+
+    def typed(array: Any, to: Placed) -> Any:
+        if not to.typed or not is_array(jax.typeof(array)):
+            return array
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        named = (tuple(axis for axis in axes if kinds[axis] is AxisType.Explicit) for axes in to.layout)
+        return jax.sharding.reshard(array, PartitionSpec(*(axes or None for axes in named)))
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        return tuple(map(typed, results, plan.results))
 
 
 def _of_arrays(shardings: Sequence[NamedSharding], avals: Sequence[Any]) -> tuple[NamedSharding | None, ...]:
@@ -141,11 +161,13 @@ def named_refusals(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[None
     """What `jax.jit` refuses of a program on several devices, in the user's words.
 
     Raises:
-        MeshError: the program has effects whose order several devices do not keep.
+        MeshError: the program has effects whose order several devices do not keep, or is to run on other devices, too.
     """
     try:
         yield
     except ValueError as error:
+        if "Received incompatible devices" in str(error):
+            raise MeshError(_elsewhere(program, mesh, error)) from error
         if "ordered effects are not supported" not in str(error):
             raise
         lines = dict.fromkeys(str(equation.source) for equation in program.equations if not equation.outputs)
@@ -153,6 +175,27 @@ def named_refusals(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[None
             f"{program.name} has effects whose order matters, and {mesh.size} devices keep none: {', '.join(lines)}.\n"
             "Drop ordered=True there, or use a mesh of one device."
         ) from None
+
+
+def _elsewhere(program: Program, mesh: Mesh | AbstractMesh, error: ValueError) -> str:
+    """Which devices a program names that are not those of its mesh."""
+    ours = sorted(device.id for device in mesh.devices.flat) if isinstance(mesh, Mesh) else []
+    named: dict[str, list[int]] = {}
+    for equation in program.equations:
+        if equation.primitive == "device_put":
+            named[str(equation.source or "unknown line")] = devices_put_on(equation.params)
+    named = {line: ids for line, ids in named.items() if ids and ids != ours}
+    where = f"on devices {ours}, those of the mesh {dict(mesh.shape)}"
+    if named:
+        lines = ", ".join(f"at {line} puts arrays on devices {ids}" for line, ids in named.items())
+        return f"{program.name} runs {where}, but {lines}.\nLeave the device out there: the plan says where arrays lie."
+    context = jax.sharding.get_mesh()
+    if not context.empty and {device.id for device in context.devices.flat} != set(ours):
+        return (
+            f"{program.name} runs {where}, but the mesh that is set has other ones: {dict(context.shape)}.\n"
+            "Call it outside of that jax.set_mesh, or give autoshard the mesh that is set."
+        )
+    return f"{program.name} runs {where}, and JAX refuses it: {error}\nGive autoshard a mesh of the devices it names."
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
@@ -167,7 +210,8 @@ class _Emitter:
         self.pins = _pins(program, annotations)
 
     def run(self, *arguments: Any) -> list:
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):  # whatever mesh the caller has set
+        # whatever mesh the caller has set, be it of another size
+        with jax.sharding.use_abstract_mesh(NO_MESH), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.results(arguments)
 
     def results(self, arguments: Sequence[Any]) -> list:
@@ -177,12 +221,19 @@ class _Emitter:
             with jax.named_scope(f"arguments[{i}]"):  # what XLA calls the argument itself
                 env[var] = self.held(self.program.arguments[i].id, array)
         env |= {
-            var: self.held(value.id, array)
+            var: self.held(value.id, self.untyped(array))
             for var, value, array in zip(closed.jaxpr.constvars, self.program.constants, closed.consts, strict=True)
         }
         return [held.array for held in self.body(closed, env, ())]
 
     # Arrays and their shardings.
+
+    def untyped(self, array: Any) -> Any:
+        """An array on Auto axes, whatever its type says."""
+        if type_sharding(jax.typeof(array)) is None:
+            return array
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
 
     def constrained(self, array: Any, layout: Layout | None) -> Any:
         if not layout or not is_array(jax.typeof(array)):  # nothing is said of it, it has no dims, or no layout
@@ -193,7 +244,7 @@ class _Emitter:
 
     def constrained_to(self, array: Any, sharding: NamedSharding | None) -> Any:
         """The user's own constraint, on our mesh."""
-        if sharding is None:
+        if sharding is None or open_axes(sharding.mesh):  # the plan says how it lies along these, too
             return array
         ours = NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)
         return jax.lax.with_sharding_constraint(array, ours)
@@ -253,7 +304,9 @@ class _Emitter:
 
     def call(self, closed: ClosedJaxpr, entries: Sequence[_Held], path: tuple) -> list[_Held]:
         env = dict(zip(closed.jaxpr.invars, entries, strict=True))
-        env |= {var: _Held(const) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+        env |= {
+            var: _Held(self.untyped(const)) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        }
         return self.body(closed, env, path)
 
     def equation(self, eqn: JaxprEqn, operands: list[_Held], path: tuple) -> list[_Held]:

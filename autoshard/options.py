@@ -38,6 +38,8 @@ class Options:
     cache: Path | None = None  # the folder in which plans are kept
     refine: int = 1  # how many plans are compiled, to keep the best; 1: none is
     compiled_for: Mesh | None = None  # where they are: the devices of the mesh, or of a machine that need not be there
+    ignore_constraints: bool = False  # whether what the step itself says of layouts is dropped
+    given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
 
 
 def options_of(
@@ -49,6 +51,7 @@ def options_of(
     time_limit: Any = 60.0,
     cache: Any = None,
     refine: Any = 1,
+    ignore_constraints: Any = False,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -60,7 +63,7 @@ def options_of(
         raise ArgumentError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, as jax.make_mesh gives; it is {mesh!r}")
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
-    mesh = with_auto_axes(mesh)
+    given_mesh, mesh = mesh, with_auto_axes(mesh)
     machine = topology if isinstance(topology, str) else None
     backend = backend_of(mesh, machine)
     if isinstance(topology, str):
@@ -81,10 +84,24 @@ def options_of(
         raise ArgumentError(f"cache={cache!r}; the path of a folder is needed")
     if isinstance(refine, bool) or not isinstance(refine, int) or refine < 1:
         raise ArgumentError(f"refine={refine!r}; how many plans to compile is needed, 1 or more")
+    if not isinstance(ignore_constraints, bool):
+        raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
     folder = None if cache is None else Path(cache).expanduser()
-    return Options(mesh, topology, backend, limit, dict(fixed or {}), float(time_limit), folder, refine, compiled_for)
+    return Options(
+        mesh,
+        topology,
+        backend,
+        limit,
+        dict(fixed or {}),
+        float(time_limit),
+        folder,
+        refine,
+        compiled_for,
+        ignore_constraints,
+        given_mesh,
+    )
 
 
 def _devices(mesh: Mesh | AbstractMesh, machine: str | None) -> Mesh:

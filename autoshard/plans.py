@@ -13,15 +13,24 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import HOST
-from autoshard.layout import Layout, axes_of, local_shape, spec_of, spec_text, with_auto_axes
+from autoshard.layout import (
+    Layout,
+    axes_of,
+    local_shape,
+    spec_of,
+    spec_text,
+    with_auto_axes,
+    with_axis_types,
+    without_idle_axes,
+)
 from autoshard.mesh.collectives import Collective
 from autoshard.program import Program, Source, Value
 from autoshard.solver.changes import Reader
@@ -69,6 +78,7 @@ class Placed:
     layout: Layout
     local_bytes: int  # per device
     on_host: bool = False  # whether it lies in the host's memory
+    typed: bool = False  # whether its sharding is on the user's Explicit axes
 
     @property
     def type(self) -> str:
@@ -77,6 +87,11 @@ class Placed:
 
     def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
         return NamedSharding(mesh, self.spec, memory_kind=HOST if self.on_host else None)
+
+    def typed_sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        """As a type of explicit mode has it: with an entry per dim."""
+        spec = PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in self.layout))
+        return NamedSharding(mesh, spec, memory_kind=HOST if self.on_host else None)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -153,6 +168,7 @@ class Plan:
     argument_tree: Tree = field(repr=False)  # of (args, kwargs), static arguments left out
     result_tree: Tree = field(repr=False)
     comparison: Comparison = field(repr=False, default_factory=Comparison)
+    axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
     lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
 
     @property
@@ -178,11 +194,19 @@ class Plan:
 
     @cached_property
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
-        return tuple(placed.sharding(self.mesh) for placed in self.arguments)
+        return tuple(map(self._sharding, self.arguments))
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
-        return tuple(placed.sharding(self.mesh) for placed in self.results)
+        return tuple(map(self._sharding, self.results))
+
+    def _sharding(self, placed: Placed) -> NamedSharding:
+        return placed.typed_sharding(self.typed_mesh) if placed.typed else placed.sharding(self.mesh)
+
+    @cached_property
+    def typed_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh of arguments and results that have types of explicit mode."""
+        return self.mesh if self.axis_types is None else with_axis_types(self.mesh, self.axis_types)
 
     @property
     def in_shardings(self) -> tuple:
@@ -352,8 +376,8 @@ def make_plan(
         name=program.name,
         mesh=mesh,
         fingerprint=formulation.fingerprint,
-        arguments=tuple(choice.placed(value, value.name) for value in program.arguments),
-        results=tuple(choice.placed_result(i) for i in range(len(program.results))),
+        arguments=_typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments"),
+        results=_typed(program, [choice.placed_result(i) for i in range(len(program.results))], mesh, "results"),
         carried=program.carried,
         predicted=choice.prediction(),
         status=solution.status,
@@ -365,7 +389,25 @@ def make_plan(
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
         comparison=comparison or Comparison(),
+        axis_types=program.types and program.types.mesh.axis_types,
     )
+
+
+def _typed(
+    program: Program, placed: Sequence[Placed], mesh: Mesh | AbstractMesh, side: Literal["arguments", "results"]
+) -> tuple[Placed, ...]:
+    """Arguments or results with the types that they have in explicit mode, axes of one device included."""
+    if program.types is None:
+        return tuple(placed)
+    on_types = program.typed_arguments if side == "arguments" else program.typed_results
+    several = {axis: size for axis, size in mesh.shape.items() if size > 1}
+
+    def typed(one: Placed, layout: Layout | None) -> Placed:
+        same = layout is not None and without_idle_axes(layout, several) == without_idle_axes(one.layout, several)
+        return replace(one, typed=True, layout=layout if same else one.layout)
+
+    pairs = zip(placed, getattr(program.types, side), strict=True)
+    return tuple(typed(one, layout) if i in on_types else one for i, (one, layout) in enumerate(pairs))
 
 
 def prediction_of(formulation: Formulation, choice: Sequence[int]) -> Prediction:
@@ -608,6 +650,7 @@ def _to_json(plan: Plan) -> dict:
         "name": plan.name,
         "fingerprint": plan.fingerprint,
         "mesh": dict(plan.mesh.shape),
+        "axis_types": plan.axis_types and [one.name for one in plan.axis_types],
         "status": plan.status,
         "bound": plan.bound,
         "cost": plan.cost,
@@ -664,7 +707,12 @@ def _from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Plan:
         argument_tree=Tree.of_indices(_tree_from_json(content["argument_slots"])),
         result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
         comparison=Comparison(known=alternatives, reasons=content.get("absent", {})),
+        axis_types=_axis_types(content.get("axis_types")),
     )
+
+
+def _axis_types(names: list[str] | None) -> tuple[AxisType, ...] | None:
+    return None if names is None else tuple(AxisType[name] for name in names)
 
 
 def _placed_to_json(placed: Placed) -> dict:
@@ -675,13 +723,19 @@ def _placed_to_json(placed: Placed) -> dict:
         "spec": _words(placed.layout),
         "local_bytes": placed.local_bytes,
         "on_host": placed.on_host,
+        "typed": placed.typed,
     }
 
 
 def _placed_from_json(entry: dict) -> Placed:
-    layout = _layout(entry["spec"])
     return Placed(
-        entry["name"], tuple(entry["shape"]), entry["dtype"], layout, entry["local_bytes"], entry.get("on_host", False)
+        entry["name"],
+        tuple(entry["shape"]),
+        entry["dtype"],
+        _layout(entry["spec"]),
+        entry["local_bytes"],
+        entry.get("on_host", False),
+        entry.get("typed", False),
     )
 
 

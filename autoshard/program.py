@@ -31,6 +31,7 @@ import math
 import os
 import re
 import sysconfig
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +44,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import SequenceKey, keystr, tree_flatten_with_path
 
+from autoshard.errors import MeshError
+from autoshard.explicit import Types, on_auto_axes, open_axes, types_of
 from autoshard.jaxprs import (
     REMAT,
     ClosedJaxpr,
@@ -59,6 +62,7 @@ from autoshard.jaxprs import (
     on_host,
     scan_counts,
 )
+from autoshard.layout import Layout
 from autoshard.signature import Chosen, join, signature_without
 from autoshard.trees import VALUE_KEYS, Boxed, Tree
 
@@ -152,6 +156,7 @@ class Program:
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
 
@@ -179,7 +184,45 @@ class Program:
         results = [x.id if isinstance(x, Value) else x.shape for x in self.results]
         flags = sorted(self.donated), sorted(self.carried.items()), sorted(self.guarded)
         digest.update(f"{results} {flags}".encode())
+        if self.types is not None:
+            axis_types = [str(one) for one in self.types.mesh.axis_types]
+            digest.update(f"{axis_types} {self.types.arguments} {self.types.results}".encode())
         return digest.hexdigest()[:16]
+
+    @property
+    def ordered_arguments(self) -> Mapping[int, Layout]:
+        """Argument index -> the layout in its type, which is an order in explicit mode."""
+        layouts = self.types.arguments if self.types is not None else ()
+        return {i: layout for i, layout in enumerate(layouts) if layout}
+
+    @property
+    def open_axes(self) -> frozenset[str]:
+        """The mesh axes of which types of explicit mode say nothing."""
+        return open_axes(self.types.mesh) if self.types is not None else frozenset()
+
+    @property
+    def typed_arguments(self) -> frozenset[int]:
+        """Arguments that lie on the user's Explicit axes; all others lie on Auto axes."""
+        if self.types is None:
+            return frozenset()
+        return frozenset(i for i, value in enumerate(self.arguments) if not value.shape) | self.ordered_arguments.keys()
+
+    @property
+    def typed_results(self) -> frozenset[int]:
+        """Results that lie on the user's Explicit axes.
+
+        One that is open and may be the next call's state does not: its type would be an order there.
+        """
+        if self.types is None:
+            return frozenset()
+        opened = (value for i, value in enumerate(self.arguments) if i not in self.typed_arguments)
+        states = {(value.shape, value.dtype) for value in opened}
+        return frozenset(
+            i
+            for i, (value, layout) in enumerate(zip(self.results, self.types.results, strict=True))
+            if i not in self.types.on_auto
+            and (layout is not None or not value.shape or (value.shape, value.dtype) not in states)
+        )
 
     @property
     def closes_over_tracers(self) -> bool:
@@ -222,7 +265,13 @@ def _taken(branches: Sequence[tuple[str, ...] | None], platform: str) -> int:
 
 
 def trace(
-    fn: Callable, args: tuple, kwargs: Mapping[str, Any], *, leaves: Sequence[Any] | None = None, **jit_keywords: Any
+    fn: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    *,
+    leaves: Sequence[Any] | None = None,
+    obey: bool = True,
+    **jit_keywords: Any,
 ) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
 
@@ -231,6 +280,7 @@ def trace(
         args: its positional arguments; arrays are only looked at for shape and dtype.
         kwargs: its keyword arguments.
         leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
+        obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -253,7 +303,22 @@ def trace(
         *boxed[:count], **dict(zip(sorted(dynamic[1]), boxed[count:], strict=True))
     )
     donated = frozenset(i for i, flag in enumerate(flags) if flag)
-    return _Reader(closed).program(Tree.of(dynamic), result.tree, donated)
+    in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
+    settled = _settled(closed, types, in_tree, result.tree, donated) if types else ()
+    untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
+    return replace(_Reader(untyped).program(in_tree, result.tree, donated), types=types)
+
+
+def _settled(closed: ClosedJaxpr, types: Types, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> list[int]:
+    """Results that take the place of an argument of their type, and so lie as it does."""
+    reader = _Reader(closed)
+    arguments = tuple(reader.value(aval) for aval in closed.in_avals)
+    results = tuple(
+        _constant(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else reader.value(atom.aval)
+        for atom in closed.jaxpr.outvars
+    )
+    carried = _carried(in_tree.paths, arguments, out_tree.paths, results, donated)
+    return [result for argument, result in carried.items() if types.arguments[argument] == types.results[result]]
 
 
 _witness = jax.jit(lambda: ())
@@ -643,13 +708,37 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 def _source(eqn: JaxprEqn) -> Source | None:
     """The innermost line that the user wrote: not JAX, not the model library, not the standard library."""
-    traceback = eqn.source_info.traceback
-    if traceback is None:
+    stack = eqn.source_info.traceback
+    if stack is None:
         return None
-    for frame in traceback.frames:
+    for frame in stack.frames:
         if _is_users(frame.file_name):
             return Source(frame.file_name, frame.line_num, frame.function_name)
     return None
+
+
+_ABOUT_LAYOUTS = re.compile(r"sharding|PartitionSpec|pspec|unreduced|\bmesh\b", re.IGNORECASE)
+
+
+def named_refusal(fn: Callable, error: Exception) -> MeshError | None:
+    """What JAX refuses of a step in explicit mode, in the user's words; None if the error is about something else."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    raised = frames[-1] if frames else None
+    is_users_own = raised is not None and re.match(r"raise\b|assert\b", raised.line or "")
+    is_jaxs = type(error).__module__.split(".")[0] in ("builtins", "jax") and not is_users_own
+    if not is_jaxs or not _ABOUT_LAYOUTS.search(str(error)):
+        return None
+    line = raised and Source(raised.filename, raised.lineno or 0, raised.name)
+    what = str(error).split(" This error occurs at source:")[0].strip()
+    if "of type Auto" in what:
+        then = "Set a mesh with Explicit axes, as jax.make_mesh makes them (jax.set_mesh), or give autoshard one."
+    else:
+        then = (
+            "Say there how the result lies (out_sharding=, jax.sharding.reshard), or trace the step on Auto axes, "
+            "where nothing has to be said: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
+        )
+    name = getattr(fn, "__name__", "the step")
+    return MeshError(f"JAX refuses {name} for its shardings at {line or 'unknown line'}: {what}\n{then}")
 
 
 @functools.cache

@@ -16,7 +16,7 @@ PACKAGE = Path(autoshard.__file__).parent
 ROOMS = {
     "base": ["autoshard.errors", "autoshard.layout"],
     "program": [
-        *("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"),
+        *("autoshard.experimental", "autoshard.jaxprs", "autoshard.explicit", "autoshard.primitives"),
         *("autoshard.signature", "autoshard.trees", "autoshard.program"),
     ],
     "propagation": ["autoshard.propagation"],

@@ -280,7 +280,9 @@ def _id(operand: Value | np.ndarray) -> int | None:
 def _given(dims: Dims, rule: Rule, equation: Equation) -> Given:
     """What a rule says of a tensor each of whose dims is one factor."""
     layout = tuple(rule.given.get(dim[0], ()) if dim else () for dim in dims)
-    free = frozenset(i for i, dim in enumerate(dims) if dim and dim[0] not in rule.given)
+    free = frozenset(
+        i for i, dim in enumerate(dims) if dim and (dim[0] not in rule.given or (rule.beside and not layout[i]))
+    )
     return Given(layout, free, equation.outputs[0].id)
 
 

@@ -38,6 +38,7 @@ class Rule:
     need_replication: frozenset[str]  # must be whole on every device for the op (sort, fft, ...); propagates still
     permutation: frozenset[str]  # splitting costs communication of its own (halo, slice); no strategy splits it
     given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # factor -> the mesh axes that the user says
+    beside: frozenset[str] = frozenset()  # mesh axes that may split given factors further, where no others may
 
     @cached_property
     def factors(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.errors import ConflictError
-from autoshard.layout import Layout, MeshShape, layouts_of, replicated, spec_of, without_idle_axes
+from autoshard.layout import Layout, MeshShape, layouts_of, replicated, spec_of, without_axes, without_idle_axes
 from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program, Value
@@ -167,6 +167,7 @@ def formulate(
     *,
     memory: float | None = None,
     fixed: Mapping[int, Layout] | None = None,
+    beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
 ) -> Formulation:
     """The sharding problem of `program`.
@@ -178,6 +179,7 @@ def formulate(
         topology: what the machine costs.
         memory: bytes per device that may be in use at any point; None for no limit.
         fixed: argument index -> layout that it must have.
+        beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
     """
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
@@ -200,14 +202,21 @@ def formulate(
         instead=read_through(groups),
         images=image_dims(program),
     )
-    found = _Formulator(program, groups, prices, fixed or {}, backend).formulation(memory)
+    found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}).formulation(memory)
     return replace(found, fingerprint=traced.fingerprint)
 
 
 class _Formulator:
     def __init__(
-        self, program: Program, groups: list[Group], prices: Prices, fixed: Mapping[int, Layout], backend: Backend
+        self,
+        program: Program,
+        groups: list[Group],
+        prices: Prices,
+        fixed: Mapping[int, Layout],
+        backend: Backend,
+        beside: Mapping[int, frozenset[str]],
     ):
+        self.beside = beside
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
@@ -265,6 +274,8 @@ class _Formulator:
                     f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
                     f"with its axes in the order of the mesh {dict(mesh)}"
                 )
+            if axes := self.beside.get(index):
+                homes, fixed = [home for home in homes if without_axes(home, axes) == fixed], None
         readers = self.readers[value.id]
         # a home that elementwise readers like is among the options
         apart = tuple(fixed is None and _computes_on_shards(reader) for reader in readers)
@@ -286,7 +297,7 @@ class _Formulator:
                     found += [Kept(home, copy) for copy in copies if copy != home]
             return tuple(found)
 
-        what = value.shape, value.on_host, fixed, said, apart, len(homes)
+        what = value.shape, value.on_host, fixed, said, apart, tuple(homes)
         return self.prices.once(options, *(reader.wants for reader in readers), of=what)
 
     def _check_host_memory(self, homes: Sequence[tuple[Kept, ...]]) -> None:

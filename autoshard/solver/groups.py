@@ -102,6 +102,7 @@ class Group:
     splittable: set[int]
     reduction: frozenset[int]
     given: dict[int, tuple[str, ...]]  # factor -> the mesh axes that the user says
+    beside: frozenset[str]  # mesh axes that may split given factors further, where no others may
     operands: dict[int, list[Dims]]  # equation index -> dims of its operands
     results: dict[int, list[Dims]]
     fuses: bool  # whether elementwise producers may join
@@ -357,6 +358,7 @@ def _new_group(index: int, equation: Equation, rule: Rule) -> Group:
         splittable={number[factor] for factor in rule.splittable - kept},
         reduction=frozenset(number[factor] for factor in rule.reduction if factor in number),
         given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},
+        beside=rule.beside,
         operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
         results={equation.index: [_renamed(dims, number) for dims in rule.results]},
         fuses=_is_elementwise(equation, rule),

@@ -515,6 +515,7 @@ class Prices:
             tuple(sorted(group.splittable)),
             group.reduction,
             tuple(group.given.items()),
+            group.beside,
             tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
             _dtype(group.equations),
             group.trips,

@@ -77,8 +77,8 @@ def strategies_of(group: Group, mesh: MeshShape, backend: Backend = GPU) -> list
 def _assignments(group: Group, mesh: MeshShape) -> Iterator[dict[int, tuple[str, ...]]]:
     given = group.given_on(mesh)
     taken = {axis for axes in given.values() for axis in axes}
-    left = [axis for axis in mesh if axis not in taken]
-    factors = sorted(group.splittable - given.keys())
+    left = [axis for axis in mesh if axis not in taken and (axis in group.beside or not group.beside)]
+    factors = sorted(group.splittable if group.beside else group.splittable - given.keys())
     for choice in itertools.product([None, *factors], repeat=len(left)):
         assignment = {factor: axes for factor, axes in given.items() if axes}
         for axis, factor in zip(left, choice, strict=True):
