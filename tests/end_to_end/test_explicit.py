@@ -400,6 +400,24 @@ def test_constraints_are_ignored_on_auto_axes_too(mesh):
     assert loose.cost < bound.cost
 
 
+@pytest.mark.parametrize("program", [looped, by_hand, custom_derivatives, training], ids=lambda one: one.__name__)
+def test_types_are_ignored(program):
+    with jax.set_mesh(MESH):
+        step, *args = program()
+        decorated = autoshard(step, mesh=MESH, ignore_constraints=True)
+        assert_equal(decorated(*args), jax.jit(step)(*args))
+
+
+def test_a_step_whose_types_are_ignored_goes_on_with_its_own_results():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        decorated, expected = autoshard(step, mesh=MESH, ignore_constraints=True), w
+        for _ in range(3):
+            (w, loss), (expected, _) = decorated(w, x), jax.jit(step)(expected, x)
+            assert_equal(w, expected)
+        assert len(decorated._compiled) == 1 and float(loss + 1) > 1
+
+
 def test_ignoring_keeps_what_moves_to_the_host():
     host = NamedSharding(AUTO, P(), memory_kind="pinned_host")
     decorated = autoshard(lambda x: jax.device_put(x * 2, host), mesh=AUTO, ignore_constraints=True)
