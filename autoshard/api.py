@@ -195,6 +195,7 @@ class Autosharded:
         self._static = Chosen.of(fn, jit_keywords, "static")
         self._compiled: dict[tuple, _Compiled] = {}
         self._planned_before: dict[str, tuple[tuple[Rule, ...], Plan]] = {}  # by the fingerprint of the program
+        self._types_before: dict[tuple, tuple] = {}  # of arguments whose types are ignored, by what else they are
         self._last: _Call | None = None  # if all arguments lay as planned
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -287,23 +288,29 @@ class Autosharded:
             blanks = tuple((place, None) for place, _ in static)
             raise not_an_array(self._fn, *join(blanks, dynamic)) from error
         context = jax.sharding.get_abstract_mesh()
-        return tuple(self._as_traced(one, context) for one in types)
+        traced = tuple(self._as_traced(one, context) for one in types)
+        if not self._options.ignore_constraints:
+            return traced
+        # The step's own results have no types then: they are traced with those that their arguments had before.
+        opened = tuple(map(without_type, types))
+        key = opened, context.axis_types
+        before = self._types_before.get(key, opened)
+        merged = tuple(old if new == bare else new for new, old, bare in zip(traced, before, opened, strict=True))
+        self._types_before[key] = merged
+        if not self._is_ours(context):
+            return merged
+        return tuple(whole_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True))
 
     def _as_traced(self, type_: ArrayType, context: AbstractMesh) -> ArrayType:
         """An argument's type as the step is traced with it: on Explicit axes if `jax.jit` would trace so.
 
-        Where layouts are to be ignored, it is whole on these axes, so that no two types contradict each other. A number
-        always is, so that one that the step returned is of the type of the first.
+        A number is always whole on them, so that one that the step returned is of the type of the first.
         """
         typed = is_typed_on(type_, self._options.mesh)
-        typed = typed and (context.empty or context.axis_types == type_[4].mesh.axis_types)
-        explicit = type_[4].mesh if typed else context if self._is_ours(context) else None
-        if explicit is None:
-            return without_type(type_)
+        if typed and (context.empty or context.axis_types == type_[4].mesh.axis_types):
+            return type_
         is_number = isinstance(type_, tuple) and not type_[0]
-        if self._options.ignore_constraints or is_number:
-            return whole_type(type_, explicit)
-        return type_ if typed else without_type(type_)
+        return whole_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
 
     def _is_ours(self, mesh: AbstractMesh) -> bool:
         """Whether it is an explicit mesh of the axes that the step is planned for."""
@@ -625,6 +632,9 @@ def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
 def _memory_error(program: Program, error: InfeasibleError, usable: float) -> MemoryLimitError:
     largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
     listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
+    if program.ordered_arguments:
+        listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
+        listed += "ignore_constraints=True frees them."
     needed = math.ceil(error.needed)
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
     return MemoryLimitError(

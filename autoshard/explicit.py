@@ -404,4 +404,5 @@ def _const(const: Any) -> Any:
     if not isinstance(sharding, NamedSharding) or not is_explicit(sharding.mesh):
         return const
     untyped = NamedSharding(_auto(sharding.mesh), _bare(sharding.spec), memory_kind=sharding.memory_kind)
-    return jax.device_put(const, untyped)
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(const, untyped)

@@ -307,8 +307,20 @@ def is_typed(x):
     return AxisType.Explicit in (sharding.mesh.axis_types or ())
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+# All on one mesh, and of the others in turn; the rest under the slow marker.
+CASES = [
+    pytest.param(
+        program,
+        shape,
+        marks=[] if shape == (4, 2) or (i + j) % 6 == 0 else [pytest.mark.slow],
+        id=f"{program.__name__}-{shape}",
+    )
+    for i, program in enumerate(PROGRAMS)
+    for j, shape in enumerate(MESHES)
+]
+
+
+@pytest.mark.parametrize("program, shape", CASES)
 def test_explicit_programs_are_as_under_jit(program, shape):
     mesh = MESHES[shape]
     with jax.set_mesh(mesh):
@@ -398,6 +410,24 @@ def test_constraints_are_ignored_on_auto_axes_too(mesh):
         evaluate(step, numbers(64, 64), numbers(256, 64), **judged, ignore_constraints=one) for one in (False, True)
     )
     assert loose.cost < bound.cost
+
+
+@pytest.mark.parametrize("program", [looped, by_hand, custom_derivatives, training], ids=lambda one: one.__name__)
+def test_types_are_ignored(program):
+    with jax.set_mesh(MESH):
+        step, *args = program()
+        decorated = autoshard(step, mesh=MESH, ignore_constraints=True)
+        assert_equal(decorated(*args), jax.jit(step)(*args))
+
+
+def test_a_step_whose_types_are_ignored_goes_on_with_its_own_results():
+    with jax.set_mesh(MESH):
+        step, w, x = training()
+        decorated, expected = autoshard(step, mesh=MESH, ignore_constraints=True), w
+        for _ in range(3):
+            (w, loss), (expected, _) = decorated(w, x), jax.jit(step)(expected, x)
+            assert_equal(w, expected)
+        assert len(decorated._compiled) == 1 and float(loss + 1) > 1
 
 
 def test_ignoring_keeps_what_moves_to_the_host():
