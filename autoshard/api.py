@@ -331,8 +331,7 @@ class Autosharded:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None
                 refusals.append(named)
-                by_chance = set_by_caller.empty and tried is types and named is not None  # on Explicit axes
-                says_another = by_chance or _wants_another_context(error)
+                says_another = (set_by_caller.empty and named is not None) or _wants_another_context(error)
                 if i < len(attempts) - 1 and says_another:
                     continue
                 if (named := next(filter(None, refusals), None)) is not None:
@@ -345,7 +344,8 @@ class Autosharded:
         refuses the step.
 
         A step that names axes and is traced under no mesh means those of ours, Auto or Explicit. Without a mesh that
-        is set, arguments may also lie on Explicit axes by chance, since `jax.make_mesh` makes such.
+        is set, arguments lie on Explicit axes by chance, since `jax.make_mesh` makes such: their types count only for
+        a step that cannot do without.
         """
         context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
         given, opened = self._options.given_mesh.abstract_mesh, tuple(map(without_type, types))
@@ -355,7 +355,7 @@ class Autosharded:
         typed = [(one[4].mesh, types) for one in types if isinstance(one, tuple) and one[4] is not None][:1]
         as_typed = [(context, types), *typed] if typed and is_explicit(given) else []
         named = typed or [(given, opened)] * is_explicit(given)
-        return [*as_typed, (context, opened), (ours, opened), *(() if as_typed else named)]
+        return [(context, opened), (ours, opened), *(as_typed or named)]
 
 
 def _wants_another_context(error: Exception) -> bool:

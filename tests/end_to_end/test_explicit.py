@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
+from oracles import slow_chips
 
 from autoshard import Plan, autoshard, evaluate, plan, propagate
 from autoshard.errors import ArgumentError, ConflictError, MeshError
@@ -656,3 +657,28 @@ def test_the_comparison_can_fail():
     with jax.set_mesh(MESH):
         step, *args = training()
         assert not are_equal(autoshard(step, mesh=MESH)(*args), jax.jit(lambda w, x: (w, 0.0))(*args))
+
+
+def test_without_a_mesh_that_is_set_arguments_are_open():
+    """`jax.make_mesh` makes Explicit axes: arrays that were put on them whole are not ordered to stay so."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    w, x = (jax.device_put(array, NamedSharding(mesh, P())) for array in (jnp.ones((64, 32)), jnp.ones((64, 64))))
+
+    def step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: (x @ w).mean())(w)
+        return w - gradient, loss
+
+    decorated = autoshard(step, mesh=mesh, topology=slow_chips(mesh.shape))
+    assert all(any(sharding.spec) for sharding in decorated.plan(w, x).in_shardings)
+    assert_equal(decorated(*decorated(w, x)[:1], x), jax.jit(step)(*jax.jit(step)(w, x)[:1], x))
+
+
+def test_without_a_mesh_that_is_set_a_step_that_reads_types_has_them():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    w, x = jnp.ones((64, 32)), jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P("data")))
+
+    def step(w, x):
+        return jax.sharding.reshard(x @ w, jax.typeof(x).sharding)
+
+    decorated = autoshard(step, mesh=mesh, topology=slow_chips(mesh.shape))
+    assert decorated(w, x).sharding.spec == jax.jit(step)(w, x).sharding.spec == P("data", None)
