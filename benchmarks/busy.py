@@ -130,7 +130,7 @@ def steps() -> dict[str, Any]:
 
     found = {name: lambda make=make: abstract(make) for name, make in {**MODELS, **MORE_MODELS}.items()}
     found |= {f"{name}, larger": workload.abstract for name, workload in SMALL.items()}
-    for depth, width, residual in ((4, 1024, False), (6, 1024, True), (12, 1024, True), (12, 4096, True)):
+    for depth, width, residual in ((4, 1024, False), (6, 1024, True), (12, 1024, True), (24, 1024, True)):
         name = f"{depth} x {width}" + ", residual" * residual
         found[name] = lambda sizes=(depth, width, residual): stack(*sizes)
     return found | {"resnet-18": resnet_18}

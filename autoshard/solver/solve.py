@@ -25,6 +25,7 @@ from autoshard.errors import SolverError
 from autoshard.solver.alike import Alike
 from autoshard.solver.aside import aside
 from autoshard.solver.bounds import Relaxation, finite
+from autoshard.solver.buckets import cheapest, order_of
 from autoshard.solver.layers import Tied, tied
 from autoshard.solver.lean import leaner
 from autoshard.solver.lifted import lifted
@@ -42,6 +43,7 @@ SECONDS = 60.0  # to spend, if nothing else is asked for
 GRACE = 3.0  # s, or iterations, past the limit to find a first choice
 FINISH = 3.0  # times what it takes to verify a choice: what is left for the end, ...
 FINISH_SHARE = 0.2  # ... but no more than this of the time limit
+FEW_TO_ELIMINATE = 20_000  # options up to which an order of elimination is looked for
 FEW_OPTIONS = 4000  # that the integer program takes at once
 MANY_OPTIONS = 60_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
@@ -366,6 +368,8 @@ class _Search:
         large = sum(self.is_large(part.problem) for part in parts)
         for part in sorted(parts, key=lambda part: len(part.problem.costs)):
             options = _options(part.problem)
+            if self.eliminated(part):
+                continue
             if relax and self.is_large(part.problem):
                 with self.hurry(1 / large):
                     self.search(part)
@@ -379,6 +383,25 @@ class _Search:
             else:
                 self.move(part)
                 self.program(part)
+
+    def eliminated(self, known: _Known) -> bool:
+        """Solves a problem by bucket elimination, memory aside, where that is quick: whether this settles it.
+
+        Raises:
+            _Nothing: every choice is forbidden.
+        """
+        if _options(known.problem) > FEW_TO_ELIMINATE:
+            return False
+        order = order_of(known.problem)
+        if order is None:
+            return False
+        with self.report.during("elimination"):
+            choice = cheapest(known.problem, order)
+        if choice is None:
+            raise _Nothing
+        known.offer(choice)
+        known.prove(verify(known.problem, choice)[0])
+        return known.solved
 
     def simplified(self, problem: Problem) -> Simplified:
         """A problem in its smallest equal parts.
