@@ -9,6 +9,7 @@ relaxation is loose: an integer program would have to branch layer by layer.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,18 @@ import numpy as np
 from autoshard.solver.problem import Problem
 from autoshard.solver.tables import summed
 
-MOST_ENTRIES = 1 << 23  # of one table before the minimum is taken
-MOST_WORK = 1 << 26  # entries of all tables, each counted as often as something is added to it
+MOST_ENTRIES = 1 << 28  # of all tables together, before the minimum is taken: what takes a second
+MOST_KEPT = 1 << 26  # of those that are left after it is, 8 bytes each
 DIMENSIONS = 24  # of a table, at most; NumPy takes 32
-SECONDS_PER_ENTRY = 1.5e-9  # on a quiet core
-SECONDS_PER_TABLE = 1e-5  # of NumPy's calls, however small the table
+FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
+TRIES = 6  # orders that are tried, some of them at random
+NOISE = 0.3  # of logarithms of entries, in those
+FAR = 30  # times too many entries, in a first order: from there others are not tried
+SECONDS_PER_ENTRY = 4e-9  # on a quiet core
+SECONDS_PER_NODE = 1e-4  # of NumPy's calls, and of finding its place in one order
+
+
+_Factor = tuple[tuple[int, ...], np.ndarray]  # nodes, and a table over their options
 
 
 @dataclass(frozen=True)
@@ -31,76 +39,87 @@ class Order:
 
     nodes: tuple[int, ...]
     scopes: tuple[tuple[int, ...], ...]  # per step, the nodes that its table is over besides its own
-    entries: int  # of all tables, each counted as often as something is added to it
-    largest: int  # entries of the largest one
+    entries: int  # of all tables before the minimum is taken
 
     @property
     def seconds(self) -> float:
         """About what it takes on a quiet core."""
-        return SECONDS_PER_ENTRY * self.entries + SECONDS_PER_TABLE * len(self.nodes)
+        return SECONDS_PER_ENTRY * self.entries + SECONDS_PER_NODE * len(self.nodes)
 
 
-def order_of(problem: Problem, most_entries: int = MOST_ENTRIES, most_work: int = MOST_WORK) -> Order | None:
-    """An order in which all tables are small; None if none was found.
+def order_of(problem: Problem, most: int = MOST_ENTRIES) -> Order | None:
+    """The best order found in which all tables together have no more entries; None if none was found.
 
     >>> from autoshard.solver.problem import Edge
     >>> chain = tuple(Edge(i, i + 1, np.zeros((2, 2))) for i in range(3))
-    >>> order_of(Problem((np.zeros(2),) * 4, chain, (), None)).largest
-    4
+    >>> order_of(Problem((np.zeros(2),) * 4, chain, (), None)).entries
+    14
     """
-    found = None
-    for rule in (_weight, _fill):
-        order = _greedy(problem, rule, most_entries, most_work)
-        if order is not None:
-            found, most_work = order, order.entries - 1
-    return found
+    logs = np.log2([len(costs) for costs in problem.costs])
+    found, rng = None, np.random.default_rng(0)
+    for turn in range(TRIES):
+        noise = (NOISE * rng.random(len(logs)) if turn > 1 else np.zeros(len(logs))).tolist()
+        order = _greedy(problem, logs.tolist(), noise, most if found or turn > 1 else FAR * most, filling=turn != 1)
+        if order is not None and (found is None or order.entries < found.entries):
+            found, most = order, min(most, order.entries)
+        if turn and (found is None or found.entries * SECONDS_PER_ENTRY < turn * len(logs) * SECONDS_PER_NODE):
+            break  # none is near, or another one takes longer than it can save
+    return found if found and found.entries <= most else None
 
 
-def _weight(node: int, sizes: Sequence[int], beside: Sequence[set[int]]) -> float:
-    """The logarithm of the entries of the node's table."""
-    return math.log(sizes[node]) + sum(math.log(sizes[other]) for other in beside[node])
+def _greedy(
+    problem: Problem, logs: Sequence[float], noise: Sequence[float], most: int, *, filling: bool
+) -> Order | None:
+    """The order in which the node of least weight goes next; None if its tables have more entries.
 
-
-def _fill(node: int, sizes: Sequence[int], beside: Sequence[set[int]]) -> float:
-    """The entries of the edges that the node's elimination adds, and a little for its table."""
-    around = sorted(beside[node])
-    added = 0.0
-    for place, i in enumerate(around):
-        added += sum(sizes[i] * sizes[j] for j in around[place + 1 :] if j not in beside[i])
-    return added + 1e-3 * _weight(node, sizes, beside)
-
-
-def _greedy(problem: Problem, rule, most_entries: int, most_work: int) -> Order | None:
-    """The order in which the node with the least value of the rule goes next."""
-    sizes = [len(costs) for costs in problem.costs]
-    beside: list[set[int]] = [set() for _ in sizes]
-    factors = [1] * len(sizes)  # what is added up where a node is minimised out, at least
+    Args:
+        logs: node -> the logarithm of the number of its options.
+        noise: added to the logarithms of weights.
+        filling: whether the weight is the entries of the edges that a node leaves, rather than of its table.
+    """
+    beside: list[set[int]] = [set() for _ in logs]
     for edge in problem.edges:
         beside[edge.i].add(edge.j)
         beside[edge.j].add(edge.i)
-    left = set(range(len(sizes)))
-    value = [rule(node, sizes, beside) for node in range(len(sizes))]
-    nodes, scopes, work, largest = [], [], 0, 0
-    while left:
-        node = min(left, key=lambda node: (value[node], node))
+
+    def weight(node: int) -> float:
+        table = logs[node] + sum(logs[other] for other in beside[node])
+        if not filling:
+            return table + noise[node]
+        around, added = sorted(beside[node]), 0.0
+        for place, i in enumerate(around):
+            added += sum(2.0 ** (logs[i] + logs[j]) for j in around[place + 1 :] if j not in beside[i])
+        return math.log2(1 + added) + noise[node] + 1e-3 * table
+
+    waiting = [(weight(node), node) for node in range(len(logs))]
+    heapq.heapify(waiting)
+    now = dict(map(reversed, waiting))  # node -> its present weight
+    nodes, scopes, entries, left = [], [], 0, 0
+    while waiting:
+        value, node = heapq.heappop(waiting)
+        if now.get(node) != value:
+            continue
+        del now[node]
         scope = sorted(beside[node])
-        entries = math.prod(sizes[other] for other in scope) * sizes[node]
-        work += entries * (len(scope) + 2)
-        largest = max(largest, entries)
-        if entries > most_entries or work > most_work or len(scope) >= DIMENSIONS:
+        kept = math.prod(len(problem.costs[other]) for other in scope)
+        left += kept
+        entries += kept * len(problem.costs[node])
+        if entries > most or left > MOST_KEPT or len(scope) >= DIMENSIONS:
             return None
         nodes.append(node)
         scopes.append(tuple(scope))
-        left.discard(node)
         near = set(scope)
         for other in scope:
-            near |= beside[other]
+            if filling:
+                near |= beside[other]
             beside[other] |= beside[node]
             beside[other] -= {node, other}
-        beside[node] = set()
-        for other in near & left if rule is _fill else scope:
-            value[other] = rule(other, sizes, beside)
-    return Order(tuple(nodes), tuple(scopes), work, largest)
+        for other in near - {node}:
+            changed = weight(other)
+            if changed != now[other]:
+                now[other] = changed
+                heapq.heappush(waiting, (changed, other))
+    return Order(tuple(nodes), tuple(scopes), entries)
 
 
 def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
@@ -113,13 +132,13 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     (1, 0)
     """
     place = {node: step for step, node in enumerate(order.nodes)}
-    factors: list[list[tuple[tuple[int, ...], np.ndarray]]] = [[] for _ in order.nodes]  # nodes of a table, and it
+    factors: list[list[_Factor]] = [[] for _ in order.nodes]
     for node, costs in enumerate(problem.costs):
         factors[place[node]].append(((node,), costs))
     for (i, j), table in summed(problem.edges).items():
         factors[min(place[i], place[j])].append(((i, j), table))
     for step, (node, scope) in enumerate(zip(order.nodes, order.scopes, strict=True)):
-        table = _sum(factors[step], (node, *scope), problem).min(axis=0)
+        table = _least(factors[step], (node, *scope), problem)
         if scope:
             factors[min(place[other] for other in scope)].append((scope, table))
         elif not math.isfinite(float(table)):
@@ -132,18 +151,37 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     return tuple(chosen[node] for node in range(len(problem.costs)))
 
 
-def _sum(
-    factors: Sequence[tuple[tuple[int, ...], np.ndarray]], nodes: tuple[int, ...], problem: Problem
-) -> np.ndarray:
-    """The sum of tables, over all of these nodes."""
-    axis = {node: place for place, node in enumerate(nodes)}
-    total = np.zeros([len(problem.costs[node]) for node in nodes])
+def _least(factors: Sequence[_Factor], nodes: tuple[int, ...], problem: Problem) -> np.ndarray:
+    """The least over the options of the first node of a sum of tables, for all options of the others."""
+    whole = math.prod(len(problem.costs[node]) for node in nodes)
+    sums: list[_Factor] = []
     for own, table in sorted(factors, key=lambda factor: factor[1].size):
-        shape = [1] * len(nodes)
-        for node, size in zip(own, table.shape, strict=True):
-            shape[axis[node]] = size
-        total += table.transpose(np.argsort([axis[node] for node in own])).reshape(shape)
-    return total
+        if sums:
+            both = (*sums[-1][0], *(node for node in own if node not in sums[-1][0]))
+            if math.prod(len(problem.costs[node]) for node in both) * FEWER_ENTRIES <= whole:
+                sums[-1] = both, _spread(*sums[-1], both) + _spread(own, table, both)
+                continue
+        sums.append((own, table))
+    first, *others = (_spread(own, table, nodes) for own, table in sums)
+    least = np.full([len(problem.costs[node]) for node in nodes[1:]], np.inf)
+    total = np.empty_like(least)
+    for option in range(len(problem.costs[nodes[0]])):
+        one, *more = (table[option if len(table) > 1 else 0] for table in (first, *others))
+        if more:
+            one = np.add(one, more[0], out=total) if least.ndim else one + more[0]
+        for table in more[1:]:
+            one = np.add(one, table, out=total) if least.ndim else one + table
+        least = np.minimum(least, one, out=least) if least.ndim else np.minimum(least, one)
+    return least
+
+
+def _spread(own: Sequence[int], table: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
+    """A table with an axis for each of these nodes, of one entry where it does not depend on it."""
+    axis = {node: place for place, node in enumerate(nodes)}
+    shape = [1] * len(nodes)
+    for node, size in zip(own, table.shape, strict=True):
+        shape[axis[node]] = size
+    return table.transpose(np.argsort([axis[node] for node in own])).reshape(shape)
 
 
 def _at(table: np.ndarray, nodes: tuple[int, ...], node: int, chosen: Mapping[int, int]) -> np.ndarray:

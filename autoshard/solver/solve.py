@@ -25,11 +25,12 @@ from autoshard.errors import SolverError
 from autoshard.solver.alike import Alike
 from autoshard.solver.aside import aside
 from autoshard.solver.bounds import Relaxation, finite
-from autoshard.solver.buckets import cheapest, order_of
+from autoshard.solver.budget import Budget
+from autoshard.solver.buckets import MOST_ENTRIES, SECONDS_PER_ENTRY, SECONDS_PER_NODE, cheapest, order_of
 from autoshard.solver.layers import Tied, tied
 from autoshard.solver.lean import leaner
 from autoshard.solver.lifted import lifted
-from autoshard.solver.moves import Moves, good_choices
+from autoshard.solver.moves import FEW, Moves, good_choices, move_seconds
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import Simplified, simplify
@@ -43,8 +44,9 @@ SECONDS = 60.0  # to spend, if nothing else is asked for
 GRACE = 3.0  # s, or iterations, past the limit to find a first choice
 FINISH = 3.0  # times what it takes to verify a choice: what is left for the end, ...
 FINISH_SHARE = 0.2  # ... but no more than this of the time limit
-FEW_TO_ELIMINATE = 20_000  # options up to which an order of elimination is looked for
 FEW_OPTIONS = 4000  # that the integer program takes at once
+NARROW = 5  # times as many, if that is possible, are eliminated first
+MANY_ENTRIES = 2**30  # of elimination, instead of an integer program
 MANY_OPTIONS = 60_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
 LESS = 20_000  # ... and from which on once it is loaded
@@ -52,6 +54,9 @@ PLAIN_SHARE = 0.5  # of the time left: what goes by before compiled code has to 
 BOUNDS_SHARE = 0.5  # of that: what goes by before choices are looked for in other ways
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
+VISIT = 1e-4  # s of a quiet core: one step of simplifying, ...
+LOOK_ALIKE = 2e-5  # ... what it takes to compare a node or an edge with others, ...
+BUILD = 10  # ... and a relaxation, in sweeps
 EVERY = 0.4  # s between two reports of progress, if nothing changes
 SHARES = (0.001, 0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
 FEWER = 0.5  # of the options: if more are left, bounds are not worth looking for again
@@ -83,6 +88,7 @@ def solve(
     gap: float = 0.0,
     accepts: Callable[[Sequence[int]], bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    budget: Budget | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
 
@@ -95,7 +101,9 @@ def solve(
     Solution(choice=(1, 0), cost=1.0, bound=1.0, status='optimal')
 
     Args:
-        time_limit: seconds to spend, what follows the search included; None: 60, or as long as the iterations take.
+        time_limit: seconds to spend, what follows the search included; None: 60, or as long as the iterations take. The
+            search ends by the work in it, before that unless the machine is busy: the same problem and time limit give
+            the same solution. Only a problem for compiled code that is not `layered` is searched until time is up.
         iterations: how much to search: rounds of a large problem, each of which takes about half a second of every
             core, and looks of HiGHS at whether to stop. The same problem, seed and iterations give the same solution,
             however busy the machine is and with however many threads, unless a time limit ends the search.
@@ -108,6 +116,7 @@ def solve(
         accepts: whether a choice is of use, where that takes more than the problem says. While the best one is not, it
             is left alone within five percent, or after half of the time: what is of use comes of another problem.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
+        budget: what may be spent, instead of a time limit, by this search and others.
 
     Raises:
         InfeasibleError: nothing fits in memory; it carries the smallest limit that would do.
@@ -116,7 +125,10 @@ def solve(
     """
     if time_limit is None:
         time_limit = usual_limit(iterations)
-    search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
+    paced = budget is not None or layered
+    budget = budget or Budget.of(time_limit)
+    search = _Search(problem, seed, budget, iterations, threads or _cores(), progress)
+    search.timed = iterations is None and not paced and search.is_large(problem)
     known = search.known
     search.accepts = accepts and functools.lru_cache(maxsize=1)(accepts)
     search.early = gap > 0
@@ -137,6 +149,7 @@ def solve(
     except _TimeUp:
         pass
     except KeyboardInterrupt:
+        budget.interrupt()
         if known.choice is None:
             raise
     except _Nothing:
@@ -278,12 +291,12 @@ class _Search:
         self,
         problem: Problem,
         seed: int,
-        time_limit: float,
+        budget: Budget,
         iterations: int | None,
         threads: int,
         progress: Callable[[Progress], None] | None,
     ):
-        self.seed, self.threads = seed, threads
+        self.seed, self.threads, self.budget = seed, threads, budget
         self.loaded = False  # compiled code
         self.early = False  # whether integer programs, too, end when a choice is close
         self.enough = 0.0, 0.0  # the gap with which a choice is, and with which where memory binds
@@ -291,9 +304,10 @@ class _Search:
         self.accepts: Callable[[Sequence[int]], bool] | None = None
         self.grace = GRACE
         self.report = _Report(progress)
-        self.done: float | None = None if iterations is None else 0.0  # iterations; None: the clock decides
-        self.latest = self.report.start + time_limit
-        self.deadline = self.latest if iterations is None else float(iterations)
+        self.done: float | None = None if iterations is None else 0.0  # iterations; None: work is counted
+        self.timed = False  # whether the clock decides, instead of work
+        self.latest = budget.until
+        self.deadline = budget.work if iterations is None else float(iterations)
         self.rough_until = math.inf
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
         self.known.tolerance = self.tolerance
@@ -303,15 +317,20 @@ class _Search:
         start = time.monotonic()
         self.known.offer([0] * len(self.known.problem.costs))
         if self.done is None:
-            self.deadline -= min(FINISH * (time.monotonic() - start), FINISH_SHARE * self.left())
+            left = max(0.0, self.latest - time.monotonic())
+            self.latest -= min(FINISH * (time.monotonic() - start), FINISH_SHARE * left)
+        if self.timed:
+            self.deadline = self.latest
         self.rough_until = self.now() + ROUGH_SHARE * self.left()
 
     def now(self) -> float:
-        """Seconds, or iterations that are done."""
-        return time.monotonic() if self.done is None else self.done
+        """Iterations that are done, or work, or seconds."""
+        if self.done is not None:
+            return self.done
+        return time.monotonic() if self.timed else self.budget.done
 
     def left(self) -> float:
-        """Seconds or iterations until time is up, for a choice like the best one."""
+        """Iterations, work or seconds until time is up, for a choice like the best one."""
         return max(0.0, min(self.deadline, self.rough_until if self.rough else math.inf) - self.now())
 
     @property
@@ -335,9 +354,19 @@ class _Search:
         if self.done is not None:
             self.done += iterations
 
+    def spend(self, seconds: float) -> None:
+        """Counts work; what takes long ends with this."""
+        self.budget.spend(seconds)
+        self.check_time()
+
     def look(self) -> bool:
         """Counts a look of HiGHS as an iteration: whether that was the last one."""
         self.count(1)
+        return self.left() == 0
+
+    def look_at_work(self, seconds: float) -> bool:
+        """Counts the work of HiGHS: whether that was the last."""
+        self.budget.spend(seconds)
         return self.left() == 0
 
     def solve(self, known: _Known, *, relax: bool) -> None:
@@ -384,19 +413,24 @@ class _Search:
                 self.move(part)
                 self.program(part)
 
-    def eliminated(self, known: _Known) -> bool:
+    def eliminated(self, known: _Known, most: float = MOST_ENTRIES) -> bool:
         """Solves a problem by bucket elimination, memory aside, where that is quick: whether this settles it.
+
+        Args:
+            most: entries of all tables together.
 
         Raises:
             _Nothing: every choice is forbidden.
         """
-        if _options(known.problem) > FEW_TO_ELIMINATE:
+        if self.is_large(known.problem) or _options(known.problem) > NARROW * FEW_OPTIONS:
             return False
-        order = order_of(known.problem)
+        order = order_of(known.problem, int(most))
+        self.spend(SECONDS_PER_NODE * len(known.problem.costs))
         if order is None:
             return False
         with self.report.during("elimination"):
             choice = cheapest(known.problem, order)
+            self.budget.spend(order.seconds)
         if choice is None:
             raise _Nothing
         known.offer(choice)
@@ -412,7 +446,7 @@ class _Search:
         reduce = self.compiled().reduce if self.is_large(problem) else None
         try:
             with self.report.during("simplify"):
-                return simplify(problem, tick=self.check_time, reduce=reduce)
+                return simplify(problem, tick=lambda: self.spend(VISIT), reduce=reduce)
         except SolverError:
             raise _Nothing from None
 
@@ -437,6 +471,7 @@ class _Search:
         if _options(known.problem) <= REPEATED:
             return False
         with self.report.during("layers"):
+            self.spend(LOOK_ALIKE * (len(known.problem.costs) + len(known.problem.edges)))
             alike = Alike(known.problem)
             one = tied(alike)
         share = len(one.problem.costs) / len(known.problem.costs)
@@ -480,7 +515,7 @@ class _Search:
         if priced:
             small = Relaxation(finite(priced.problem, dear))
             for _ in small.rounds(lambda: known.cost):
-                self.check_time()
+                self.spend(small.seconds)
             relaxation.prices.set(small.prices.values)
         self.raise_bound(known, relaxation, choose=True)
 
@@ -493,6 +528,7 @@ class _Search:
         before = known.bound
         for count in itertools.count(1):
             turn = count % CHOOSING == 0
+            self.spend(relaxation.seconds)
             known.prove(relaxation.sweep(forward=count % 2 == 1, choose=choose and turn))
             better = relaxation.better(known.cost)
             if better is not None:
@@ -504,12 +540,11 @@ class _Search:
                 if known.bound - before < little * known.gap * abs(known.cost):
                     return
                 before = known.bound
-            self.check_time()
 
     def search(self, known: _Known) -> None:
         """Solves a problem as far as time allows with compiled code."""
         large = self.compiled()
-        search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads, counted=self.done is not None)
+        search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads, counted=not self.timed)
         most = _most_sum(known.problem)
         programmed = False
         with self.report.during("search"):
@@ -517,6 +552,7 @@ class _Search:
                 for found in search.rounds(lambda: known.choice, self.left, self.check_time):
                     self.learn(known, found)
                     self.count(found.iterations)
+                    self.budget.spend(large.SECONDS_PER_ROUND * found.iterations)
                     if known.bound > most + ENOUGH * abs(most):
                         raise _Nothing
                     if found.settled and not programmed and not known.solved:
@@ -585,9 +621,12 @@ class _Search:
 
     def limits(self) -> dict[str, Any]:
         """What an integer program may spend."""
-        if self.done is None:
+        if self.timed:
             return {"time_limit": self.left()}
-        return {"time_limit": max(0.0, self.latest - time.monotonic()), "look": self.look}
+        time_limit = max(0.0, self.latest - time.monotonic())
+        if self.done is not None:
+            return {"time_limit": time_limit, "look": self.look}
+        return {"time_limit": time_limit, "spend": self.look_at_work}
 
     def relax(self, known: _Known) -> None:
         """Solves a problem by what its bound says of single options.
@@ -598,9 +637,11 @@ class _Search:
         """
         most = _most_sum(known.problem)
         relaxation = Relaxation(known.problem)
+        self.spend(BUILD * relaxation.seconds)
         moves = functools.cache(lambda: Moves(known.problem, np.random.default_rng(self.seed)))
         with self.hurry(BOUNDS_SHARE):
             for choice, bound in relaxation.rounds(lambda: known.cost):
+                self.budget.spend(relaxation.seconds)
                 if choice is not None:
                     known.offer(choice)
                     if relaxation.cost - bound <= NEAR * abs(bound):
@@ -658,6 +699,7 @@ class _Search:
         cost = math.inf
         while known.cost < cost:
             cost, better = known.cost, moves.improved(choice, prices)
+            self.budget.spend(FEW * move_seconds(known.problem))
             if better is None:
                 return
             known.offer(better)
@@ -666,16 +708,17 @@ class _Search:
     def move(self, known: _Known) -> None:
         """Looks for good choices."""
         with self.report.during("moves"):
+            seconds = move_seconds(known.problem)
             for choice in good_choices(known.problem, self.seed):
                 if choice is not None:
                     known.offer(choice)
                 if known.solved:
                     return
-                self.check_time()
+                self.spend(seconds)
 
     def program(self, known: _Known) -> None:
         """Solves a problem as an integer program."""
-        if known.solved:
+        if known.solved or self.eliminated(known, MANY_ENTRIES):
             return
         ilp = self.programs()
         with self.report.during("integer program"):
