@@ -36,17 +36,21 @@ class Budget:
 
     def part(self, share: float) -> Budget:
         """A share of what is left of it."""
-        now = time.monotonic()
-        return Budget(share * self.left, now + share * max(0.0, self.until - now), whole=self)
+        return Budget(share * self.left, time.monotonic() + share * self.seconds, whole=self)
 
     @property
     def left(self) -> float:
         return max(0.0, self.work - self.done)
 
     @property
+    def seconds(self) -> float:
+        """How long it is until the clock ends it."""
+        return max(0.0, self.until - time.monotonic())
+
+    @property
     def over(self) -> bool:
         """Whether nothing is left of it, or the clock has ended it."""
-        return self.interrupted or not self.left or time.monotonic() >= self.until
+        return self.interrupted or not self.left or not self.seconds
 
     def spend(self, seconds: float) -> None:
         """Counts work that was done."""

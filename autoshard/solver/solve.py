@@ -447,8 +447,8 @@ class _Search:
         try:
             with self.report.during("simplify"):
                 return simplify(problem, tick=lambda: self.spend(VISIT), reduce=reduce)
-        except SolverError:
-            raise _Nothing from None
+        except SolverError as error:
+            raise _Nothing(str(error)) from None
 
     def least_at(self, point: int) -> float:
         """A bound on the bytes that any choice holds at one point."""
@@ -625,7 +625,7 @@ class _Search:
             return {"time_limit": self.left()}
         time_limit = max(0.0, self.latest - time.monotonic())
         if self.done is not None:
-            return {"time_limit": time_limit, "look": self.look}
+            return {"time_limit": time_limit, "look": self.look, "spend": self.look_at_work}
         return {"time_limit": time_limit, "spend": self.look_at_work}
 
     def relax(self, known: _Known) -> None:
@@ -791,8 +791,8 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
             return _leanest(problem, search)
     except _TimeUp:
         pass
-    except _Nothing:
-        return ForbiddenError("every choice is forbidden")
+    except _Nothing as nothing:
+        return ForbiddenError(str(nothing) or "every choice is forbidden")
     point, held = _floor(problem)
     with contextlib.suppress(_TimeUp):
         held = max(held, search.least_at(point))
