@@ -286,7 +286,7 @@ class Relaxation:
                 if aim < SHORTEST:
                     break
             else:
-                step = STEP * (best + gap - bound) / (slope @ slope)
+                step = STEP * (best + gap - bound) / (slope * slope).sum()  # a product of BLAS depends on threads
                 self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
         for forward in (True, False) * LAST:  # until the messages suit the best prices again
             bound = self.sweep(forward=forward)

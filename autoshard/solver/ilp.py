@@ -46,7 +46,8 @@ TINY = 300  # variables: HiGHS's presolve, which in release 1.15.1 does not end 
 _DOUBLETON_EQUATIONS = 512  # ... and on larger ones this rule of it, for which it was so
 STEPS = 1000  # of the simplex method, between two looks
 HEAVY = 1e6  # largest entry of a memory row, far beyond what fits; HiGHS refuses a model with entries over 1e15
-LOOKING = 4e-6  # s of a quiet core per entry of the matrix between two looks; between 2 and 11 were measured
+FIRST_LOOKS = 15  # of HiGHS, about those at the root of its tree, which take longer
+FIRST_LOOKING, LOOKING = 5e-6, 1e-6  # s of a quiet core per entry of the matrix between two of these, and of later ones
 SETTING_UP = 0.03  # s of a quiet core to start cvxpy and HiGHS, on top of
 COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
 
@@ -409,7 +410,7 @@ class _Highs:
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
         self._highs.passModel(model)
-        self._seconds = LOOKING * matrix.nnz  # of a quiet core, between two looks
+        self._entries, self._looks = matrix.nnz, 0
         self.values: np.ndarray | None = None  # of the variables, stacked; None: no solution is known
         self.bound = -np.inf  # no solution has a lower objective
         self.stopped = False  # by the clock, or
@@ -432,9 +433,7 @@ class _Highs:
             solution.col_value = list(start[np.argsort(self._columns)])
             self._highs.setSolution(solution)
         self.values, self.bound = None, -np.inf
-        ended = self._finish()
-        self._spend(self._seconds)
-        if not ended:
+        if not self._finish():
             return
         status, info = self._highs.getModelStatus(), self._highs.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
@@ -492,6 +491,8 @@ class _Highs:
             self._on_look(event)
 
     def _on_look(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self.stopped |= self._look() | self._spend(self._seconds)
+        self._looks += 1
+        seconds = self._entries * (FIRST_LOOKING if self._looks <= FIRST_LOOKS else LOOKING)
+        self.stopped |= self._look() | self._spend(seconds)
         if self.stopped:
             event.interrupt()

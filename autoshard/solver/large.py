@@ -231,9 +231,9 @@ class Ascent:
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
         scale = self.prices + NEW * self.prices.max() if self.prices.any() else np.ones(len(slope))
-        square = scale @ self.direction**2
+        square = (scale * self.direction**2).sum()
         if not self.bold:
-            square = max(square, scale @ slope**2)
+            square = max(square, (scale * slope**2).sum())
         fine = self.reach < max(SETTLED * abs(self.best), self.finest)
         if square == 0:  # all fits at no price
             self.settled = not gained > SETTLED * self.reach

@@ -66,6 +66,8 @@ FEW_KINDS = 0.25  # ... or, if memory binds, than this
 FEW_LIFTED = 0.5  # of the nodes: with more kinds in a lifted bound, that of the whole costs no more
 CLOSE = 0.01  # the gap that is small enough for a problem of the planner, ...
 CLOSE_IF_BINDING = 0.005  # ... and for one of no more than REPEATED options once memory has prices
+QUICK = 2.0  # s of a quiet core: bounds without prices that take longer are left alone, too, when they are as close
+POLISH_SHARE = 0.05  # of the work left: what is done beyond bounds once they are
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
 HOPELESS = 0.02  # the same of lifted bounds, which are quick, and while the gap is too large: what follows is not
@@ -424,6 +426,8 @@ class _Search:
         """
         if self.is_large(known.problem) or _options(known.problem) > NARROW * FEW_OPTIONS:
             return False
+        if self.done is None:
+            most = min(most, self.left() / SECONDS_PER_ENTRY)
         order = order_of(known.problem, int(most))
         self.spend(SECONDS_PER_NODE * len(known.problem.costs))
         if order is None:
@@ -636,6 +640,7 @@ class _Search:
         choice with the others could be.
         """
         most = _most_sum(known.problem)
+        start = self.budget.done
         relaxation = Relaxation(known.problem)
         self.spend(BUILD * relaxation.seconds)
         moves = functools.cache(lambda: Moves(known.problem, np.random.default_rng(self.seed)))
@@ -651,9 +656,16 @@ class _Search:
                     raise _Nothing
                 priced = relaxation.prices.values.any()
                 self.binds |= bool(priced)
-                if known.solved or ((priced or known.hasty) and known.close):
+                slow = self.budget.done - start > QUICK
+                if known.solved or ((priced or known.hasty or slow) and known.close):
                     return
                 self.check_time()
+        near = any(self.enough) and known.gap <= CLOSE
+        with self.hurry(POLISH_SHARE) if near else contextlib.nullcontext():
+            self.solve_with_few(known, relaxation)
+
+    def solve_with_few(self, known: _Known, relaxation: Relaxation) -> None:
+        """Solves a problem with more and more of its options, cheap ones first."""
         moved = False
         if not known.best:
             self.move(known)

@@ -19,7 +19,7 @@ from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving with more and more reshardings counted, ...
-ROUND_SHARE = 0.7  # ... each of which gets this much of the work that is left
+ROUND_SHARE = 0.8  # ... each of which gets this much of the work that is left
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
