@@ -24,9 +24,9 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.solver.alike import Alike
 from autoshard.solver.aside import aside
-from autoshard.solver.bounds import Relaxation, finite
+from autoshard.solver.bounds import Prices, Relaxation, finite
 from autoshard.solver.budget import Budget
-from autoshard.solver.buckets import MOST_ENTRIES, SECONDS_PER_ENTRY, SECONDS_PER_NODE, cheapest, order_of
+from autoshard.solver.buckets import MOST_ENTRIES, SECONDS_PER_ENTRY, SECONDS_PER_NODE, Order, cheapest, order_of
 from autoshard.solver.layers import Tied, tied
 from autoshard.solver.lean import leaner
 from autoshard.solver.lifted import lifted
@@ -46,6 +46,7 @@ FINISH = 3.0  # times what it takes to verify a choice: what is left for the end
 FINISH_SHARE = 0.2  # ... but no more than this of the time limit
 FEW_OPTIONS = 4000  # that the integer program takes at once
 NARROW = 5  # times as many, if that is possible, are eliminated first
+PRICED_TURNS, PRICED_SECONDS = 20, 0.03  # of elimination at prices of memory, and what each may take
 MANY_ENTRIES = 2**30  # of elimination, instead of an integer program
 MANY_OPTIONS = 60_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
@@ -66,7 +67,7 @@ FEW_KINDS = 0.25  # ... or, if memory binds, than this
 FEW_LIFTED = 0.5  # of the nodes: with more kinds in a lifted bound, that of the whole costs no more
 CLOSE = 0.01  # the gap that is small enough for a problem of the planner, ...
 CLOSE_IF_BINDING = 0.005  # ... and for one of no more than REPEATED options once memory has prices
-QUICK = 2.0  # s of a quiet core: bounds without prices that take longer are left alone, too, when they are as close
+QUICK = 3.0  # s of a quiet core: bounds without prices that take longer are left alone, too, when they are as close
 POLISH_SHARE = 0.05  # of the work left: what is done beyond bounds once they are
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
@@ -74,7 +75,7 @@ HOPELESS = 0.02  # the same of lifted bounds, which are quick, and while the gap
 NEAR = 0.05  # of the bound: what a choice may cost more to be worth moves
 CHOOSING = 10  # sweeps between two choices in which layers may differ
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
-LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
+LAYERS_SHARE = 0.25  # of the time left: what solving it as one gets
 ROUGH = 0.05  # the gap that is small enough while the best choice is not accepted, ...
 ROUGH_SHARE = 0.5  # ... and how much of the time such choices get
 
@@ -439,7 +440,25 @@ class _Search:
             raise _Nothing
         known.offer(choice)
         known.prove(verify(known.problem, choice)[0])
+        if not known.solved and order.seconds < PRICED_SECONDS:
+            self.eliminate_priced(known, order)
         return known.solved
+
+    def eliminate_priced(self, known: _Known, order: Order) -> None:
+        """Looks for choices that fit: the cheapest at prices of memory that rise until one does, and fall again."""
+        moves = Moves(known.problem, np.random.default_rng(self.seed))
+        prices = Prices(known.problem)
+        ends = np.cumsum(list(map(len, known.problem.costs)))[:-1]
+        with self.report.during("elimination"):
+            for _ in range(PRICED_TURNS):
+                prices.set(moves.prices)
+                costs = tuple(np.split(prices.costs, ends))
+                choice = cheapest(replace(known.problem, costs=costs, checked=True), order)
+                self.spend(order.seconds + move_seconds(known.problem))
+                moves.choice = np.array(choice)
+                if moves.adjust_prices():
+                    moves.descend()
+                    known.offer(moves.choice.tolist())
 
     def simplified(self, problem: Problem) -> Simplified:
         """A problem in its smallest equal parts.
