@@ -240,8 +240,8 @@ def formulation_of(name: str, machine: str) -> Any:
 def described(row: Row) -> str:
     gap = (row.step_seconds - row.bound) / row.step_seconds
     return (
-        f"{row.model:28} {row.machine:10} {row.options:7} options {row.cpu_seconds:6.1f} CPU s {row.wall_seconds:6.1f} s"
-        f"  step {row.step_seconds * 1e3:.6g} ms, gap {gap:.3%}, {row.status}, {row.digest}"
+        f"{row.model:28} {row.machine:10} {row.options:7} options {row.cpu_seconds:6.1f} CPU s "
+        f"{row.wall_seconds:6.1f} s  step {row.step_seconds * 1e3:.6g} ms, gap {gap:.3%}, {row.status}, {row.digest}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A busy machine plans what a quiet one does, bit for bit: searches end by the work they did, the clock only ends them."""
+"""A busy machine plans what a quiet one does, bit for bit: work that is counted limits searches, not the clock."""
 
 import contextlib
 import functools
@@ -53,10 +53,15 @@ def formulated(name: str, machine: str, share: float) -> Formulation:
 @contextlib.contextmanager
 def clock(monkeypatch, speed: float):
     """While it lasts, the clocks that Python tells go this many times as fast."""
+
+
+    def scaled(real):
+        start = real()
+        return lambda: start + speed * (real() - start)
+
     with monkeypatch.context() as patch:
         for name in ("monotonic", "perf_counter", "process_time", "time"):
-            start = getattr(time, name)()
-            patch.setattr(time, name, lambda real=getattr(time, name), start=start: start + speed * (real() - start))
+            patch.setattr(time, name, scaled(getattr(time, name)))
         yield
 
 
@@ -80,7 +85,7 @@ def test_a_clock_that_runs_ahead(monkeypatch, name, machine, share):
 
 
 def test_a_search_that_work_ends(monkeypatch):
-    """A plan that is not the best comes of as much work, however long that takes; a clock that is over ends it before."""
+    """What comes of it is not the best, and the same however long it takes; a clock that runs out ends it before."""
     formulation = formulated("mlp", "cpu:8", TIGHT)
     found = {}
     for speed, seconds in ((0.001, 3.0), (0.1, 3.0), (1e4, 3.0), (0.001, 8.0)):

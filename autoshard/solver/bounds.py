@@ -150,8 +150,9 @@ class Relaxation:
         self._first_option[order] = _starts(sizes[order])
         self._add_edges(_edges(lifted, colour_of), lifted.node_times, colour_of)
         blocks = [block for colour in self._colours for block in colour.blocks[0]]
+        entries = sum(math.prod(block.tables[0].shape[:2]) * len(block.edges) for block in blocks)
         self.seconds = (  # about what a sweep takes on a quiet core
-            SECONDS_PER_ENTRY * sum(block.tables[0].shape[0] * block.tables[0].shape[1] * len(block.edges) for block in blocks)
+            SECONDS_PER_ENTRY * entries
             + SECONDS_PER_MESSAGE * len(self._messages)
             + SECONDS_PER_BLOCK * len(blocks)
             + SECONDS_PER_COLOUR * len(self._colours)

@@ -25,8 +25,8 @@ from autoshard.errors import SolverError
 from autoshard.solver.alike import Alike
 from autoshard.solver.aside import aside
 from autoshard.solver.bounds import Prices, Relaxation, finite
-from autoshard.solver.budget import Budget
 from autoshard.solver.buckets import MOST_ENTRIES, SECONDS_PER_ENTRY, SECONDS_PER_NODE, Order, cheapest, order_of
+from autoshard.solver.budget import Budget
 from autoshard.solver.layers import Tied, tied
 from autoshard.solver.lean import leaner
 from autoshard.solver.lifted import lifted
