@@ -32,7 +32,6 @@ from autoshard.layout import Layout, replicated, shards
 from autoshard.plans import Prediction, prediction_of
 from autoshard.program import Value
 from autoshard.solver import solve
-from autoshard.solver.budget import Budget
 from autoshard.solver.formulate import Formulation, Kept
 from autoshard.solver.groups import Group
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
@@ -76,7 +75,7 @@ def _solved(*problems: Callable[[], Problem]) -> Solution | str:
     why = ""
     for problem in problems:
         try:
-            return solve(problem(), budget=Budget.of(_TIME_LIMIT))
+            return solve(problem(), time_limit=_TIME_LIMIT)
         except _AbsentError as error:
             why = str(error)
         except ForbiddenError:
