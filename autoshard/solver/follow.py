@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoshard.errors import SolverError
 from autoshard.layout import Layout, without_idle_axes
+from autoshard.solver.budget import Budget
 from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import solve
@@ -38,9 +39,9 @@ def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> So
         if fitting and not group.fills:
             allowed[formulation.group_node(group)] = as_they_lie or fitting
     try:
-        solution = solve(free.restrict(allowed), time_limit=_TIME_LIMIT)
+        solution = solve(free.restrict(allowed), budget=Budget.of(_TIME_LIMIT))
     except SolverError:  # some value would have to be resharded in a way that no strategy has
-        solution = solve(free, time_limit=_TIME_LIMIT)
+        solution = solve(free, budget=Budget.of(_TIME_LIMIT))
     cost, _ = verify(formulation.problem, solution.choice)
     return replace(solution, cost=cost, bound=0.0, status="feasible")
 

@@ -46,6 +46,9 @@ TINY = 300  # variables: HiGHS's presolve, which in release 1.15.1 does not end 
 _DOUBLETON_EQUATIONS = 512  # ... and on larger ones this rule of it, for which it was so
 STEPS = 1000  # of the simplex method, between two looks
 HEAVY = 1e6  # largest entry of a memory row, far beyond what fits; HiGHS refuses a model with entries over 1e15
+FIRST_LOOKS = 15  # of HiGHS, about those at the root of its tree, which take longer
+FIRST_LOOKING, LOOKING = 5e-6, 1e-6  # s of a quiet core per entry of the matrix between two of these, and of later ones
+SETTING_UP = 0.03  # s of a quiet core to start cvxpy and HiGHS, on top of
 COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
 
 
@@ -67,6 +70,7 @@ def cheapest(
     gap: float = 0.0,
     stop: threading.Event | None = None,
     look: Callable[[], bool] = lambda: False,
+    spend: Callable[[float], bool] = lambda seconds: False,
 ) -> Outcome:
     """The cheapest choice, or the best one found in time; `first` is a feasible one, if known.
 
@@ -75,12 +79,14 @@ def cheapest(
         gap: cost by which the choice may miss the cheapest one.
         stop: ends it as Ctrl-C does, where another thread than the main one, which does not hear that, is in here.
         look: called at moments that do not depend on the clock, a few times a second; ends it by returning True.
+        spend: called then, too, with about the seconds of a quiet core that it took since; ends it by returning True.
     """
     start_time = time.monotonic()
     known = np.inf if first is None else verify(problem, first)[0]
     program = _encode(problem, known)
     time_limit -= time.monotonic() - start_time
-    if time_limit < COMPILING * len(program.flow_costs):
+    compiling = COMPILING * len(program.flow_costs)
+    if spend(compiling + SETTING_UP) or time_limit < compiling:
         return Outcome(None, program.constant, interrupted=False)
     memory = _Memory(problem if problem.limit is not None else replace(problem, lives=()))
     room = memory.room(problem.limit)
@@ -95,7 +101,7 @@ def cheapest(
         constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
     gap = max(gap, TARGET_GAP * abs(program.constant if first is None else known)) / unit
     whole = cp.Problem(objective, constraints)
-    highs = _Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look)
+    highs = _Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look, spend=spend)
     start = None if first is None else program.point(first)
     bound, relaxed = program.constant, not memory.complete
     while True:
@@ -120,7 +126,14 @@ def cheapest(
             return Outcome(choice, bound, interrupted=False)
 
 
-def leanest(problem: Problem, *, time_limit: float, seed: int, look: Callable[[], bool] = lambda: False) -> Outcome:
+def leanest(
+    problem: Problem,
+    *,
+    time_limit: float,
+    seed: int,
+    look: Callable[[], bool] = lambda: False,
+    spend: Callable[[float], bool] = lambda seconds: False,
+) -> Outcome:
     """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
     program, memory = _encode(problem, np.inf), _Memory(problem)
     unit = (memory.most.max(initial=0.0) or 1.0) / MAGNITUDE
@@ -131,7 +144,7 @@ def leanest(problem: Problem, *, time_limit: float, seed: int, look: Callable[[]
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s + (memory.least * scale)[points] <= peak)
     whole = cp.Problem(cp.Minimize(peak), constraints)
-    highs = _Highs(whole, [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6, look=look)
+    highs = _Highs(whole, [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6, look=look, spend=spend)
     best, lowest, bound, relaxed = None, np.inf, 0.0, not memory.complete
     while True:
         highs.run(None, relaxed=relaxed)
@@ -364,9 +377,10 @@ class _Highs:
         gap: float,
         stop: threading.Event | None = None,
         look: Callable[[], bool],
+        spend: Callable[[float], bool],
     ):
         self._stop = stop or threading.Event()
-        self._look, self._steps = look, 0
+        self._look, self._spend, self._steps = look, spend, 0
         self._deadline = time.monotonic() + time_limit
         data, _, _ = problem.get_problem_data("HIGHS")
         first_column = data["param_prob"].var_id_to_col
@@ -396,6 +410,7 @@ class _Highs:
         for name, value in options.items():
             self._highs.setOptionValue(name, value)
         self._highs.passModel(model)
+        self._entries, self._looks = matrix.nnz, 0
         self.values: np.ndarray | None = None  # of the variables, stacked; None: no solution is known
         self.bound = -np.inf  # no solution has a lower objective
         self.stopped = False  # by the clock, or
@@ -476,6 +491,8 @@ class _Highs:
             self._on_look(event)
 
     def _on_look(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self.stopped |= self._look()
+        self._looks += 1
+        seconds = self._entries * (FIRST_LOOKING if self._looks <= FIRST_LOOKS else LOOKING)
+        self.stopped |= self._look() | self._spend(seconds)
         if self.stopped:
             event.interrupt()

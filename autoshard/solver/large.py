@@ -50,6 +50,7 @@ COUNTED = 3  # searches side by side, where their number may not depend on that 
 ENTRIES = 1e4  # of a table in a block move, at most
 PLANS = 24  # of block moves, per search
 ROUND, LONG = 3e7, 2e8  # entries of tables looked at in a round: under half a second; beside an integer program
+SECONDS_PER_ROUND = 1.6  # of a quiet core, of one search for every count of COUNTED and the ascent
 OVERHEAD = 5e4  # what the calls of one step take, in such entries
 REPAIRS = 100  # nodes that change to make a choice fit, at most
 UP, DOWN = 1.03, 0.97  # of prices that follow a choice: where memory is over the limit, and where all fits
@@ -230,9 +231,9 @@ class Ascent:
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
         scale = self.prices + NEW * self.prices.max() if self.prices.any() else np.ones(len(slope))
-        square = scale @ self.direction**2
+        square = (scale * self.direction**2).sum()
         if not self.bold:
-            square = max(square, scale @ slope**2)
+            square = max(square, (scale * slope**2).sum())
         fine = self.reach < max(SETTLED * abs(self.best), self.finest)
         if square == 0:  # all fits at no price
             self.settled = not gained > SETTLED * self.reach

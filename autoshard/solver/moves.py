@@ -19,6 +19,8 @@ VISITS = 100_000  # of nodes, in all moves together, about: a second or two
 PATIENCE = 15  # moves in a row that bring nothing better, after which it gives up
 FEW = 2  # moves that are tried on choices that come from elsewhere
 ATTEMPTS = 60  # moves in a row that do not fit, after which it gives up; the prices grow with each
+SECONDS_PER_NODE, SECONDS_PER_EDGE = 1.5e-5, 5e-6  # of a quiet core, for one move, ...
+SECONDS_PER_LIFE = 5e-6  # ... and to see whether what comes of it fits
 
 
 def good_choices(problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None]:
@@ -37,6 +39,12 @@ def good_choices(problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None
         yield best
         if idle >= (ATTEMPTS if best is None else PATIENCE):
             return
+
+
+def move_seconds(problem: Problem) -> float:
+    """About what a move takes on a quiet core."""
+    lives = len(problem.lives) if problem.limit is not None else 0
+    return SECONDS_PER_NODE * len(problem.costs) + SECONDS_PER_EDGE * len(problem.edges) + SECONDS_PER_LIFE * lives
 
 
 class Moves:

@@ -24,11 +24,13 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.solver.alike import Alike
 from autoshard.solver.aside import aside
-from autoshard.solver.bounds import Relaxation, finite
+from autoshard.solver.bounds import Prices, Relaxation, finite
+from autoshard.solver.buckets import MOST_ENTRIES, SECONDS_PER_ENTRY, SECONDS_PER_NODE, Order, cheapest, order_of
+from autoshard.solver.budget import Budget
 from autoshard.solver.layers import Tied, tied
 from autoshard.solver.lean import leaner
 from autoshard.solver.lifted import lifted
-from autoshard.solver.moves import Moves, good_choices
+from autoshard.solver.moves import FEW, Moves, good_choices, move_seconds
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
 from autoshard.solver.simplify import Simplified, simplify
@@ -43,6 +45,9 @@ GRACE = 3.0  # s, or iterations, past the limit to find a first choice
 FINISH = 3.0  # times what it takes to verify a choice: what is left for the end, ...
 FINISH_SHARE = 0.2  # ... but no more than this of the time limit
 FEW_OPTIONS = 4000  # that the integer program takes at once
+NARROW = 5  # times as many, if that is possible, are eliminated first
+PRICED_TURNS, PRICED_SECONDS = 20, 0.03  # of elimination at prices of memory, and what each may take
+MANY_ENTRIES = 2**30  # of elimination, instead of an integer program
 MANY_OPTIONS = 60_000  # more than the integer program can find the leanest choice of
 MUCH = 200_000  # options, and bytes that they hold in all their lives, from which on compiled code pays, ...
 LESS = 20_000  # ... and from which on once it is loaded
@@ -50,6 +55,9 @@ PLAIN_SHARE = 0.5  # of the time left: what goes by before compiled code has to 
 BOUNDS_SHARE = 0.5  # of that: what goes by before choices are looked for in other ways
 PROGRAM_SHARE = 0.3  # of the time left: what the integer program gets in turn with searches
 COMPILES = 3.0  # s: what takes longer than this to load is being compiled
+VISIT = 1e-4  # s of a quiet core: one step of simplifying, ...
+LOOK_ALIKE = 2e-5  # ... what it takes to compare a node or an edge with others, ...
+BUILD = 10  # ... and a relaxation, in sweeps
 EVERY = 0.4  # s between two reports of progress, if nothing changes
 SHARES = (0.001, 0.03, 0.2, 1.0)  # of what is between bound and best choice: how dear options may be, in turn
 FEWER = 0.5  # of the options: if more are left, bounds are not worth looking for again
@@ -59,13 +67,15 @@ FEW_KINDS = 0.25  # ... or, if memory binds, than this
 FEW_LIFTED = 0.5  # of the nodes: with more kinds in a lifted bound, that of the whole costs no more
 CLOSE = 0.01  # the gap that is small enough for a problem of the planner, ...
 CLOSE_IF_BINDING = 0.005  # ... and for one of no more than REPEATED options once memory has prices
+QUICK = 10.0  # s of a quiet core: bounds without prices that take longer are left alone, too, when they are as close
+POLISH_SHARE = 0.05  # of the work left: what is done beyond bounds once they are
 CLOSER = 0.3  # of that: with a smaller gap, or when ten sweeps bring less of it than STALLED, bounds are left alone
 STALLED = 0.2
 HOPELESS = 0.02  # the same of lifted bounds, which are quick, and while the gap is too large: what follows is not
 NEAR = 0.05  # of the bound: what a choice may cost more to be worth moves
 CHOOSING = 10  # sweeps between two choices in which layers may differ
 LEAN_SHARE = 0.5  # of the time left: what is given to how much memory would do, where nothing fits
-LAYERS_SHARE = 0.5  # of the time left: what solving it as one gets
+LAYERS_SHARE = 0.25  # of the time left: what solving it as one gets
 ROUGH = 0.05  # the gap that is small enough while the best choice is not accepted, ...
 ROUGH_SHARE = 0.5  # ... and how much of the time such choices get
 
@@ -81,6 +91,7 @@ def solve(
     gap: float = 0.0,
     accepts: Callable[[Sequence[int]], bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    budget: Budget | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
 
@@ -93,7 +104,9 @@ def solve(
     Solution(choice=(1, 0), cost=1.0, bound=1.0, status='optimal')
 
     Args:
-        time_limit: seconds to spend, what follows the search included; None: 60, or as long as the iterations take.
+        time_limit: seconds to spend, what follows the search included; None: 60, or as long as the iterations take. The
+            search ends by the work in it, before that unless the machine is busy: the same problem and time limit give
+            the same solution. Only a problem for compiled code that is not `layered` is searched until time is up.
         iterations: how much to search: rounds of a large problem, each of which takes about half a second of every
             core, and looks of HiGHS at whether to stop. The same problem, seed and iterations give the same solution,
             however busy the machine is and with however many threads, unless a time limit ends the search.
@@ -106,6 +119,7 @@ def solve(
         accepts: whether a choice is of use, where that takes more than the problem says. While the best one is not, it
             is left alone within five percent, or after half of the time: what is of use comes of another problem.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
+        budget: what may be spent, instead of a time limit, by this search and others.
 
     Raises:
         InfeasibleError: nothing fits in memory; it carries the smallest limit that would do.
@@ -114,7 +128,10 @@ def solve(
     """
     if time_limit is None:
         time_limit = usual_limit(iterations)
-    search = _Search(problem, seed, time_limit, iterations, threads or _cores(), progress)
+    paced = budget is not None or layered
+    budget = budget or Budget.of(time_limit)
+    search = _Search(problem, seed, budget, iterations, threads or _cores(), progress)
+    search.timed = iterations is None and not paced and search.is_large(problem)
     known = search.known
     search.accepts = accepts and functools.lru_cache(maxsize=1)(accepts)
     search.early = gap > 0
@@ -135,6 +152,7 @@ def solve(
     except _TimeUp:
         pass
     except KeyboardInterrupt:
+        budget.interrupt()
         if known.choice is None:
             raise
     except _Nothing:
@@ -276,12 +294,12 @@ class _Search:
         self,
         problem: Problem,
         seed: int,
-        time_limit: float,
+        budget: Budget,
         iterations: int | None,
         threads: int,
         progress: Callable[[Progress], None] | None,
     ):
-        self.seed, self.threads = seed, threads
+        self.seed, self.threads, self.budget = seed, threads, budget
         self.loaded = False  # compiled code
         self.early = False  # whether integer programs, too, end when a choice is close
         self.enough = 0.0, 0.0  # the gap with which a choice is, and with which where memory binds
@@ -289,9 +307,10 @@ class _Search:
         self.accepts: Callable[[Sequence[int]], bool] | None = None
         self.grace = GRACE
         self.report = _Report(progress)
-        self.done: float | None = None if iterations is None else 0.0  # iterations; None: the clock decides
-        self.latest = self.report.start + time_limit
-        self.deadline = self.latest if iterations is None else float(iterations)
+        self.done: float | None = None if iterations is None else 0.0  # iterations; None: work is counted
+        self.timed = False  # whether the clock decides, instead of work
+        self.latest = budget.until
+        self.deadline = budget.work if iterations is None else float(iterations)
         self.rough_until = math.inf
         self.known = _Known(problem, lambda: self.report.know(self.known.cost, self.known.bound))  # of the whole
         self.known.tolerance = self.tolerance
@@ -301,15 +320,20 @@ class _Search:
         start = time.monotonic()
         self.known.offer([0] * len(self.known.problem.costs))
         if self.done is None:
-            self.deadline -= min(FINISH * (time.monotonic() - start), FINISH_SHARE * self.left())
+            left = max(0.0, self.latest - time.monotonic())
+            self.latest -= min(FINISH * (time.monotonic() - start), FINISH_SHARE * left)
+        if self.timed:
+            self.deadline = self.latest
         self.rough_until = self.now() + ROUGH_SHARE * self.left()
 
     def now(self) -> float:
-        """Seconds, or iterations that are done."""
-        return time.monotonic() if self.done is None else self.done
+        """Iterations that are done, or work, or seconds."""
+        if self.done is not None:
+            return self.done
+        return time.monotonic() if self.timed else self.budget.done
 
     def left(self) -> float:
-        """Seconds or iterations until time is up, for a choice like the best one."""
+        """Iterations, work or seconds until time is up, for a choice like the best one."""
         return max(0.0, min(self.deadline, self.rough_until if self.rough else math.inf) - self.now())
 
     @property
@@ -333,9 +357,19 @@ class _Search:
         if self.done is not None:
             self.done += iterations
 
+    def spend(self, seconds: float) -> None:
+        """Counts work; what takes long ends with this."""
+        self.budget.spend(seconds)
+        self.check_time()
+
     def look(self) -> bool:
         """Counts a look of HiGHS as an iteration: whether that was the last one."""
         self.count(1)
+        return self.left() == 0
+
+    def look_at_work(self, seconds: float) -> bool:
+        """Counts the work of HiGHS: whether that was the last."""
+        self.budget.spend(seconds)
         return self.left() == 0
 
     def solve(self, known: _Known, *, relax: bool) -> None:
@@ -366,6 +400,8 @@ class _Search:
         large = sum(self.is_large(part.problem) for part in parts)
         for part in sorted(parts, key=lambda part: len(part.problem.costs)):
             options = _options(part.problem)
+            if self.eliminated(part):
+                continue
             if relax and self.is_large(part.problem):
                 with self.hurry(1 / large):
                     self.search(part)
@@ -380,6 +416,50 @@ class _Search:
                 self.move(part)
                 self.program(part)
 
+    def eliminated(self, known: _Known, most: float = MOST_ENTRIES) -> bool:
+        """Solves a problem by bucket elimination, memory aside, where that is quick: whether this settles it.
+
+        Args:
+            most: entries of all tables together.
+
+        Raises:
+            _Nothing: every choice is forbidden.
+        """
+        if self.is_large(known.problem) or _options(known.problem) > NARROW * FEW_OPTIONS:
+            return False
+        if self.done is None:
+            most = min(most, self.left() / SECONDS_PER_ENTRY)
+        order = order_of(known.problem, int(most))
+        self.spend(SECONDS_PER_NODE * len(known.problem.costs))
+        if order is None:
+            return False
+        with self.report.during("elimination"):
+            choice = cheapest(known.problem, order)
+            self.budget.spend(order.seconds)
+        if choice is None:
+            raise _Nothing
+        known.offer(choice)
+        known.prove(verify(known.problem, choice)[0])
+        if not known.solved and order.seconds < PRICED_SECONDS:
+            self.eliminate_priced(known, order)
+        return known.solved
+
+    def eliminate_priced(self, known: _Known, order: Order) -> None:
+        """Looks for choices that fit: the cheapest at prices of memory that rise until one does, and fall again."""
+        moves = Moves(known.problem, np.random.default_rng(self.seed))
+        prices = Prices(known.problem)
+        ends = np.cumsum(list(map(len, known.problem.costs)))[:-1]
+        with self.report.during("elimination"):
+            for _ in range(PRICED_TURNS):
+                prices.set(moves.prices)
+                costs = tuple(np.split(prices.costs, ends))
+                choice = cheapest(replace(known.problem, costs=costs, checked=True), order)
+                self.spend(order.seconds + move_seconds(known.problem))
+                moves.choice = np.array(choice)
+                if moves.adjust_prices():
+                    moves.descend()
+                    known.offer(moves.choice.tolist())
+
     def simplified(self, problem: Problem) -> Simplified:
         """A problem in its smallest equal parts.
 
@@ -389,9 +469,9 @@ class _Search:
         reduce = self.compiled().reduce if self.is_large(problem) else None
         try:
             with self.report.during("simplify"):
-                return simplify(problem, tick=self.check_time, reduce=reduce)
-        except SolverError:
-            raise _Nothing from None
+                return simplify(problem, tick=lambda: self.spend(VISIT), reduce=reduce)
+        except SolverError as error:
+            raise _Nothing(str(error)) from None
 
     def least_at(self, point: int) -> float:
         """A bound on the bytes that any choice holds at one point."""
@@ -414,6 +494,7 @@ class _Search:
         if _options(known.problem) <= REPEATED:
             return False
         with self.report.during("layers"):
+            self.spend(LOOK_ALIKE * (len(known.problem.costs) + len(known.problem.edges)))
             alike = Alike(known.problem)
             one = tied(alike)
         share = len(one.problem.costs) / len(known.problem.costs)
@@ -457,7 +538,7 @@ class _Search:
         if priced:
             small = Relaxation(finite(priced.problem, dear))
             for _ in small.rounds(lambda: known.cost):
-                self.check_time()
+                self.spend(small.seconds)
             relaxation.prices.set(small.prices.values)
         self.raise_bound(known, relaxation, choose=True)
 
@@ -470,6 +551,7 @@ class _Search:
         before = known.bound
         for count in itertools.count(1):
             turn = count % CHOOSING == 0
+            self.spend(relaxation.seconds)
             known.prove(relaxation.sweep(forward=count % 2 == 1, choose=choose and turn))
             better = relaxation.better(known.cost)
             if better is not None:
@@ -481,12 +563,11 @@ class _Search:
                 if known.bound - before < little * known.gap * abs(known.cost):
                     return
                 before = known.bound
-            self.check_time()
 
     def search(self, known: _Known) -> None:
         """Solves a problem as far as time allows with compiled code."""
         large = self.compiled()
-        search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads, counted=self.done is not None)
+        search = large.LargeSearch(known.problem, seed=self.seed, threads=self.threads, counted=not self.timed)
         most = _most_sum(known.problem)
         programmed = False
         with self.report.during("search"):
@@ -494,6 +575,7 @@ class _Search:
                 for found in search.rounds(lambda: known.choice, self.left, self.check_time):
                     self.learn(known, found)
                     self.count(found.iterations)
+                    self.budget.spend(large.SECONDS_PER_ROUND * found.iterations)
                     if known.bound > most + ENOUGH * abs(most):
                         raise _Nothing
                     if found.settled and not programmed and not known.solved:
@@ -562,9 +644,12 @@ class _Search:
 
     def limits(self) -> dict[str, Any]:
         """What an integer program may spend."""
-        if self.done is None:
+        if self.timed:
             return {"time_limit": self.left()}
-        return {"time_limit": max(0.0, self.latest - time.monotonic()), "look": self.look}
+        time_limit = max(0.0, self.latest - time.monotonic())
+        if self.done is not None:
+            return {"time_limit": time_limit, "look": self.look, "spend": self.look_at_work}
+        return {"time_limit": time_limit, "spend": self.look_at_work}
 
     def relax(self, known: _Known) -> None:
         """Solves a problem by what its bound says of single options.
@@ -574,10 +659,13 @@ class _Search:
         choice with the others could be.
         """
         most = _most_sum(known.problem)
+        start = self.budget.done
         relaxation = Relaxation(known.problem)
+        self.spend(BUILD * relaxation.seconds)
         moves = functools.cache(lambda: Moves(known.problem, np.random.default_rng(self.seed)))
         with self.hurry(BOUNDS_SHARE):
             for choice, bound in relaxation.rounds(lambda: known.cost):
+                self.budget.spend(relaxation.seconds)
                 if choice is not None:
                     known.offer(choice)
                     if relaxation.cost - bound <= NEAR * abs(bound):
@@ -587,9 +675,16 @@ class _Search:
                     raise _Nothing
                 priced = relaxation.prices.values.any()
                 self.binds |= bool(priced)
-                if known.solved or ((priced or known.hasty) and known.close):
+                slow = self.budget.done - start > QUICK
+                if known.solved or ((priced or known.hasty or slow) and known.close):
                     return
                 self.check_time()
+        near = any(self.enough) and known.gap <= CLOSE
+        with self.hurry(POLISH_SHARE) if near else contextlib.nullcontext():
+            self.solve_with_few(known, relaxation)
+
+    def solve_with_few(self, known: _Known, relaxation: Relaxation) -> None:
+        """Solves a problem with more and more of its options, cheap ones first."""
         moved = False
         if not known.best:
             self.move(known)
@@ -635,6 +730,7 @@ class _Search:
         cost = math.inf
         while known.cost < cost:
             cost, better = known.cost, moves.improved(choice, prices)
+            self.budget.spend(FEW * move_seconds(known.problem))
             if better is None:
                 return
             known.offer(better)
@@ -643,16 +739,17 @@ class _Search:
     def move(self, known: _Known) -> None:
         """Looks for good choices."""
         with self.report.during("moves"):
+            seconds = move_seconds(known.problem)
             for choice in good_choices(known.problem, self.seed):
                 if choice is not None:
                     known.offer(choice)
                 if known.solved:
                     return
-                self.check_time()
+                self.spend(seconds)
 
     def program(self, known: _Known) -> None:
         """Solves a problem as an integer program."""
-        if known.solved:
+        if known.solved or self.eliminated(known, MANY_ENTRIES):
             return
         ilp = self.programs()
         with self.report.during("integer program"):
@@ -725,8 +822,8 @@ def _infeasible(problem: Problem, search: _Search) -> SolverError:
             return _leanest(problem, search)
     except _TimeUp:
         pass
-    except _Nothing:
-        return ForbiddenError("every choice is forbidden")
+    except _Nothing as nothing:
+        return ForbiddenError(str(nothing) or "every choice is forbidden")
     point, held = _floor(problem)
     with contextlib.suppress(_TimeUp):
         held = max(held, search.least_at(point))

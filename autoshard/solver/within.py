@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,22 +11,24 @@ from typing import Any
 import numpy as np
 
 from autoshard.errors import SolverError
+from autoshard.solver.budget import Budget
 from autoshard.solver.changes import Change, counted
 from autoshard.solver.formulate import Formulation
-from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.solve import solve, with_bound
 from autoshard.solver.verify import fits, verify
 
-ROUNDS = 8  # of solving with more and more reshardings counted
+ROUNDS = 8  # of solving with more and more reshardings counted, ...
+ROUND_SHARE = 0.8  # ... each of which gets this much of the work that is left
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
 ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
 FAR = 0.05  # the gap from which on lean choices may be cheaper, though a choice is within the limit ...
-FAR_SHARE = 0.5  # ... and how much of the time limit goes into them then
+LEAST_SHARE = 0.5  # of what is left for these: what goes into the one that holds the least
 SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)  # times the least that any choice holds without
 # reshardings: limits to seek lean choices under ...
-LEAN_ITERATIONS = 4  # ... for so long, twice: however busy the machine is, it finds the same ones, if time does for all
+LEAN_ITERATIONS = 4  # ... for so long, twice
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
@@ -37,9 +38,11 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     as much more room as small values may hold less than is counted, so that no choice is forbidden for that. While a
     solution is over the limit, the problem is solved again without this room, and with what it reshards there counted,
     a few times. If nothing comes of that, or what does is far from its bound, lean choices are looked at, which the
-    problem may say not to fit.
+    problem may say not to fit. All of this shares one budget, so that a busy machine finds the same solution, unless
+    the clock ends it. Ctrl-C ends it with the best solution by then.
 
     Raises:
+        ForbiddenError: every choice is forbidden, however much memory there is.
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
     """
     usable = formulation.prices.backend.usable
@@ -47,7 +50,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
-    deadline = time.monotonic() + time_limit
+    budget = Budget.of(time_limit)
     changes: dict[Change, None] = {}
     best = None
 
@@ -55,36 +58,38 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         return fits(formulation.peak_bytes(choice[: len(exact.costs)]), limit)
 
     for i in range(ROUNDS):
-        left = max(0.0, deadline - time.monotonic())
-        if i and not left:
+        if i and budget.over:
             break
         try:
             gap = ENOUGH if i else 0.0
-            solution = _solved(formulation, problem, changes, time_limit=left, gap=gap, accepts=within)
+            solution = _solved(formulation, problem, changes, budget.part(ROUND_SHARE), gap=gap, accepts=within)
+        except ForbiddenError:
+            raise
         except SolverError:  # nothing fits, or nothing was found in time
             break
         if not i:
             bound = solution.bound  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
-            if best.gap <= FAR:
+            if best.gap <= FAR or budget.interrupted:
                 return best
             break
+        if budget.interrupted:
+            raise KeyboardInterrupt
         over = formulation.changes_over(solution.choice, limit)
         if i and changes.keys() >= set(over):  # but for rounding there is another one
             break
         changes.update(dict.fromkeys(over))
         problem = rounded
     needed, free = math.inf, 0.0
-    seconds = time_limit if best is None else FAR_SHARE * time_limit
     try:
-        for solution, peak in _lean_solutions(formulation, exact, seconds):
+        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit):
             if needed == math.inf:
                 free = solution.bound  # the first is sought without a limit
             needed = min(needed, peak / usable)
             if fits(peak, limit) and (best is None or solution.cost < best.cost):
                 best = solution
-    except SolverError:
+    except (SolverError, KeyboardInterrupt):
         if best is None:
             raise
     if best is None:
@@ -108,15 +113,17 @@ def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
     return replace(problem, lives=tuple(lives), checked=True), room - spare
 
 
-def _solved(formulation: Formulation, problem: Problem, changes: Iterable[Change], **limits: Any) -> Solution:
+def _solved(
+    formulation: Formulation, problem: Problem, changes: Iterable[Change], budget: Budget, **limits: Any
+) -> Solution:
     """A solution of the problem with these changes counted."""
     counting = counted(problem, changes, formulation.prices)
-    solution = solve(counting, layered=True, **limits)
+    solution = solve(counting, layered=True, time_limit=budget.seconds, budget=budget, **limits)
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 
 
 def _lean_solutions(
-    formulation: Formulation, problem: Problem, time_limit: float
+    formulation: Formulation, problem: Problem, budget: Budget, time_limit: float
 ) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
@@ -128,11 +135,13 @@ def _lean_solutions(
     Raises:
         SolverError: the least that a choice holds was not found in time.
     """
-    deadline = time.monotonic() + time_limit
+    first = budget.part(LEAST_SHARE)
     try:
-        solution = solve(replace(problem, limit=0.0), time_limit=time_limit, layered=True)
+        solution = solve(replace(problem, limit=0.0), layered=True, time_limit=first.seconds, budget=first)
         yield solution, formulation.peak_bytes(solution.choice)
         return
+    except ForbiddenError:
+        raise
     except InfeasibleError as error:
         least = error
     except SolverError as error:
@@ -141,15 +150,14 @@ def _lean_solutions(
     last, peak = None, 0
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
         for limit in (slack * least.needed for slack in SLACKS for _ in range(2)):
-            left = max(0.0, deadline - time.monotonic())
             if last is not None:
-                if not left:
+                if budget.over:
                     break
                 if fits(peak, limit):
                     continue  # about as good as any here
                 changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            last = _solved(formulation, leaner, changes, iterations=LEAN_ITERATIONS, time_limit=left, gap=ENOUGH)
+            last = _solved(formulation, leaner, changes, budget.part(1.0), iterations=LEAN_ITERATIONS, gap=ENOUGH)
             peak = formulation.peak_bytes(last.choice)
             yield last, peak
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")

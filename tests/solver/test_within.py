@@ -13,9 +13,10 @@ from programs import f32, formulated, random_choices, round_topology
 from autoshard.errors import SolverError
 from autoshard.mesh.backends import CPU
 from autoshard.solver import within
+from autoshard.solver.budget import QUIET_SHARE
 from autoshard.solver.exhaustive import exhaustive
 from autoshard.solver.formulate import Formulation
-from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.verify import verify
 from autoshard.solver.within import solve_within
 
@@ -220,3 +221,44 @@ def test_no_lean_choice_in_time_says_what_to_do(monkeypatch):
     monkeypatch.setattr(within, "solve", slow)
     with pytest.raises(SolverError, match="how much memory it takes was not found in 3 s; raise time_limit"):
         solve_within(formulation_of("two layers", 1e9), 3.0)
+
+
+def test_what_is_wholly_forbidden_says_so():
+    formulation = formulation_of("one layer", 1e9)
+    nothing = replace(formulation, problem=formulation.problem.restrict({0: []}))
+    with pytest.raises(ForbiddenError, match="every choice is forbidden: node 0 has no option left"):
+        solve_within(nothing, SECONDS)
+
+
+def test_all_rounds_share_one_budget(monkeypatch):
+    """However much each of them does, nothing is over the limit for longer than the time that was given."""
+    needed, done, real = least("two layers"), [], within.solve
+
+    def greedy(problem, *, budget, **keywords):
+        try:
+            return real(problem, budget=budget, **keywords)
+        finally:
+            done.append(budget.left)
+            budget.spend(budget.left)
+
+    monkeypatch.setattr(within, "solve", greedy)
+    with contextlib.suppress(SolverError):
+        solve_within(formulation_of("two layers", 0.8 * needed), SECONDS)
+    assert len(done) > 2 and sum(done) <= QUIET_SHARE * SECONDS * 1.001
+
+
+def test_ctrl_c_ends_all_rounds(monkeypatch):
+    """A choice that is within the limit comes back, if it is far from its bound, too; nothing else is begun."""
+    formulation = formulation_of("two layers", 1e9)
+    best, asked = solve_within(formulation, SECONDS), []
+
+    def pressed(problem, *, budget, **keywords):
+        asked.append(problem)
+        budget.interrupt()
+        return replace(best, bound=0.5 * best.cost, status="feasible")
+
+    monkeypatch.setattr(within, "solve", pressed)
+    assert solve_within(formulation, SECONDS).choice == best.choice and len(asked) == 1
+    with pytest.raises(KeyboardInterrupt):
+        solve_within(formulation_of("two layers", 1.0), SECONDS)
+    assert len(asked) == 2

@@ -1,0 +1,189 @@
+"""A `Problem` in, its cheapest choice out, exactly, where its graph is narrow: bucket elimination with NumPy.
+
+Dechter, "Bucket elimination: a unifying framework for reasoning", 1999; also known as nonserial dynamic programming
+(Bertele and Brioschi, 1972). A node is minimised out into a table over its neighbours, which are neighbours of each
+other from then on. What that takes is known beforehand: the order of the nodes is found from the numbers of their
+options alone. Chains of layers with residual connections are narrow, however many layers there are, and their linear
+relaxation is loose: an integer program would have to branch layer by layer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.solver.problem import Problem
+from autoshard.solver.tables import summed
+
+MOST_ENTRIES = 1 << 28  # of all tables together, before the minimum is taken: what takes a second
+MOST_KEPT = 1 << 26  # of those that are left after it is, 8 bytes each
+DIMENSIONS = 24  # of a table, at most; NumPy takes 32
+FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
+TRIES = 6  # orders that are tried, some of them at random
+NOISE = 0.3  # of logarithms of entries, in those
+FAR = 30  # times too many entries, in a first order: from there others are not tried
+SECONDS_PER_ENTRY = 4e-9  # on a quiet core
+SECONDS_PER_NODE = 1e-4  # of NumPy's calls, and of finding its place in one order
+
+
+_Factor = tuple[tuple[int, ...], np.ndarray]  # nodes, and a table over their options
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order to minimise nodes out, and what that takes."""
+
+    nodes: tuple[int, ...]
+    scopes: tuple[tuple[int, ...], ...]  # per step, the nodes that its table is over besides its own
+    entries: int  # of all tables before the minimum is taken
+
+    @property
+    def seconds(self) -> float:
+        """About what it takes on a quiet core."""
+        return SECONDS_PER_ENTRY * self.entries + SECONDS_PER_NODE * len(self.nodes)
+
+
+def order_of(problem: Problem, most: int = MOST_ENTRIES) -> Order | None:
+    """The best order found in which all tables together have no more entries; None if none was found.
+
+    >>> from autoshard.solver.problem import Edge
+    >>> chain = tuple(Edge(i, i + 1, np.zeros((2, 2))) for i in range(3))
+    >>> order_of(Problem((np.zeros(2),) * 4, chain, (), None)).entries
+    14
+    """
+    logs = np.log2([len(costs) for costs in problem.costs])
+    found, rng = None, np.random.default_rng(0)
+    for turn in range(TRIES):
+        noise = (NOISE * rng.random(len(logs)) if turn > 1 else np.zeros(len(logs))).tolist()
+        order = _greedy(problem, logs.tolist(), noise, most if found or turn > 1 else FAR * most, filling=turn != 1)
+        if order is not None and (found is None or order.entries < found.entries):
+            found, most = order, min(most, order.entries)
+        if turn and (found is None or found.entries * SECONDS_PER_ENTRY < turn * len(logs) * SECONDS_PER_NODE):
+            break  # none is near, or another one takes longer than it can save
+    return found if found and found.entries <= most else None
+
+
+def _greedy(
+    problem: Problem, logs: Sequence[float], noise: Sequence[float], most: int, *, filling: bool
+) -> Order | None:
+    """The order in which the node of least weight goes next; None if its tables have more entries.
+
+    Args:
+        logs: node -> the logarithm of the number of its options.
+        noise: added to the logarithms of weights.
+        filling: whether the weight is the entries of the edges that a node leaves, rather than of its table.
+    """
+    beside: list[set[int]] = [set() for _ in logs]
+    for edge in problem.edges:
+        beside[edge.i].add(edge.j)
+        beside[edge.j].add(edge.i)
+
+    def weight(node: int) -> float:
+        table = logs[node] + sum(logs[other] for other in beside[node])
+        if not filling:
+            return table + noise[node]
+        around, added = sorted(beside[node]), 0.0
+        for place, i in enumerate(around):
+            added += sum(2.0 ** (logs[i] + logs[j]) for j in around[place + 1 :] if j not in beside[i])
+        return math.log2(1 + added) + noise[node] + 1e-3 * table
+
+    waiting = [(weight(node), node) for node in range(len(logs))]
+    heapq.heapify(waiting)
+    now = dict(map(reversed, waiting))  # node -> its present weight
+    nodes, scopes, entries, left = [], [], 0, 0
+    while waiting:
+        value, node = heapq.heappop(waiting)
+        if now.get(node) != value:
+            continue
+        del now[node]
+        scope = sorted(beside[node])
+        kept = math.prod(len(problem.costs[other]) for other in scope)
+        left += kept
+        entries += kept * len(problem.costs[node])
+        if entries > most or left > MOST_KEPT or len(scope) >= DIMENSIONS:
+            return None
+        nodes.append(node)
+        scopes.append(tuple(scope))
+        near = set(scope)
+        for other in scope:
+            if filling:
+                near |= beside[other]
+            beside[other] |= beside[node]
+            beside[other] -= {node, other}
+        for other in near - {node}:
+            changed = weight(other)
+            if changed != now[other]:
+                now[other] = changed
+                heapq.heappush(waiting, (changed, other))
+    return Order(tuple(nodes), tuple(scopes), entries)
+
+
+def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
+    """The cheapest choice, memory aside; None if every choice is forbidden.
+
+    >>> from autoshard.solver.problem import Edge
+    >>> edge = Edge(0, 1, np.array([[5.0, 0.0], [0.0, 5.0]]))
+    >>> problem = Problem((np.array([0.0, 1.0]), np.array([0.0, 3.0])), (edge,), (), None)
+    >>> cheapest(problem, order_of(problem))
+    (1, 0)
+    """
+    place = {node: step for step, node in enumerate(order.nodes)}
+    factors: list[list[_Factor]] = [[] for _ in order.nodes]
+    for node, costs in enumerate(problem.costs):
+        factors[place[node]].append(((node,), costs))
+    for (i, j), table in summed(problem.edges).items():
+        factors[min(place[i], place[j])].append(((i, j), table))
+    for step, (node, scope) in enumerate(zip(order.nodes, order.scopes, strict=True)):
+        table = _least(factors[step], (node, *scope), problem)
+        if scope:
+            factors[min(place[other] for other in scope)].append((scope, table))
+        elif not math.isfinite(float(table)):
+            return None
+    chosen: dict[int, int] = {}
+    for step in reversed(range(len(order.nodes))):
+        node = order.nodes[step]
+        costs = sum(_at(table, nodes, node, chosen) for nodes, table in factors[step])
+        chosen[node] = int(costs.argmin())
+    return tuple(chosen[node] for node in range(len(problem.costs)))
+
+
+def _least(factors: Sequence[_Factor], nodes: tuple[int, ...], problem: Problem) -> np.ndarray:
+    """The least over the options of the first node of a sum of tables, for all options of the others."""
+    whole = math.prod(len(problem.costs[node]) for node in nodes)
+    sums: list[_Factor] = []
+    for own, table in sorted(factors, key=lambda factor: factor[1].size):
+        if sums:
+            both = (*sums[-1][0], *(node for node in own if node not in sums[-1][0]))
+            if math.prod(len(problem.costs[node]) for node in both) * FEWER_ENTRIES <= whole:
+                sums[-1] = both, _spread(*sums[-1], both) + _spread(own, table, both)
+                continue
+        sums.append((own, table))
+    first, *others = (_spread(own, table, nodes) for own, table in sums)
+    least = np.full([len(problem.costs[node]) for node in nodes[1:]], np.inf)
+    total = np.empty_like(least)
+    for option in range(len(problem.costs[nodes[0]])):
+        one, *more = (table[option if len(table) > 1 else 0] for table in (first, *others))
+        if more:
+            one = np.add(one, more[0], out=total) if least.ndim else one + more[0]
+        for table in more[1:]:
+            one = np.add(one, table, out=total) if least.ndim else one + table
+        least = np.minimum(least, one, out=least) if least.ndim else np.minimum(least, one)
+    return least
+
+
+def _spread(own: Sequence[int], table: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
+    """A table with an axis for each of these nodes, of one entry where it does not depend on it."""
+    axis = {node: place for place, node in enumerate(nodes)}
+    shape = [1] * len(nodes)
+    for node, size in zip(own, table.shape, strict=True):
+        shape[axis[node]] = size
+    return table.transpose(np.argsort([axis[node] for node in own])).reshape(shape)
+
+
+def _at(table: np.ndarray, nodes: tuple[int, ...], node: int, chosen: Mapping[int, int]) -> np.ndarray:
+    """The costs of a node's options, where the other nodes of a table are chosen."""
+    return table[tuple(slice(None) if other == node else chosen[other] for other in nodes)]
