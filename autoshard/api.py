@@ -27,12 +27,16 @@ from autoshard.arguments import (
     without_type,
 )
 from autoshard.cache import find, keep, key_of
+from autoshard.compiled.verification import Verification, compiled, mesh_of, verification
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import calls_back
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering, Step, named_refusals
 from autoshard.mesh.topology import Topology
+from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.given_layouts import as_propagated
+from autoshard.model.memory_limit import solve_within
 from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans import Comparison, Plan, make_plan
@@ -41,13 +45,9 @@ from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_l
 from autoshard.refine import refined
 from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
-from autoshard.report.verification import Verification, compiled, mesh_of, verification
 from autoshard.signature import Arguments, Chosen, join
-from autoshard.solver.follow import as_propagated
-from autoshard.solver.formulate import Formulation, formulate
-from autoshard.solver.garbage import uncollected
 from autoshard.solver.problem import InfeasibleError, Solution
-from autoshard.solver.within import solve_within
+from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole
 
 

@@ -509,7 +509,7 @@ class _Emitter:
 def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
     """What the operations of an equation are called in the compiled program: the user's names, line, and its index.
 
-    The emitted operations come from lines of this file; `report/hlo.py` reads the user's back from here.
+    The emitted operations come from lines of this file; `compiled/collectives.py` reads the user's back from here.
     """
     names = str(eqn.source_info.name_stack)
     return "/".join(filter(None, [names, equation and equation.label]))

@@ -32,18 +32,18 @@ from autoshard.layout import (
     without_idle_axes,
 )
 from autoshard.mesh.collectives import Collective
+from autoshard.model.formulation import Formulation
+from autoshard.model.groups import Dims, Group
+from autoshard.model.lifetimes import aliased
+from autoshard.model.resharding_memory import Reader
+from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Stages, Strategy
 from autoshard.program import Program, Source, Value
-from autoshard.solver.changes import Reader
-from autoshard.solver.formulate import Formulation
-from autoshard.solver.groups import Dims, Group
-from autoshard.solver.memory import aliased
 from autoshard.solver.problem import Solution
-from autoshard.solver.strategies import ALL_REDUCE, REDUCE_SCATTER, Stages, Strategy
 from autoshard.trees import Tree
 
 if TYPE_CHECKING:
+    from autoshard.compiled.verification import Verification
     from autoshard.lower import Lowering
-    from autoshard.report.verification import Verification
 
 _FORMAT = 4
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
@@ -307,7 +307,7 @@ class Plan:
             PlanError: the plan was loaded and is not bound to a step.
             MeshError: the mesh has no devices to compile for, or the target or its compiler cannot be had.
         """
-        from autoshard.report.verification import verify_plan
+        from autoshard.compiled.verification import verify_plan
 
         return verify_plan(self, target)
 

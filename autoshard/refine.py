@@ -7,7 +7,7 @@ the other two, and for each of the kinds of arguments that hold the most bytes, 
 otherwise. Plans that run the same bytes of each collective and peak at the same bytes are taken for one.
 
 A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its schedule
-(`report/schedule.py`); on CPU those of the predicted work and of the collectives that it runs, one after the other.
+(`compiled/schedule.py`); on CPU those of the predicted work and of the collectives that it runs, one after the other.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dataclasses import replace
 
 import jax
 
+from autoshard.compiled.verification import compiled
 from autoshard.errors import SolverError
 from autoshard.layout import shards
 from autoshard.mesh.collectives import total_seconds
+from autoshard.model.formulation import Formulation
+from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
 from autoshard.plans import Plan, prediction_of
 from autoshard.report.alternatives import solutions_of
 from autoshard.report.text import seconds_text
-from autoshard.report.verification import compiled
-from autoshard.solver.formulate import Formulation
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
-from autoshard.solver.within import solve_within
 
 # Of gathers of weights and reductions of gradients: more than plans are predicted to hide, less than programs of large
 # models for GPU do (docs/benchmarks/plans.md, Summary).

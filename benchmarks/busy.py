@@ -205,7 +205,7 @@ def planned(name: str, machines: list[str], time_limit: float) -> Iterator[Row]:
     """Rows of one model."""
     for machine in machines:
         formulation = formulation_of(name, machine)
-        from autoshard.solver.within import solve_within
+        from autoshard.model.memory_limit import solve_within
 
         wall, cpu = time.monotonic(), time.process_time()
         solution = solve_within(formulation, time_limit)
@@ -226,9 +226,9 @@ def formulation_of(name: str, machine: str) -> Any:
     """What a plan for a model on a machine is found from."""
     from autoshard import topology
     from autoshard.mesh.backends import CPU, GPU, TPU
+    from autoshard.model.formulation import formulate
     from autoshard.program import trace
     from autoshard.propagation import rules_for
-    from autoshard.solver.formulate import formulate
 
     step, state, batch = steps()[name]()
     mesh, target = MACHINES[machine], topology(machine, MACHINES[machine])

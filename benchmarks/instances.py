@@ -31,10 +31,10 @@ from autoshard.mesh.backends import (  # noqa: E402
     TPU,
     Backend,
 )
+from autoshard.model.formulation import formulate  # noqa: E402
 from autoshard.program import Program, trace  # noqa: E402
 from autoshard.propagation import rules_for  # noqa: E402
 from autoshard.solver import Problem, Solution, solve  # noqa: E402
-from autoshard.solver.formulate import formulate  # noqa: E402
 from autoshard.solver.problem import InfeasibleError  # noqa: E402
 from autoshard.solver.verify import verify  # noqa: E402
 

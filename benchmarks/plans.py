@@ -27,10 +27,10 @@ from shardings import SHARDINGS, InShardings, constraint_of, names_of
 from workloads import LARGE, TRAINED, Abstract, Workload
 
 from autoshard import AutoshardError, MemoryLimitError, Prediction, evaluate, plan, topology
+from autoshard.compiled.collectives import read_collectives
 from autoshard.mesh.backends import backend_of
 from autoshard.mesh.collectives import total_seconds
 from autoshard.mesh.targets import target_mesh
-from autoshard.report.hlo import read_collectives
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "plans.md"
 MACHINES = {

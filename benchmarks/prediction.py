@@ -37,12 +37,12 @@ from shardings import shardings_of  # noqa: E402
 from workloads import LARGE, SMALL, Workload  # noqa: E402
 
 from autoshard import AutoshardError, Collective, Plan, evaluate, plan, topology  # noqa: E402
+from autoshard.compiled.collectives import peak_bytes, read_collectives  # noqa: E402
+from autoshard.compiled.schedule import Schedule, schedule_of  # noqa: E402
 from autoshard.mesh.chips import CHIPS  # noqa: E402
 from autoshard.mesh.collectives import total_seconds  # noqa: E402
 from autoshard.mesh.machines import parse_machine  # noqa: E402
 from autoshard.mesh.targets import compiler_options, target_mesh  # noqa: E402
-from autoshard.report.hlo import peak_bytes, read_collectives  # noqa: E402
-from autoshard.report.schedule import Schedule, schedule_of  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "prediction.md"
 OWN = "autoshard"  # the sharding that is solved for

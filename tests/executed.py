@@ -21,11 +21,11 @@ from autoshard.jaxprs import called_jaxpr, called_operands, is_array, is_kernel,
 from autoshard.layout import spec_of
 from autoshard.lower import annotated
 from autoshard.mesh.backends import CPU
+from autoshard.model.groups import Group, groups_of
+from autoshard.model.strategies import Strategy, strategies_of
 from autoshard.plans import Annotations, Scatter
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
-from autoshard.solver.groups import Group, groups_of
-from autoshard.solver.strategies import Strategy, strategies_of
 
 TOGETHER = 16  # strategies that are compiled as one program
 # Those that say themselves how they are split, and the one whose numbers no two runs share.

@@ -15,11 +15,11 @@ from models import MODELS, MORE_MODELS
 
 from autoshard import topology
 from autoshard.mesh.backends import CPU, GPU, TPU
+from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.memory_limit import solve_within
 from autoshard.program import trace
 from autoshard.propagation import rules_for
-from autoshard.solver.formulate import Formulation, formulate
 from autoshard.solver.problem import Solution
-from autoshard.solver.within import solve_within
 
 MACHINES = {"cpu:8": ({"data": 4, "model": 2}, CPU), "v5e:2x4": ({"x": 2, "y": 4}, TPU), "h100:1x8": ({"x": 8}, GPU)}
 FREE, TIGHT = 1.0, 0.5  # of the memory that a plan holds which may hold all there is

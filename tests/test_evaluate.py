@@ -11,9 +11,9 @@ from oracles import mesh_of, tally, v5e
 
 import autoshard
 from autoshard import MeshError
+from autoshard.compiled.collectives import read_collectives
+from autoshard.compiled.verification import as_all_reduces
 from autoshard.propagation import operations
-from autoshard.report.hlo import read_collectives
-from autoshard.report.verification import as_all_reduces
 
 SHAPE = {"data": 4, "model": 2}
 MESH = mesh_of(SHAPE)

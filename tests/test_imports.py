@@ -22,8 +22,10 @@ ROOMS = {
     "propagation": ["autoshard.propagation"],
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
+    "model": ["autoshard.model"],
     "plans": ["autoshard.plans"],
     "report": ["autoshard.report"],
+    "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower", "autoshard.on_shards"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
@@ -33,17 +35,12 @@ ROOMS = {
 
 # Imports of a later room, made inside a method when it is called, and why.
 DEFERRED = {
+    ("autoshard.plans", "autoshard.compiled"): "verifying a Plan asks for what was compiled of it",
     ("autoshard.plans", "autoshard.report"): "printing a Plan asks for a report of it",
 }
 
-# The part of the solver that makes a Problem of a program. The rest is the combinatorial core: plain arrays. From
-# autoshard it imports only itself and the errors, and never JAX.
-FORMULATION = {
-    f"autoshard.solver.{name}"
-    for name in (
-        "__init__", "changes", "follow", "formulate", "groups", "memory", "prices", "strategies", "widths", "within"
-    )
-}  # fmt: skip
+# The room that works on plain arrays: from autoshard it imports only itself and the errors, and never JAX.
+ARRAYS_ONLY = "autoshard.solver"
 
 # Unstable parts of JAX, and in how many files each may be imported.
 UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1}
@@ -55,7 +52,7 @@ def within(module: str, package: str) -> bool:
 
 
 def in_core(module: str) -> bool:
-    return within(module, "autoshard.solver") and module not in FORMULATION
+    return within(module, ARRAYS_ONLY)
 
 
 def room_of(module: str) -> int | None:
@@ -140,19 +137,19 @@ PLANTED = [  # module, its text, the one thing that the checker must say about i
     ("autoshard.mesh.topology", "def f():\n    import autoshard.plans", "imports autoshard.plans, a later room"),
     ("autoshard.mesh.topology", "from autoshard import plan", "imports autoshard.__init__, a later room"),
     ("autoshard.mesh.topology", "from ..report import text", "autoshard.mesh.topology imports autoshard.report.text"),
-    ("autoshard.solver.__init__", "from .. import api", "autoshard.solver.__init__ imports autoshard.api, a later"),
+    ("autoshard.model.__init__", "from .. import api", "autoshard.model.__init__ imports autoshard.api, a later"),
     ("autoshard.plans", "if TYPE_CHECKING:\n    pass\nelse:\n    import autoshard.api", "imports autoshard.api, a"),
     ("autoshard.plans", "from autoshard import lower", "autoshard.plans imports autoshard.lower, a later room"),
-    ("autoshard.solver.ilp", "import jax.numpy as jnp", "autoshard.solver.ilp imports jax.numpy"),
-    ("autoshard.solver.moves", "from autoshard.mesh import Link", "moves imports autoshard.mesh.__init__"),
+    ("autoshard.solver.exact.new", "import jax.numpy as jnp", "autoshard.solver.exact.new imports jax.numpy"),
+    ("autoshard.solver.search.new", "from autoshard.mesh import Link", "new imports autoshard.mesh.__init__"),
     ("autoshard.plans", "from jax._src import core", "jax._src is imported by autoshard.plans; 0 file(s) may"),
     ("autoshard.helpers", "", "autoshard.helpers has no room"),
 ]
 ALLOWED = [
     ("autoshard.plans", "if TYPE_CHECKING:\n    from autoshard.api import plan"),
     ("autoshard.plans", "def text(plan):\n    from autoshard.report.text import plan_text"),
-    ("autoshard.solver.formulate", "import jax\nfrom autoshard.mesh.topology import Link"),
-    ("autoshard.solver.ilp", "from autoshard.errors import SolverError\nfrom autoshard.solver.problem import Problem"),
+    ("autoshard.model.formulation", "import jax\nfrom autoshard.mesh.topology import Link"),
+    ("autoshard.solver.new", "from autoshard.errors import SolverError\nfrom autoshard.solver.problem import Problem"),
     ("autoshard.__init__", "from autoshard.api import plan"),
 ]
 

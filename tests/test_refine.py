@@ -15,13 +15,13 @@ from autoshard import api, refine
 from autoshard.cache import key_of
 from autoshard.mesh import collectives
 from autoshard.mesh.backends import CPU
+from autoshard.model import prices
+from autoshard.model.memory_limit import solve_within
 from autoshard.options import options_of
 from autoshard.program import trace
 from autoshard.propagation import rules_for
 from autoshard.report.alternatives import solutions_of
-from autoshard.solver import prices
 from autoshard.solver.verify import fits, verify
-from autoshard.solver.within import solve_within
 
 SHAPE = {"x": 4, "y": 2}
 MESH = mesh_of(SHAPE)

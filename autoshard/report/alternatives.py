@@ -29,13 +29,13 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.layout import Layout, replicated, shards
+from autoshard.model.formulation import Formulation, Kept
+from autoshard.model.groups import Group
+from autoshard.model.strategies import Strategy
 from autoshard.plans import Prediction, prediction_of
 from autoshard.program import Value
 from autoshard.solver import solve
-from autoshard.solver.formulate import Formulation, Kept
-from autoshard.solver.groups import Group
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
-from autoshard.solver.strategies import Strategy
 
 _TIME_LIMIT = 10.0  # s, per alternative; the few choices that are left rarely take one
 

@@ -26,12 +26,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.solver import descent, elimination, trws
 from autoshard.solver.arrays import Graph, Memory, graph_of, memory_of
-from autoshard.solver.aside import EVERY
-from autoshard.solver.neighbourhoods import Neighbourhoods, near
+from autoshard.solver.bounds import message_passing_compiled
+from autoshard.solver.presolve.simplify_large import reduce
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.reduce import reduce
+from autoshard.solver.runtime.background import EVERY
+from autoshard.solver.search import elimination_compiled, local_search_compiled
+from autoshard.solver.search.neighbourhoods import Neighbourhoods, near
 
 UNPRICED = 30  # pairs of sweeps before memory gets its first price
 LENGTH = 0.5  # of Polyak's steps
@@ -142,7 +143,7 @@ class LargeSearch:
         return Found(choice, self.ascent.best, self.ascent.settled, iterations)
 
     def cost(self, choice: Sequence[int]) -> float:
-        return trws.cost_of(self.graph, self.graph.costs, np.asarray(choice, dtype=np.int64))
+        return message_passing_compiled.cost_of(self.graph, self.graph.costs, np.asarray(choice, dtype=np.int64))
 
 
 def waited_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
@@ -156,9 +157,9 @@ def waited_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
 def warm_up() -> None:
     """Compiles all of it, in a process beside this one too, or loads what was compiled before."""
     graph = graph_of(_smallest())
-    trws.cost_of(graph, graph.costs, np.zeros(2, dtype=np.int64))
+    message_passing_compiled.cost_of(graph, graph.costs, np.zeros(2, dtype=np.int64))
     beside = None
-    if any(trws.cost_of.stats.cache_misses.values()):
+    if any(message_passing_compiled.cost_of.stats.cache_misses.values()):
         code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import warm_up_reductions as run; run()"
         beside = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _warm_up_searches()
@@ -213,7 +214,7 @@ class Ascent:
         self.owed += most
         while self.owed > 0 and not (self.settled or stop.is_set()):
             self.owed -= self.step(known)
-        trws.take(self.graph, self.costs, self.to_left, self.choice)
+        message_passing_compiled.take(self.graph, self.costs, self.to_left, self.choice)
 
     def step(self, known: float) -> float:
         """Sweeps forward and backward, proves a bound and changes prices; returns how much work it was."""
@@ -227,7 +228,8 @@ class Ascent:
             if self.idle == PATIENCE:
                 self.reach, self.idle = NEARER * gap, 0
         nodes = len(self.choice)
-        over = trws.expected_over(self.graph, self.memory, self.extra, max(TEMPERATURE * gap / nodes, TINY))
+        temperature = max(TEMPERATURE * gap / nodes, TINY)
+        over = message_passing_compiled.expected_over(self.graph, self.memory, self.extra, temperature)
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
         self.direction = SMOOTHING * self.direction + (1 - SMOOTHING) * slope
         scale = self.prices + NEW * self.prices.max() if self.prices.any() else np.ones(len(slope))
@@ -251,8 +253,8 @@ class Ascent:
     def sweep(self, complete: bool = False) -> float:
         """Sweeps forward and backward: the bound that is proven."""
         parts = self.graph, self.costs, self.to_left, self.to_right, self.extra
-        trws.sweep(*parts, True, False)
-        bound, allowance = trws.sweep(*parts, False, complete)
+        message_passing_compiled.sweep(*parts, True, False)
+        bound, allowance = message_passing_compiled.sweep(*parts, False, complete)
         return bound - allowance - self.refund
 
     def least(self) -> np.ndarray:
@@ -270,9 +272,9 @@ class Ascent:
             grid = 2.0 ** math.ceil(math.log2(total)) * GRID
             prices = np.round(prices / grid) * grid
         self.prices = prices
-        self.costs = trws.priced(self.graph, self.memory, prices)
+        self.costs = message_passing_compiled.priced(self.graph, self.memory, prices)
         back = (prices * self.memory.room)[prices > 0]
-        self.refund = math.fsum(back) + 8 * trws.HALF_ULP * math.fsum(np.abs(back))
+        self.refund = math.fsum(back) + 8 * message_passing_compiled.HALF_ULP * math.fsum(np.abs(back))
 
 
 class Moves:
@@ -280,7 +282,7 @@ class Moves:
 
     def __init__(self, graph: Graph, rng: np.random.Generator):
         self.graph, self.rng = graph, rng
-        self.plans: list[elimination.Plan] = []
+        self.plans: list[elimination_compiled.Plan] = []
         self.frozen = np.zeros(len(graph.offsets) - 1)  # in how many plans each node is
         self.count = 0
 
@@ -291,19 +293,19 @@ class Moves:
         else:
             chosen = self.plans[self.rng.integers(len(self.plans))]
         self.count += 1
-        elimination.move(self.graph, costs, chosen, choice)
+        elimination_compiled.move(self.graph, costs, chosen, choice)
         return chosen.work
 
-    def new_plan(self) -> elimination.Plan:
+    def new_plan(self) -> elimination_compiled.Plan:
         plan = self.plan(np.ones(len(self.frozen), dtype=bool), 0.7 * self.frozen)
         self.plans.append(plan)
         self.frozen[plan.frozen] += 1
         return plan
 
-    def plan(self, movable: np.ndarray, reluctance: np.ndarray | float = 0.0) -> elimination.Plan:
+    def plan(self, movable: np.ndarray, reluctance: np.ndarray | float = 0.0) -> elimination_compiled.Plan:
         nodes = len(movable)
         reluctance = 2 * self.rng.random(nodes) + reluctance
-        return elimination.plan(self.graph, movable, self.rng.random(nodes), reluctance, math.log(ENTRIES))
+        return elimination_compiled.plan(self.graph, movable, self.rng.random(nodes), reluctance, math.log(ENTRIES))
 
 
 class Search:
@@ -346,8 +348,8 @@ class Search:
         self.until_restart -= 1
         if self.local:
             return self.local_step()
-        work = self.moves.move(trws.priced(self.graph, self.memory, self.prices), self.choice)
-        over = trws.over(self.memory, self.choice)
+        work = self.moves.move(message_passing_compiled.priced(self.graph, self.memory, self.prices), self.choice)
+        over = message_passing_compiled.over(self.memory, self.choice)
         work = 5 * work + self.improve(self.choice.copy(), over.copy())
         if self.until_restart > FOLLOWING:
             self.prices = self.rise * self.prices
@@ -373,9 +375,9 @@ class Search:
         movable[near(self.graph, int(self.rng.integers(nodes)), size, self.rng)] = True
         plan = self.moves.plan(movable)
         choice = self.best.copy()
-        costs = trws.priced(self.graph, self.memory, self.between(LOW, HIGH) * self.guide[0])
-        elimination.move(self.graph, costs, plan, choice)
-        work = self.improve(choice, trws.over(self.memory, choice))
+        costs = message_passing_compiled.priced(self.graph, self.memory, self.between(LOW, HIGH) * self.guide[0])
+        elimination_compiled.move(self.graph, costs, plan, choice)
+        work = self.improve(choice, message_passing_compiled.over(self.memory, choice))
         work += 5 * plan.work + 300 * nodes
         return work + 20 * (len(self.memory.usage) + len(self.prices)) + OVERHEAD
 
@@ -386,10 +388,10 @@ class Search:
     def improve(self, choice: np.ndarray, over: np.ndarray) -> float:
         """Makes a choice fit, and cheaper, and keeps it if it is the best; both arguments change. Returns the work."""
         parts = self.graph, self.memory, self.starts, self.lives, choice, over
-        fits, changes = descent.repair(*parts, REPAIRS)
+        fits, changes = local_search_compiled.repair(*parts, REPAIRS)
         if fits:
-            descent.descend(*parts)
-            cost = trws.cost_of(self.graph, self.graph.costs, choice)
+            local_search_compiled.descend(*parts)
+            cost = message_passing_compiled.cost_of(self.graph, self.graph.costs, choice)
             if cost < self.cost:
                 if self.best is None:
                     self.until_restart = 0  # prices rose steeply until something fitted

@@ -21,7 +21,7 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver import contest
-from autoshard.solver.garbage import uncollected
+from autoshard.solver.runtime.garbage_collection import uncollected
 
 
 class ForbiddenError(SolverError):

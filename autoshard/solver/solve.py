@@ -22,18 +22,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.solver.alike import Alike
-from autoshard.solver.aside import aside
-from autoshard.solver.bounds import Prices, Relaxation, finite
-from autoshard.solver.buckets import MOST_ENTRIES, SECONDS_PER_ENTRY, SECONDS_PER_NODE, Order, cheapest, order_of
-from autoshard.solver.budget import Budget
-from autoshard.solver.layers import Tied, tied
-from autoshard.solver.lean import leaner
-from autoshard.solver.lifted import lifted
-from autoshard.solver.moves import FEW, Moves, good_choices, move_seconds
+from autoshard.solver.bounds.message_passing import Prices, Relaxation, finite
+from autoshard.solver.exact.elimination import (
+    MOST_ENTRIES,
+    SECONDS_PER_ENTRY,
+    SECONDS_PER_NODE,
+    Order,
+    cheapest,
+    order_of,
+)
+from autoshard.solver.presolve.simplify import Simplified, simplify
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution, relative_gap
 from autoshard.solver.progress import Progress
-from autoshard.solver.simplify import Simplified, simplify
+from autoshard.solver.runtime.background import aside
+from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.search.forest_moves import FEW, Moves, good_choices, move_seconds
+from autoshard.solver.search.reduce_memory import leaner
+from autoshard.solver.symmetry.layers import Tied, tied
+from autoshard.solver.symmetry.lifted import lifted
+from autoshard.solver.symmetry.node_kinds import Alike
 from autoshard.solver.verify import OPTIMAL_GAP, check, fits, verify
 
 if TYPE_CHECKING:
@@ -640,7 +647,7 @@ class _Search:
     def programs(self) -> ModuleType:
         """The integer programs; what they import takes a second, in which it can lose a Ctrl-C."""
         with self.report.during("load the integer program"):
-            return aside(lambda: importlib.import_module("autoshard.solver.ilp"), self.check_time)
+            return aside(lambda: importlib.import_module("autoshard.solver.exact.integer_program"), self.check_time)
 
     def limits(self) -> dict[str, Any]:
         """What an integer program may spend."""

@@ -19,8 +19,8 @@ from oracles import mesh_of, slow_chips
 from autoshard import autoshard, plan, propagate
 from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import layout_of
+from autoshard.model.groups import groups_of
 from autoshard.propagation import rules_for
-from autoshard.solver.groups import groups_of
 
 AXES = {"x": 4, "y": 2}
 MESH = mesh_of(AXES)

@@ -12,7 +12,7 @@ from oracles import MACHINES, MESHES, SMALL, limit_between, mesh_of
 
 from autoshard import Plan, autoshard, evaluate, topology
 from autoshard import plan as plan_of
-from autoshard.report.hlo import read_collectives
+from autoshard.compiled.collectives import read_collectives
 
 MODELS = [name for name in SMALL if name != "mlp"]
 # Every model where everything is split, and half of them on each mesh; the rest of the product is slow.

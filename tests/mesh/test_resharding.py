@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
+from autoshard.compiled.collectives import read_collectives
 from autoshard.layout import Layout, spec_of
 from autoshard.mesh.collectives import seconds
 from autoshard.mesh.links import Link
 from autoshard.mesh.resharding import Step, _Group, _path, _path_by_any_names, path, reshard, reshard_seconds
 from autoshard.mesh.topology import Topology
-from autoshard.report.hlo import read_collectives
 
 MESHES = [{"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}]
 SHAPES = {1: (16,), 2: (16, 24), 3: (16, 24, 40)}  # every count divides every size, no two sizes are alike

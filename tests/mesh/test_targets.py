@@ -16,17 +16,17 @@ from jax.sharding import PartitionSpec as P
 from oracles import tally
 
 import autoshard
+from autoshard.compiled.collectives import read_collectives
+from autoshard.compiled.module import Module, shape_bytes
+from autoshard.compiled.schedule import schedule_of
 from autoshard.errors import MeshError
 from autoshard.layout import layout_of
 from autoshard.mesh.backends import TPU, backend_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.machines import parse_machine
 from autoshard.mesh.targets import compiler_options, target_mesh
+from autoshard.model.prices import Prices
 from autoshard.program import Value
-from autoshard.report.hlo import read_collectives
-from autoshard.report.module import Module, shape_bytes
-from autoshard.report.schedule import schedule_of
-from autoshard.solver.prices import Prices
 
 # chip -> what compiles for it
 EXTRAS = {"v5e": "libtpu", "v5p": "libtpu", "v6e": "libtpu", "h100": "jax_cuda13_plugin"}

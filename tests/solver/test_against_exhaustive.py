@@ -20,9 +20,9 @@ from problems import answer, answer_of_every_choice, assert_same, binding_proble
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, Progress, Solution, solve
-from autoshard.solver.exhaustive import exhaustive
+from autoshard.solver.exact.exhaustive import exhaustive
+from autoshard.solver.presolve.simplify import Simplified, simplify
 from autoshard.solver.problem import InfeasibleError
-from autoshard.solver.simplify import Simplified, simplify
 from autoshard.solver.verify import fits, verify
 
 SEEDS = range(900)

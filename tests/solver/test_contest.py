@@ -17,7 +17,7 @@ from problems import answer, assert_same, random_problem
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem
-from autoshard.solver.exhaustive import exhaustive
+from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, Live
 
 CONTEST = {

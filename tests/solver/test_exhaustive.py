@@ -6,7 +6,7 @@ from problems import answer
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem
-from autoshard.solver.exhaustive import exhaustive
+from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, Live
 
 COSTS = (np.array([0.0, 1.0]), np.array([0.0, 5.0]))

@@ -7,14 +7,16 @@ import threading
 import numpy as np
 import pytest
 from problems import binding_problem, hard_problem, random_problem
-from test_bounds import parts
+from test_message_passing import parts
 
-from autoshard.solver import Problem, descent, elimination, large, trws
+from autoshard.solver import Problem, large
 from autoshard.solver.arrays import graph_of, memory_of
-from autoshard.solver.ilp import cheapest
+from autoshard.solver.bounds import message_passing_compiled
+from autoshard.solver.exact.integer_program import cheapest
 from autoshard.solver.large import LargeSearch, Search
-from autoshard.solver.neighbourhoods import Neighbourhoods
 from autoshard.solver.problem import Edge, Live
+from autoshard.solver.search import elimination_compiled, local_search_compiled
+from autoshard.solver.search.neighbourhoods import Neighbourhoods
 from autoshard.solver.verify import fits, verify
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -95,10 +97,10 @@ def test_block_moves_find_the_best_for_what_is_not_frozen(entries):
         problem = free_problem(seed, nodes=7)
         graph, rng = graph_of(problem), np.random.default_rng(seed)
         movable = rng.random(7) < 0.9
-        plan = elimination.plan(graph, movable, rng.random(7), rng.random(7), math.log(entries))
+        plan = elimination_compiled.plan(graph, movable, rng.random(7), rng.random(7), math.log(entries))
         choice = np.array([rng.integers(len(costs)) for costs in problem.costs])
         before = choice.copy()
-        elimination.move(graph, graph.costs, plan, choice)
+        elimination_compiled.move(graph, graph.costs, plan, choice)
         assert set(plan.frozen) >= set(np.flatnonzero(~movable))
         assert (choice[plan.frozen] == before[plan.frozen]).all()
         kept = {int(node): [int(before[node])] for node in plan.frozen}
@@ -106,7 +108,7 @@ def test_block_moves_find_the_best_for_what_is_not_frozen(entries):
         least = min(verify(problem, other)[0] for other in itertools.product(*options))
         cost = verify(problem, choice.tolist())[0]
         assert cost == least
-        assert trws.cost_of(graph, graph.costs, choice) == cost
+        assert message_passing_compiled.cost_of(graph, graph.costs, choice) == cost
         frozen += len(plan.frozen) - int((~movable).sum())
     assert (frozen > 0) == (entries < 1000)
 
@@ -118,7 +120,7 @@ def test_bytes_over_the_limit_are_those_of_the_verifier():
         if not len(memory.room):  # nothing is ever held
             continue
         choice = np.array([len(costs) - 1 for costs in problem.costs])
-        over = trws.over(memory, choice).max()
+        over = message_passing_compiled.over(memory, choice).max()
         assert over == pytest.approx(verify(problem, choice.tolist())[1] - problem.limit, abs=1e-6)
 
 
@@ -129,16 +131,16 @@ def test_repaired_choices_fit_and_descent_never_loses():
         graph, memory = graph_of(problem), memory_of(problem)
         search = Search(graph, memory, (seed,))
         choice = np.array([int(costs.argmin()) for costs in problem.costs])
-        over = trws.over(memory, choice)
+        over = message_passing_compiled.over(memory, choice)
         tried += over.max(initial=0.0) > 0
         parts = graph, memory, search.starts, search.lives, choice, over
-        if not descent.repair(*parts, 20)[0]:
+        if not local_search_compiled.repair(*parts, 20)[0]:
             continue
         repaired += 1
         assert fits(verify(problem, choice.tolist())[1], problem.limit)
-        np.testing.assert_allclose(over, trws.over(memory, choice), atol=1e-6)
+        np.testing.assert_allclose(over, message_passing_compiled.over(memory, choice), atol=1e-6)
         before = verify(problem, choice.tolist())[0]
-        descent.descend(*parts)
+        local_search_compiled.descend(*parts)
         after, peak = verify(problem, choice.tolist())
         assert after <= before and fits(peak, problem.limit)
     assert tried > 50 and repaired > 50, (tried, repaired)

@@ -6,12 +6,12 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from autoshard.solver.alike import Alike
-from autoshard.solver.bounds import Relaxation, finite
-from autoshard.solver.exhaustive import exhaustive
-from autoshard.solver.layers import tied
+from autoshard.solver.bounds.message_passing import Relaxation, finite
+from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem
 from autoshard.solver.solve import solve
+from autoshard.solver.symmetry.layers import tied
+from autoshard.solver.symmetry.node_kinds import Alike
 from autoshard.solver.verify import verify
 
 module = import_module("autoshard.solver.solve")

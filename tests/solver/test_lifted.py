@@ -6,11 +6,11 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-from autoshard.solver.alike import Alike
-from autoshard.solver.bounds import Relaxation
-from autoshard.solver.lifted import ALONE, lifted
+from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.solve import solve
+from autoshard.solver.symmetry.lifted import ALONE, lifted
+from autoshard.solver.symmetry.node_kinds import Alike
 
 SWEEPS = 40
 ROUNDING = 1e-9
@@ -82,7 +82,7 @@ def bounds(relaxation: Relaxation) -> list[float]:
 @pytest.mark.parametrize("far", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(12))
 def test_no_choice_costs_less(seed, far, monkeypatch):
-    monkeypatch.setattr("autoshard.solver.lifted.FAR", far)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted.FAR", far)
     for problem in (chain(24, seed), comb(seed), row(seed)):
         best = solve(problem)
         assert best.status == "optimal"
@@ -100,7 +100,7 @@ def test_what_lies_beyond_sight_is_not_forgotten(nodes):
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_left_out_at_one_end_is_at_the_other(seed, far, monkeypatch):
     """Some nodes of a kind would otherwise get a message that others, whose edge was left out, do not."""
-    monkeypatch.setattr("autoshard.solver.lifted.FAR", far)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted.FAR", far)
     problem = stairwells(seed)
     best = solve(problem)
     assert best.status == "optimal"
@@ -115,7 +115,7 @@ def test_the_way_down_is_found_and_proven(monkeypatch):
 
 def test_messages_of_one_role_have_to_be_one(monkeypatch):
     """With messages of their own, all nodes of a kind are offered what only some of them get."""
-    monkeypatch.setattr("autoshard.solver.lifted.FAR", 1)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted.FAR", 1)
     too_high = 0
     for seed in range(10):
         small = lifted(Alike(comb(seed)))

@@ -9,9 +9,9 @@ from problems import answer, assert_same, random_problem
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem
-from autoshard.solver.exhaustive import exhaustive
+from autoshard.solver.exact.exhaustive import exhaustive
+from autoshard.solver.presolve.simplify import _Graph, simplify
 from autoshard.solver.problem import Edge, InfeasibleError, Live, Solution
-from autoshard.solver.simplify import _Graph, simplify
 from autoshard.solver.verify import fits, verify
 
 

@@ -15,10 +15,13 @@ import pytest
 from problems import answer, assert_same, binding_problem, hard_problem, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, bounds, ilp, large, neighbourhoods, solve
-from autoshard.solver.bounds import Relaxation
-from autoshard.solver.exhaustive import exhaustive
+from autoshard.solver import Problem, large, solve
+from autoshard.solver.bounds import message_passing
+from autoshard.solver.bounds.message_passing import Relaxation
+from autoshard.solver.exact import integer_program
+from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, InfeasibleError, Live
+from autoshard.solver.search import neighbourhoods
 from autoshard.solver.verify import verify
 
 module = sys.modules["autoshard.solver.solve"]  # the package's `solve` is the function
@@ -45,10 +48,10 @@ def relax_always(monkeypatch, *, rounds: int) -> None:
     """Bounds, and all that follows from them, however few options there are; without moves, and not for long."""
     monkeypatch.setattr(module, "FEW_OPTIONS", 0)
     monkeypatch.setattr(module, "good_choices", lambda problem, seed: ())
-    monkeypatch.setattr(bounds, "MOST", rounds)
-    monkeypatch.setattr(bounds, "LAST", 0)
-    monkeypatch.setattr(bounds, "PAUSE", 1)
-    monkeypatch.setattr(bounds, "EARLY", np.inf)  # memory has prices at once
+    monkeypatch.setattr(message_passing, "MOST", rounds)
+    monkeypatch.setattr(message_passing, "LAST", 0)
+    monkeypatch.setattr(message_passing, "PAUSE", 1)
+    monkeypatch.setattr(message_passing, "EARLY", np.inf)  # memory has prices at once
 
 
 @pytest.mark.parametrize("rounds", [1, 1000])
@@ -205,7 +208,7 @@ def test_ctrl_c_at_any_check_of_the_clock(monkeypatch, check):
 
     monkeypatch.setattr(module, "FEW_OPTIONS", 0)
     monkeypatch.setattr(module._Search, "check_time", press)
-    monkeypatch.setattr(ilp, "cheapest", interrupted)
+    monkeypatch.setattr(integer_program, "cheapest", interrupted)
     solution = solve(problem, time_limit=100)
     assert solution.status == "feasible" and solution.cost <= verify(problem, [0] * len(problem.costs))[0]
 
@@ -234,10 +237,10 @@ def moves(problem, seed, original=module.good_choices):
 module.good_choices = moves
 """
 PRESS_IN_HIGHS = """
-def cheapest(*args, original=ilp.cheapest, **keywords):
+def cheapest(*args, original=integer_program.cheapest, **keywords):
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     return original(*args, **keywords)
-ilp.cheapest = cheapest
+integer_program.cheapest = cheapest
 """
 PRESS_IN_SEARCH = """
 def press(progress):
@@ -295,7 +298,7 @@ def test_iterations_do_not_look_at_the_clock(monkeypatch, compiled, nodes, itera
     problem = hard_problem(nodes=nodes)
     first = solve(problem, iterations=iterations, seed=1, threads=2)
     hasty = types.SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())
-    for user in (module, ilp, neighbourhoods):
+    for user in (module, integer_program, neighbourhoods):
         monkeypatch.setattr(user, "time", hasty)
     with busy_cores(2):
         assert solve(problem, iterations=iterations, seed=1, threads=3) == first
@@ -352,9 +355,9 @@ def test_iterations_end_by_a_time_limit(monkeypatch):
 
     def endless(problem, first, *, time_limit, look, **keywords):
         asked.append(time_limit)
-        return ilp.Outcome(None, -np.inf, interrupted=False)
+        return integer_program.Outcome(None, -np.inf, interrupted=False)
 
-    monkeypatch.setattr(ilp, "cheapest", endless)
+    monkeypatch.setattr(integer_program, "cheapest", endless)
     solve(hard_problem(nodes=25, options=4), iterations=1000, time_limit=5)
     assert asked and all(0 <= time_limit <= 5 for time_limit in asked)
 

@@ -1,0 +1,1 @@
+"""What XLA made of a step: readers of compiled programs, beside what was predicted."""

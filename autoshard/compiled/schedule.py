@@ -1,0 +1,155 @@
+"""How long a compiled TPU or GPU program takes, in the order in which XLA has put its operations.
+
+A device computes one operation after the other, each as many cycles as XLA expects, or on a GPU, for which XLA says
+nothing, as long as `roofline.py` says. A collective takes what `mesh/collectives.py` says, once those before it on the
+same mesh axes are done. One that starts in one instruction and ends in another, as a ``-start`` and a ``-done``,
+between slices as a ``send`` and a ``recv-done``, or as the first and the last fusion that it stands in, runs beside all
+that is between the two; for any other the device waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autoshard.compiled.collectives import Part, collectives_in, rendezvous
+from autoshard.compiled.module import Instruction, Module, operands
+from autoshard.compiled.roofline import Roofline
+from autoshard.errors import MeshError
+from autoshard.layout import MeshShape
+from autoshard.mesh.collectives import seconds
+from autoshard.mesh.topology import Topology
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Seconds of one step on one device."""
+
+    compute_seconds: float
+    communication: Mapping[str, float]  # kind of collective -> seconds, one after the other
+    exposed: Mapping[str, float]  # how many of these nothing runs beside
+
+    @property
+    def step_seconds(self) -> float:
+        return self.compute_seconds + sum(self.exposed.values())
+
+
+def schedule_of(
+    hlo_text: str,
+    mesh_shape: MeshShape,
+    topology: Topology,
+    clock: float | None,
+    device_ids: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule of a module compiled for TPU or GPU.
+
+    Args:
+        hlo_text: `compiled.as_text()`.
+        mesh_shape: devices per axis of the mesh that the program was compiled for.
+        clock: cycles per second; None for GPU.
+        device_ids: as for `read_collectives`.
+    """
+    module = Module.of(hlo_text)
+    lasts = Roofline(module, topology).seconds if clock is None else lambda _, one: one.cycles / clock
+    simulation = _Simulation(module, mesh_shape, topology, lasts)
+    simulation.place(collectives_in(module, hlo_text, mesh_shape, device_ids=device_ids))
+    simulation.run(module.entry, 1)
+    exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
+    return Schedule(simulation.compute, dict(simulation.communication), exposed)
+
+
+_Lasts = Callable[[str, Instruction], float]  # computation and instruction of it -> seconds of one run
+
+
+class _Span(NamedTuple):
+    """From where to where a collective runs: names of instructions of one computation."""
+
+    kind: str
+    axes: tuple[str, ...]
+    seconds: float
+    begin: str
+    end: str
+
+
+class _Simulation:
+    def __init__(self, module: Module, mesh_shape: MeshShape, topology: Topology, lasts: _Lasts):
+        self.module, self.mesh_shape, self.topology, self.lasts = module, mesh_shape, topology, lasts
+        self.spans: dict[str, list[_Span]] = defaultdict(list)  # by computation
+        self.compute = 0.0
+        self.communication: Counter[str] = Counter()
+        self.exposed: Counter[str] = Counter()
+
+    def place(self, parts: Iterable[Part]) -> None:
+        """Finds where collectives begin and end; parts of one that run more often than others are no more of it."""
+        together: dict[Hashable, list[Part]] = defaultdict(list)
+        for part in parts:
+            together[part.key or len(together)].append(part)
+        for same in together.values():
+            least = min(part.collective.count for part in same)
+            places: dict[str, list[Instruction]] = defaultdict(list)
+            for part in same:
+                if part.collective.count == least:
+                    computation, instruction = self.module.outermost(part.computation, part.instruction)
+                    places[computation].append(instruction)
+            for computation, instructions in places.items():
+                starts = [one for one in instructions if one.opcode.endswith("-start") or one.opcode == "recv"]
+                bounds = [(self._begin(computation, one), self._done(computation, one)) for one in starts]
+                if not starts:
+                    bounds = [(instructions[0].name, instructions[-1].name)]
+                one, length = same[0].collective, self._seconds(same[0])
+                self.spans[computation] += [_Span(one.kind, one.axes, length, begin, end) for begin, end in bounds]
+
+    def _begin(self, computation: str, start: Instruction) -> str:
+        """What comes from other slices is under way once this one has sent its part, be `recv` before or after."""
+        if start.opcode != "recv":
+            return start.name
+        for one in self.module.computations[computation]:
+            if one.opcode == "send" and rendezvous(one) == rendezvous(start):
+                return one.name
+        raise MeshError(f"nothing is sent for {start.name}, which waits for other slices, in {computation}")
+
+    def _done(self, computation: str, start: Instruction) -> str:
+        for one in self.module.computations[computation]:
+            if one.opcode.endswith("-done") and operands(one)[:1] == [start.name]:
+                return one.name
+        return start.name
+
+    def _seconds(self, part: Part) -> float:
+        """Of one run. In a windowed einsum everybody hands on to the next, all links at once."""
+        one = part.collective
+        if part.is_turn:
+            links = [link for axis in one.axes for _, link in self.topology.links[axis].over(self.mesh_shape[axis])]
+            link = min(links, key=lambda link: link.bandwidth)
+            return link.latency + one.bytes / one.count / link.bandwidth
+        return seconds(one.kind, one.axes, one.bytes / one.count, self.mesh_shape, self.topology)
+
+    def run(self, computation: str, runs: int) -> float:
+        """Seconds of one of so many runs of a computation."""
+        now = 0.0
+        links: dict[str, tuple[float, str]] = defaultdict(lambda: (0.0, ""))  # axis -> until when they carry what
+        begin, end = ({getattr(span, side): [] for span in self.spans[computation]} for side in ("begin", "end"))
+        for span in self.spans[computation]:
+            begin[span.begin].append(span)
+            end[span.end].append(span)
+        begun: dict[int, tuple[float, str]] = {}  # span -> when it is done, and what kind it waits for
+        for instruction in self.module.computations[computation]:
+            for span in begin.get(instruction.name, ()):
+                free, before = max(links[axis] for axis in span.axes)
+                done = max(now, free) + span.seconds
+                begun[id(span)] = done, before
+                links.update(dict.fromkeys(span.axes, (done, span.kind)))
+                self.communication[span.kind] += span.seconds * runs
+            if instruction.opcode != "fusion":  # which lasts as long as it says itself
+                now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
+            lasts = self.lasts(computation, instruction)
+            now += lasts
+            self.compute += lasts * runs
+            for span in end.get(instruction.name, ()):
+                done, before = begun.pop(id(span))
+                waits = max(0.0, done - now)
+                self.exposed[span.kind] += min(waits, span.seconds) * runs
+                self.exposed[before] += max(0.0, waits - span.seconds) * runs
+                now += waits
+        return now

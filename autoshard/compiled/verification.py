@@ -1,0 +1,294 @@
+"""A plan or a jitted function in, what XLA really does with it out, beside what was predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from autoshard.compiled.collectives import equation_of, peak_bytes, read_collectives, source_lines
+from autoshard.compiled.schedule import Schedule, schedule_of
+from autoshard.errors import MeshError, PlanError
+from autoshard.layout import MeshShape, shards
+from autoshard.mesh.backends import backend_of
+from autoshard.mesh.chips import chip_of
+from autoshard.mesh.collectives import Collective
+from autoshard.mesh.targets import compiler_options, target_mesh
+from autoshard.mesh.topology import Topology
+from autoshard.plans import Plan, Prediction
+from autoshard.program import Program
+from autoshard.report.text import bytes_text, collectives_text, seconds_text, table_text
+
+_TOLERANCE = 0.20  # share by which the peak may be off
+_REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization.*?from sharding \{(?P<source>.*?)\} to \{(?P<target>.*?)\}"
+    r"(?: without| efficiently).*?for HLO operation:? %(?P<operation>\S+) = (?P<shape>\S+)(?P<rest>.*)"
+)
+
+Traffic = Mapping[tuple[str, tuple[str, ...]], int]  # (kind, axes) -> bytes per step on one device
+
+
+@dataclass(frozen=True)
+class Rematerialization:
+    """An array that XLA gathers whole on every device, since it knows no other way between two shardings."""
+
+    shape: str  # of one shard, "f32[8,16]"
+    source: str  # XLA's text of the sharding that it has, "devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate"
+    target: str  # and of the one that is wanted
+    line: str  # the user's, "train.py:41"; of an argument, its name
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.shape} from {{{self.source}}} to {{{self.target}}}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one step of a compiled program does on each device."""
+
+    program: jax.stages.Compiled
+    mesh: Mesh
+    collectives: tuple[Collective, ...]
+    peak_bytes: int
+    rematerializations: tuple[Rematerialization, ...]
+    schedule: Schedule | None  # of TPU and GPU programs
+
+    def named(self, program: Program) -> Compiled:
+        """The same with reasons in the words of the program that was compiled."""
+        return replace(
+            self,
+            collectives=tuple(_named(one, program) for one in self.collectives),
+            rematerializations=tuple(
+                replace(one, line=_argument_of(one.line, program) or one.line) for one in self.rematerializations
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Predicted beside compiled, for one device and one step."""
+
+    predicted: Traffic  # as this backend shows it
+    actual: Traffic
+    predicted_peak: int  # bytes
+    actual_peak: int  # bytes, see `collectives.peak_bytes`
+    collectives: tuple[Collective, ...]  # what was compiled, one by one
+    rematerializations: tuple[Rematerialization, ...]
+    unpredicted: str = ""  # why nothing is predicted, if so
+    predicted_seconds: float = 0.0  # of the compiled program
+    schedule: Schedule | None = None  # what it takes on TPU by XLA's own estimate, on GPU by a roofline
+
+    @property
+    def collectives_agree(self) -> bool:
+        """Whether the compiled program has exactly the predicted collectives, by kind, axes and bytes."""
+        return self.predicted == self.actual
+
+    @property
+    def memory_agrees(self) -> bool:
+        """Whether the peak is predicted within a fifth."""
+        return abs(self.predicted_peak - self.actual_peak) <= _TOLERANCE * self.actual_peak
+
+    @property
+    def ok(self) -> bool:
+        return self.collectives_agree and self.memory_agrees
+
+    def __str__(self) -> str:
+        rows = []
+        for kind, axes in sorted(self.predicted.keys() | self.actual.keys()):
+            foreseen, found = (side.get((kind, axes), 0) for side in (self.predicted, self.actual))
+            rows.append((kind, ", ".join(axes), *self._beside(foreseen, found, foreseen == found)))
+        rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
+        if self.schedule:
+            foreseen = "" if self.unpredicted else seconds_text(self.predicted_seconds)
+            rows.append(("estimated time", "", foreseen, seconds_text(self.schedule.step_seconds), ""))
+        sections = [table_text(("Per step and device", "over axes", " predicted", " compiled", ""), rows)]
+        if self.unpredicted:
+            sections.append(f"Nothing is predicted: {self.unpredicted}")
+        if self.collectives:
+            shown = [replace(one, why=_last_name(one.why)) for one in self.collectives]
+            sections.append(collectives_text(shown, "Compiled collectives"))
+        if self.rematerializations:
+            lines = "\n".join(f"  {one}" for one in self.rematerializations)
+            sections.append(f"Involuntary full rematerialization, by way of the whole array:\n{lines}")
+        return "\n\n".join(sections)
+
+    def _beside(self, foreseen: int, found: int, agrees: bool) -> tuple[str, str, str]:
+        if self.unpredicted:
+            return "", bytes_text(found), ""
+        return bytes_text(foreseen), bytes_text(found), "" if agrees else "differs"
+
+
+def verify_plan(plan: Plan, target: str | None = None) -> Verification:
+    """Compiles a plan for the devices of its mesh, or for a machine that need not be there, and reads what came out.
+
+    Raises:
+        PlanError: the plan was loaded and is not bound to a step.
+        MeshError: the mesh has no devices to compile for, or the target cannot be had.
+    """
+    if plan.lowering is None:
+        raise PlanError(
+            "a plan that was loaded from a file knows no step to compile.\n"
+            "Give it to autoshard(step, mesh=..., plan=...) and verify `.plan(...)` of that."
+        )
+    mesh = plan.mesh if target is None else target_mesh(target, dict(plan.mesh.shape))
+    if not isinstance(mesh, Mesh):
+        raise MeshError(
+            f"{plan.mesh} has no devices to compile for.\n"
+            "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
+        )
+    found = compiled(plan.lowering(mesh), mesh)
+    return verification(plan.predicted, found.named(plan.lowering.program), mesh)
+
+
+def verification(
+    predicted: Prediction | None, found: Compiled, mesh: Mesh, *, plain: bool = False, unpredicted: str = ""
+) -> Verification:
+    """What was predicted for a program, if it was, beside what was compiled for `mesh`.
+
+    Args:
+        plain: whether it is a program under `jax.jit` alone, which XLA's partitioner finishes all sums of.
+    """
+    foreseen = predicted.collectives if predicted else ()
+    if plain and not backend_of(mesh).reduce_scatters:
+        foreseen = as_all_reduces(foreseen, dict(mesh.shape))
+    return Verification(
+        predicted=traffic(foreseen),
+        actual=traffic(found.collectives),
+        predicted_peak=predicted.peak_bytes if predicted else 0,
+        actual_peak=found.peak_bytes,
+        collectives=found.collectives,
+        rematerializations=found.rematerializations,
+        unpredicted=unpredicted,
+        predicted_seconds=predicted.program_seconds if predicted else 0.0,
+        schedule=found.schedule,
+    )
+
+
+def mesh_of(shardings: Any) -> Mesh | None:
+    """The first mesh with devices that a sharding in a pytree names."""
+    meshes = (one.mesh for one in jax.tree.leaves(shardings) if isinstance(one, NamedSharding))
+    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+
+def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: Topology | None = None) -> Compiled:
+    """What XLA makes of a program that was lowered for `mesh`; by default that of the shardings it is jitted with.
+
+    Args:
+        topology: what communication costs there; by default, as data sheets say.
+
+    Raises:
+        MeshError: these name no mesh.
+    """
+    warnings: list[str] = []
+    with _standard_error(into=warnings):
+        program = lowered.compile(compiler_options=compiler_options(mesh) if mesh else None)
+    mesh = mesh or mesh_of((program.input_shardings, program.output_shardings))
+    if mesh is None:
+        raise MeshError("no argument or result of the function has a NamedSharding to take the mesh from; pass mesh=")
+    text, log = program.as_text(), "".join(warnings)
+    lines = source_lines(text) if _REMATERIALIZED.search(log) else {}
+    device, schedule = mesh.devices.flat[0], None
+    chip = chip_of(device.device_kind)
+    shape, ids = dict(mesh.shape), [device.id for device in mesh.devices.flat]
+    if chip and (chip.clock or not chip.torus_dims) and device.platform != "cpu":
+        schedule = schedule_of(text, shape, topology or Topology.of(mesh), chip.clock, ids)
+    return Compiled(
+        program=program,
+        mesh=mesh,
+        collectives=read_collectives(text, shape, device_ids=ids),
+        peak_bytes=peak_bytes(program),
+        rematerializations=tuple(rematerializations_in(log, lines)),
+        schedule=schedule,
+    )
+
+
+def rematerializations_in(log: str, lines: Mapping[int, str]) -> Iterator[Rematerialization]:
+    """The arrays that XLA's warnings name, each once.
+
+    Args:
+        log: what XLA wrote.
+        lines: the user's line of each stack frame of the module.
+    """
+    seen = set()
+    for match in _REMATERIALIZED.finditer(log):
+        label = re.search(r'op_name="[^"]*?([^/"]+:\d+)#\d+', match["rest"])
+        frame = re.search(r"stack_frame_id=(\d+)", match["rest"])
+        name = re.search(r'op_name="([^"]+)"', match["rest"])
+        if label:
+            where = label[1]
+        elif frame and int(frame[1]) in lines:
+            where = lines[int(frame[1])]
+        else:
+            where = name[1] if name else f"%{match['operation']}"
+        one = Rematerialization(match["shape"].split("{")[0], match["source"], match["target"], where)
+        if one not in seen:
+            seen.add(one)
+            yield one
+
+
+def traffic(collectives: Iterable[Collective]) -> Traffic:
+    """Bytes by kind and axes."""
+    found: dict[tuple[str, tuple[str, ...]], int] = {}
+    for one in collectives:
+        found[one.kind, one.axes] = found.get((one.kind, one.axes), 0) + one.bytes
+    return found
+
+
+def as_all_reduces(collectives: Iterable[Collective], mesh: MeshShape) -> list[Collective]:
+    """What XLA's partitioner makes of reduce_scatters where nothing turns it back: all_reduces of the whole."""
+    def shown(one: Collective) -> Collective:
+        return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
+
+    return [shown(one) if one.kind == "reduce_scatter" else one for one in collectives]
+
+
+def _named(one: Collective, program: Program) -> Collective:
+    """With what asks for it in the words of the program, as far as XLA has kept track of it."""
+    index = equation_of(one.why)
+    if index is not None:
+        name = program.equations[index].primitive
+        return replace(one, why=f"operand or result of {name}" if one.why.endswith("sharding_constraint") else name)
+    return replace(one, why=_argument_of(one.why, program) or one.why)
+
+
+def _argument_of(name: str, program: Program) -> str | None:
+    """The argument that lower.py, and XLA after it, calls so."""
+    found = re.search(r"\barguments\[(\d+)\]", name)
+    return program.arguments[int(found[1])].name if found else None
+
+
+def _last_name(name: str) -> str:
+    """Of an `op_name`: the operation, or several that XLA has combined, without where they stand.
+
+    >>> _last_name("jit(step)/transpose(jvp())/(reduce_sum:dot_general:reduce_sum)"), _last_name("state/up/kernel")
+    ('reduce_sum, dot_general', 'state/up/kernel')
+    """
+    if not name.startswith("jit("):  # an argument's
+        return name
+    return ", ".join(dict.fromkeys(name.rpartition("/")[2].strip("()").split(":")))
+
+
+@contextlib.contextmanager
+def _standard_error(into: list[str]) -> Iterator[None]:
+    """Collects what the process, XLA's C++ included, writes to standard error meanwhile; it is written there after."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            text = file.read().decode(errors="replace")
+            into.append(text)
+            os.write(2, text.encode())

@@ -1,0 +1,232 @@
+"""When each value holds memory: the equations in program order in, stretches of program points out.
+
+Program point `t` is the moment equation `t` runs. What holds memory:
+
+* an argument, all the time, in its home layout; and a resharded copy of it from its first to its last use;
+* a donated argument a second time, from its first to its last use, if one of its uses need not come before the result
+  that is written over it: XLA then works on a copy. An all_reduce of the gradient, combined with all others, does
+  come after every use, and saves the copy;
+* a result that takes no argument's place, all the time, as XLA reserves result buffers for the whole program;
+* an argument of more than two dims a second time, transposed, from the start to its last use, if a matrix product
+  or convolution reads it with its dims where XLA does not want them;
+* on TPU an argument a second time, as images lie, from its first to its last use by a convolution;
+* what a product repeats of a smaller value, in full, until the reduction that the product is folded into;
+* nothing more for a donated argument that a loop carries on, nor for what the loop hands on by elementwise operations:
+  it is written over the value before, if every use of that comes first;
+* every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
+  while it is used in the layout it is used in; but in the layout it is made in also then, if all that is between the
+  two is a slice that elementwise readers take themselves;
+* a result that a reduction has yet to finish, until its first use: XLA runs reductions together where none waits for
+  another. Where there is no reduce_scatter, the whole result too, until its last use.
+
+* on GPU what a gradient that is summed over devices is made of, until the end of the program or of the loop around it:
+  XLA computes these last. So it is with what a loss is picked from, unless XLA sums the picks with the softmax;
+* on GPU no operand of an elementwise group that writes its result over it, if nobody else reads that.
+
+What depends on the options that are chosen, slices and collectives, `formulation.py` counts. A value is not stored if
+XLA computes it again inside each of its readers (`Group.repeated`); then what it is computed from is held until the
+last of them. Values inside a group are never stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard.model.groups import Group, Use, is_kernel_gradient, is_matrix_product, reads_images
+from autoshard.program import Equation, Program, Value
+
+# Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/predictions.py` prints.
+HEAP = 1.05
+
+Span = tuple[int, int]  # program points, half-open
+
+_SEEN_THROUGH = frozenset({"scan_const", "branch_const"})  # what they make is the operand's own buffer
+
+
+@dataclass(frozen=True)
+class Holding:
+    """When the buffers of one value stand in memory."""
+
+    made: Span | None  # in the layout it is made in, until its first use; None: not stored
+    used: Span | None  # from its first to past its last use; None: never used
+    stored: bool  # whether it holds memory while it is used, even where it is used as it was made
+
+
+def use_span(group: Group, use: Use, last: int | None = None) -> Span:
+    """The program points over which one use holds its operand.
+
+    Args:
+        last: the last point at which the group runs, if that is known better.
+    """
+    equation = use.equation
+    if equation.loop is not None:
+        start, end = equation.loop
+        if equation.primitive in ("scan_const", "scan_slice"):
+            return start, end
+        if equation.primitive == "scan_carry":  # what goes in becomes the loop's own buffer
+            return (end - 1, end) if use.operand == 1 else (start, start)
+    return group.point, (group.last if last is None else last) + 1
+
+
+def made_at(group: Group, equation: Equation, output: int) -> int:
+    """The program point from which a result's buffer is taken."""
+    if equation.primitive == "scan_stack":
+        return equation.loop[0]
+    if equation.primitive == "scan_carry" and output == 1:
+        return equation.loop[1]
+    return group.point
+
+
+def scratch_copies(group: Group) -> int:
+    """How many times its result a group takes beside its operands and results, while it runs.
+
+    XLA's CPU backend turns `select_and_scatter_add`, the gradient of max-pooling, into a reduce_window that carries an
+    index per dim, and a scatter.
+    """
+    if group.equations[0].primitive == "select_and_scatter_add":
+        return len(group.made[0].value.shape) + 1
+    return 0
+
+
+def transposes(use: Use) -> bool:
+    """Whether XLA's CPU backend makes a transposed copy of this operand; it reads matrices either way round."""
+    if is_kernel_gradient(use.equation):
+        return use.operand == 0
+    if not is_matrix_product(use.equation) or len(use.value.shape) <= 2:
+        return False
+    contracted, batched = (sides[use.operand] for sides in use.equation.params["dimension_numbers"])
+    kept = [dim for dim in range(len(use.value.shape)) if dim not in (*contracted, *batched)]
+    wanted = (*batched, *kept, *contracted) if use.operand == 0 else (*batched, *contracted, *kept)
+    return list(wanted) != sorted(wanted)
+
+
+def image_dims_of(use: Use) -> tuple[int, int] | None:
+    """The batch and feature dims of images that a convolution reads as they arrive: it has them lie otherwise."""
+    if not reads_images(use) or not use.value.from_outside:
+        return None
+    return use.equation.params["dimension_numbers"].lhs_spec[:2]
+
+
+def repeats(group: Group) -> list[Use]:
+    """The operands that XLA writes out at the full size of the product, ahead of the reduction it is folded into."""
+    if not group.folded:
+        return []
+    size = math.prod(group.made[0].value.shape)
+    return [use for use in group.uses if 1 < math.prod(use.value.shape) < size]
+
+
+def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holding:
+    """When a value that `group` makes and `users` read holds memory; results are the caller's business."""
+    producer = next(equation for equation in group.equations if value in equation.outputs)
+    spans = [use_span(user, use) for user, use in users]
+    used = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
+    start = made_at(group, producer, producer.outputs.index(value))
+    if producer.primitive == "scan_carry" and value is producer.outputs[0]:
+        return Holding(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
+    if producer.primitive in _SEEN_THROUGH or group.repeated:
+        return Holding(None, used, stored=False)
+    if used and group.fills:
+        return Holding(None, used, stored=True)
+    return Holding((start, max(start, used[0]) if used else start + 1), used, stored=True)
+
+
+def aliased(program: Program) -> set[int]:
+    """The results that are written into the buffer of the donated argument they replace."""
+    return {result for argument, result in program.carried.items() if argument in program.donated}
+
+
+def looped(program: Program) -> dict[int, int]:
+    """The donated arguments that a loop carries on in their own buffer: value that it carries -> argument."""
+    index = {program.arguments[a].id: a for a in program.carried if a in program.donated}
+    found = {}
+    for equation in program.equations:
+        entering = equation.inputs[0] if equation.primitive == "scan_carry" else None
+        if isinstance(entering, Value) and entering.id in index and program.reads[entering.id] == 1:
+            argument = index[entering.id]
+            if program.results[program.carried[argument]] is equation.outputs[1]:
+                found[equation.outputs[0].id] = argument
+    return found
+
+
+def updated_in_loops(program: Program, groups: Sequence[Group]) -> set[int]:
+    """The values that a loop hands on and that are written over what they replace: every use of that comes before."""
+    maker = _makers(groups)
+    replaced = {}
+    for equation in program.equations:
+        if equation.primitive == "scan_carry" and isinstance(equation.inputs[1], Value):
+            taken, handed_on = equation.outputs[0].id, equation.inputs[1].id
+            if handed_on != taken and handed_on in maker and maker[handed_on].fuses:
+                replaced[taken] = handed_on
+    late = _used_beside(program, groups, replaced, around_loops=False)
+    return {handed_on for taken, handed_on in replaced.items() if taken not in late}
+
+
+def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, Group | None]:
+    """The donated arguments that XLA copies: some use of them is no ancestor of the result that takes their place.
+
+    With each the group whose all_reduce would save the copy, if there is one: it makes the argument's gradient.
+    """
+    maker = _makers(groups)
+    pairs = ((program.arguments[a], a, program.results[r]) for a, r in program.carried.items() if a in program.donated)
+    replaced = {old: (a, new) for old, a, new in pairs if isinstance(new, Value) and new is not old}
+    late = _used_beside(program, groups, {old.id: new.id for old, (_, new) in replaced.items()}, around_loops=True)
+    return {a: _gradient(maker.get(new.id), maker) for old, (a, new) in replaced.items() if old.id in late}
+
+
+def _makers(groups: Sequence[Group]) -> dict[int, Group]:
+    return {made.value.id: group for group in groups for made in group.made}
+
+
+def _used_beside(
+    program: Program, groups: Sequence[Group], replaced: Mapping[int, int], *, around_loops: bool
+) -> set[int]:
+    """The values some use of which need not come before the value that is written over them.
+
+    Args:
+        replaced: value -> the value that is written over it.
+        around_loops: whether what one run of a loop's body does comes before the next run.
+    """
+    if not replaced:
+        return set()
+    home = {equation.index: group for group in groups for equation in group.equations}
+    uses: dict[int, int] = defaultdict(int)  # value -> its using groups, one bit each
+    own: dict[int, int] = defaultdict(int)  # group -> its bits
+    bits = itertools.count()
+    for group in groups:
+        for use in group.uses:
+            if use.value.id in replaced:
+                bit = 1 << next(bits)
+                own[group.index] |= bit
+                uses[use.value.id] |= bit
+    above: dict[int, int] = {}  # value -> bits of the groups it depends on
+    loops = any(equation.loop for equation in program.equations)
+    before = None
+    while above != before:  # once more for each loop around a loop: what it hands on is defined after it is read
+        before = dict(above)
+        for equation in program.equations:
+            masks = [above.get(value.id, 0) if isinstance(value, Value) else 0 for value in equation.inputs]
+            for output in equation.outputs:
+                starts = equation.primitive == "scan_carry" and output is equation.outputs[0] and not around_loops
+                read = masks[:1] if starts else masks
+                above[output.id] = functools.reduce(operator.or_, read, own[home[equation.index].index])
+        if not loops:
+            break
+    return {value for value, mask in uses.items() if mask & ~above.get(replaced[value], 0)}
+
+
+def _gradient(update: Group | None, maker: dict[int, Group]) -> Group | None:
+    """The largest reduction that ends in an update."""
+    found: list[Group] = []
+    queue = [update] if update is not None and update.late and update.fuses else []
+    while queue:
+        group = queue.pop()
+        for producer in (maker.get(use.value.id) for use in group.uses):
+            if producer is not None and producer.late:
+                (queue if producer.fuses else found).append(producer)
+    return max(found, key=lambda group: group.made[0].value.bytes, default=None)

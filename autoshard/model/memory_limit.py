@@ -1,0 +1,164 @@
+"""A formulation with a memory limit in, the cheapest choice out that was found within it, all it holds counted."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autoshard.errors import SolverError
+from autoshard.model.formulation import Formulation
+from autoshard.model.resharding_memory import Change, counted
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
+from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.solve import solve, with_bound
+from autoshard.solver.verify import fits, verify
+
+ROUNDS = 8  # of solving with more and more reshardings counted, ...
+ROUND_SHARE = 0.8  # ... each of which gets this much of the work that is left
+# Values so small that together they fill less than this share of the limit are counted at their largest, whatever
+# their layout: the problem then has far fewer choices that memory couples.
+NEGLIGIBLE_SHARE = 0.005
+ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
+FAR = 0.05  # the gap from which on lean choices may be cheaper, though a choice is within the limit ...
+LEAST_SHARE = 0.5  # of what is left for these: what goes into the one that holds the least
+SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)  # times the least that any choice holds without
+# reshardings: limits to seek lean choices under ...
+LEAN_ITERATIONS = 4  # ... for so long, twice
+
+
+def solve_within(formulation: Formulation, time_limit: float) -> Solution:
+    """The cheapest solution found whose predicted peak is within the usable share of the limit.
+
+    What a resharding holds depends on two choices at once, so it stands in no problem. The first one that is solved has
+    as much more room as small values may hold less than is counted, so that no choice is forbidden for that. While a
+    solution is over the limit, the problem is solved again without this room, and with what it reshards there counted,
+    a few times. If nothing comes of that, or what does is far from its bound, lean choices are looked at, which the
+    problem may say not to fit. All of this shares one budget, so that a busy machine finds the same solution, unless
+    the clock ends it. Ctrl-C ends it with the best solution by then.
+
+    Raises:
+        ForbiddenError: every choice is forbidden, however much memory there is.
+        InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
+    """
+    usable = formulation.prices.backend.usable
+    given, limit, bound = formulation.problem.limit, formulation.problem.limit * usable, 0.0
+    exact = replace(formulation.problem, limit=limit, checked=True)
+    rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
+    problem = replace(rounded, limit=limit + spared, checked=True)
+    budget = Budget.of(time_limit)
+    changes: dict[Change, None] = {}
+    best = None
+
+    def within(choice: Sequence[int]) -> bool:
+        return fits(formulation.peak_bytes(choice[: len(exact.costs)]), limit)
+
+    for i in range(ROUNDS):
+        if i and budget.over:
+            break
+        try:
+            gap = ENOUGH if i else 0.0
+            solution = _solved(formulation, problem, changes, budget.part(ROUND_SHARE), gap=gap, accepts=within)
+        except ForbiddenError:
+            raise
+        except SolverError:  # nothing fits, or nothing was found in time
+            break
+        if not i:
+            bound = solution.bound  # with more counted, it may be that of more than is held
+        if within(solution.choice):
+            best = with_bound(solution, bound)
+            if best.gap <= FAR or budget.interrupted:
+                return best
+            break
+        if budget.interrupted:
+            raise KeyboardInterrupt
+        over = formulation.changes_over(solution.choice, limit)
+        if i and changes.keys() >= set(over):  # but for rounding there is another one
+            break
+        changes.update(dict.fromkeys(over))
+        problem = rounded
+    needed, free = math.inf, 0.0
+    try:
+        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit):
+            if needed == math.inf:
+                free = solution.bound  # the first is sought without a limit
+            needed = min(needed, peak / usable)
+            if fits(peak, limit) and (best is None or solution.cost < best.cost):
+                best = solution
+    except (SolverError, KeyboardInterrupt):
+        if best is None:
+            raise
+    if best is None:
+        raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
+    return with_bound(best, bound if bound <= best.cost else free)
+
+
+def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
+    """The problem with small values counted at their largest, and how many bytes too much that may be at any point.
+
+    Args:
+        room: the most bytes for that.
+    """
+    spare, lives = room, []
+    for live in sorted(problem.lives, key=lambda live: int(live.usage.max())):
+        spread = live.usage.max() - live.usage.min()
+        if 0 < spread <= spare:
+            spare -= spread
+            live = replace(live, usage=np.full_like(live.usage, live.usage.max()))
+        lives.append(live)
+    return replace(problem, lives=tuple(lives), checked=True), room - spare
+
+
+def _solved(
+    formulation: Formulation, problem: Problem, changes: Iterable[Change], budget: Budget, **limits: Any
+) -> Solution:
+    """A solution of the problem with these changes counted."""
+    counting = counted(problem, changes, formulation.prices)
+    solution = solve(counting, layered=True, time_limit=budget.seconds, budget=budget, **limits)
+    return replace(solution, choice=solution.choice[: len(problem.costs)])
+
+
+def _lean_solutions(
+    formulation: Formulation, problem: Problem, budget: Budget, time_limit: float
+) -> Iterator[tuple[Solution, int]]:
+    """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
+
+    With each comes its peak.
+
+    Those that hold more are cheaper and reshard less, so that what they hold in all can be less. They do not depend on
+    the problem's limit: what one call says is needed, another one finds again.
+
+    Raises:
+        SolverError: the least that a choice holds was not found in time.
+    """
+    first = budget.part(LEAST_SHARE)
+    try:
+        solution = solve(replace(problem, limit=0.0), layered=True, time_limit=first.seconds, budget=first)
+        yield solution, formulation.peak_bytes(solution.choice)
+        return
+    except ForbiddenError:
+        raise
+    except InfeasibleError as error:
+        least = error
+    except SolverError as error:
+        raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
+    changes: dict[Change, None] = {}
+    last, peak = None, 0
+    with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
+        for limit in (slack * least.needed for slack in SLACKS for _ in range(2)):
+            if last is not None:
+                if budget.over:
+                    break
+                if fits(peak, limit):
+                    continue  # about as good as any here
+                changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
+            leaner = replace(problem, limit=limit)
+            last = _solved(formulation, leaner, changes, budget.part(1.0), iterations=LEAN_ITERATIONS, gap=ENOUGH)
+            peak = formulation.peak_bytes(last.choice)
+            yield last, peak
+    leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
+    yield leanest, formulation.peak_bytes(leanest.choice)

@@ -1,0 +1,143 @@
+"""Groups in, the values out that XLA keeps or moves in fewer bits than the program says.
+
+On TPU a matrix product or convolution of float32 operands rounds them to bfloat16, unless the program asks for more
+precision. What nothing but such products reads is rounded where it is made: it is stored, moved between devices and
+summed over them as bfloat16. A copy for such products alone is rounded before it is moved.
+
+What a program converts itself moves in the smaller type: rounded before it is moved if it is rounded after, and, on
+GPU, widened after it is moved if it is widened before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+from jax.lax import Precision
+
+from autoshard.mesh.backends import Backend
+from autoshard.model.groups import Group
+from autoshard.program import Equation, Program, Value, dtype_name
+
+ROUNDED = 2  # bytes of a bfloat16
+# What is rounded ahead of these, if what they make of it is rounded.
+_PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
+_DEFAULT = (None, "default", Precision.DEFAULT)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes per element of values in memory, and of what is resharded of them."""
+
+    kept: frozenset[int] = frozenset()  # values that are stored rounded
+    moved: Mapping[int, int] = field(default_factory=dict)  # values whose resharded copies are smaller, whose ever
+    read: Mapping[tuple[int, int], int] = field(default_factory=dict)  # value, group: that group's copy, if smaller
+    shared: Mapping[int, int] = field(default_factory=dict)  # the copy for all but elementwise readers, if smaller
+    fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
+
+    def of(self, value: Value) -> int:
+        """As it is made, and summed over devices."""
+        return ROUNDED if value.id in self.kept else value.itemsize
+
+    def stored(self, value: Value) -> int:
+        return ROUNDED if value.id in self.fused else self.of(value)
+
+    def moving(self, value: Value, readers: Iterable[Group] | None = None) -> int:
+        """Of a copy for these readers; by default for all that do not compute on the shards as they lie."""
+        size = self.moved.get(value.id, value.itemsize)
+        if readers is None:
+            return min(size, self.shared.get(value.id, size))
+        return min(size, max((self.read.get((value.id, group.index), size) for group in readers), default=size))
+
+
+def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Widths:
+    """What `backend` rounds, and what it moves before it widens it."""
+    if not (backend.rounds_operands or backend.rounds_first or backend.widens_last):
+        return Widths()
+    readers: dict[int, list[Group]] = defaultdict(list)
+    for group in groups:
+        for use in group.uses:
+            readers[use.value.id].append(group)
+    results = {value.id for value in program.results if isinstance(value, Value)}
+    kept: set[int] = set()
+    moved: dict[int, int] = {}
+    reading: dict[tuple[int, int], int] = {}
+    shared: dict[int, int] = {}
+    wanted: dict[int, int] = {}  # value -> the most that any of its readers reads
+
+    def rounds(group: Group) -> bool:
+        if group.contracts:
+            return _at_default_precision(group.equations[0].params.get("precision"))
+        moves = group.only_moves or group.equations[0].primitive in _PASS_ON
+        return moves and all(made.value.id in kept for made in group.made)
+
+    def read(group: Group, value: Value) -> int:
+        """Bytes per element of what a group makes of a value first."""
+        if backend.rounds_operands and dtype_name(value.dtype) == "float32" and rounds(group):
+            return ROUNDED
+        readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
+        if backend.rounds_first and readings and all(map(_converts, readings)):
+            return max(equation.outputs[0].dtype.itemsize for equation in readings)
+        if backend.rounds_operands and group.equations[0].primitive in _PASS_ON:
+            return max((wanted.get(made.value.id, value.itemsize) for made in group.made), default=value.itemsize)
+        return value.itemsize
+
+    def note(value: Value) -> None:
+        """What of a value's copies is smaller. Elementwise readers compute on the shards as they lie, and need none."""
+        sizes = {group.index: read(group, value) for group in readers[value.id]}
+        smaller = {group: size for group, size in sizes.items() if size < value.itemsize}
+        reading.update({(value.id, group): size for group, size in smaller.items()})
+        if sizes and value.id not in results:
+            wanted[value.id] = max(sizes.values())
+        if smaller and all(group.fuses or group.index in smaller for group in readers[value.id]):
+            shared[value.id] = max(smaller.values())
+
+    for group in reversed(groups):  # readers before what they read, but for what loops hand on
+        for made in group.made:
+            users = readers[made.value.id]
+            if not users:
+                continue
+            wide = dtype_name(made.value.dtype) == "float32"
+            if backend.rounds_operands and wide and made.value.id not in results and all(map(rounds, users)):
+                kept.add(made.value.id)
+                moved[made.value.id] = wanted[made.value.id] = ROUNDED
+                continue
+            note(made.value)
+            maker = next(equation for equation in group.equations if made.value in equation.outputs)
+            if backend.widens_last and _converts(maker) and maker.inputs[0].itemsize < made.value.itemsize:
+                moved[made.value.id] = maker.inputs[0].itemsize
+    for value in program.arguments:
+        note(value)
+    fused = {
+        group.made[0].value.id
+        for group in groups
+        if backend.rounds_operands
+        and group.contracts
+        and group.made[0].value.id not in results
+        and _goes_on(group, readers[group.made[0].value.id], kept)
+    }
+    return Widths(frozenset(kept), moved, reading, shared, frozenset(fused))
+
+
+def _converts(equation: Equation) -> bool:
+    """Whether it makes floating-point numbers of others."""
+    if equation.primitive != "convert_element_type":
+        return False
+    return all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*equation.inputs, *equation.outputs))
+
+
+def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
+    """Whether XLA fuses the one reader of a product into it, and stores what that makes."""
+    if len(users) != 1 or not users[0].fuses:
+        return False
+    made = users[0].made
+    shape = product.made[0].value.shape
+    return all(one.value.id in kept and math.prod(one.value.shape) == math.prod(shape) for one in made)
+
+
+def _at_default_precision(precision) -> bool:
+    pair = precision if isinstance(precision, tuple) else (precision,)
+    return all(one in _DEFAULT for one in pair)

@@ -1,0 +1,673 @@
+"""What a strategy costs and what a resharding costs, in seconds on one device; remembered, since layers repeat."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autoshard.layout import Layout, MeshShape, divides, local_shape, shards
+from autoshard.mesh.backends import CPU, Backend, padded_size, tiled_dims
+from autoshard.mesh.collectives import seconds as collective_seconds
+from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.resharding import Step, path, reshard
+from autoshard.mesh.topology import Topology
+from autoshard.model.groups import Group, Use
+from autoshard.model.precision import ROUNDED, Widths
+from autoshard.model.strategies import ALL_REDUCE, Finish, Strategy, axes_between_slices, strategies_of
+from autoshard.program import Equation, Value, dtype_name
+
+# What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
+# runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
+LAUNCH_SECONDS = 1e-6
+
+# One all_reduce moves the bytes of a reduce_scatter and an all_gather, but never takes as long as the two: on 8 CPU
+# devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We take the least,
+# so that they are chosen where they save something, and one all_reduce where they don't.
+HALF_PENALTY = 1.2
+
+# From so many devices on XLA for TPU may all_reduce where a program gathers over all of them. It gathers several dims
+# at once with fewer, too; that is priced as one after the other, which is nearer to what such programs take.
+MANY_DEVICES = 64
+
+ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
+Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
+
+_CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
+_READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
+# Touch as much as they insert, which is this operand.
+_WRITES_PART = {"dynamic_update_slice": 1, "scan_stack": 0, "scatter": 2, "scatter-add": 2, "scatter-max": 2,
+                "scatter-min": 2, "scatter-mul": 2, "scatter-sub": 2}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one group costs per step under one strategy."""
+
+    compute: float
+    communication: float
+    hidden: float = 0.0  # of the communication: what can run behind compute
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication - self.hidden
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A group's strategies and their seconds; groups that look alike share one."""
+
+    strategies: tuple[Strategy, ...]
+    seconds: tuple[Seconds, ...]
+    wants: tuple[tuple[Layout, ...], ...]  # per use, that of each strategy
+    leaves: tuple[tuple[Layout, ...], ...]  # per made value, that of each strategy
+
+    @cached_property
+    def costs(self) -> np.ndarray:
+        return np.array([seconds.total for seconds in self.seconds])
+
+
+class Prices:
+    """The price list of one mesh and topology."""
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        topology: Topology,
+        widths: Widths | None = None,
+        backend: Backend = CPU,
+        weights: Collection[int] = (),
+        entering: Collection[int] = (),
+        stacked: Mapping[int, int] | None = None,
+        kept: Mapping[int, int] | None = None,
+        turns: Mapping[int, int] | None = None,
+        instead: Mapping[int, Sequence[Value]] | None = None,
+        images: Mapping[int, ImageDims] | None = None,
+    ):
+        topology.check(mesh)
+        self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
+        self.backend = backend
+        self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
+        self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
+        self.between = axes_between_slices(self.mesh, backend)
+        self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
+        self.kept = kept or {}  # what can stay in the chip while a loop turns -> bytes of all that can in its loop
+        self.turns = turns or {}  # what loops read in every turn -> how many these are
+        self.instead = instead or {}  # values that their readers make again -> what they read for it
+        self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
+        self._groups: dict[tuple, Priced] = {}
+        self._lists: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+        self._found: dict[tuple, tuple] = {}
+        self._local: dict[tuple, int] = {}
+        self._collectives: dict[tuple, float] = {}
+        self._moves: dict[int, _Moves] = {}
+
+    def group(self, group: Group) -> Priced:
+        """Every strategy of `group` with its seconds per step."""
+        key = self._signature(group)
+        if key not in self._groups:
+            strategies = tuple(strategies_of(group, self.mesh, self.backend))
+            wants = tuple(map(self.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
+            leaves = tuple(map(self.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
+            self._groups[key] = Priced(strategies, self._seconds(group, strategies, wants, leaves), wants, leaves)
+        return self._groups[key]
+
+    def one(self, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+        """The one tuple of these layouts: equal ones are the same object, so that `once` knows them again."""
+        layouts = tuple(layouts)
+        return self._lists.setdefault(layouts, layouts)
+
+    def once(self, make: Callable[..., Any], *args: Any, of: tuple = ()) -> Any:
+        """What `make(*args)` returns, made once for these very arguments: layers repeat.
+
+        Args:
+            make: a function of `args` and `of` alone.
+            *args: told apart by identity, so that large ones need not be compared; what is remembered keeps them alive.
+            of: what else the result depends on, compared by value.
+        """
+        key = make.__module__, make.__qualname__, *map(id, args), of
+        if key not in self._found:
+            self._found[key] = make(*args), args
+        return self._found[key][0]
+
+    def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
+        """The collectives that bring `value` from one layout to the other, for these readers."""
+        return self._of(value, source, target, readers)[0]
+
+    def resharding(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
+        """Seconds of one resharding of `value`; of one without steps they are compute."""
+        return self._of(value, source, target, readers)[1]
+
+    def hidden(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
+        """How many of these run behind compute."""
+        return self._of(value, source, target, readers)[2] if value.id in self.ahead else 0.0
+
+    def exposed(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
+        """How many of these something waits for. In the host's memory nothing is resharded."""
+        if value.on_host and source != target:
+            return math.inf
+        return self.resharding(value, source, target, readers) - self.hidden(value, source, target, readers)
+
+    def table(
+        self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], readers: Readers = None
+    ) -> np.ndarray:
+        """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`.
+
+        With what it takes to write it, if it is not stored otherwise. The array is shared, and not to be changed.
+        """
+        size = self.widths.moving(value, readers)
+        late, ahead = value.id in self.weights, value.id in self.ahead
+        written = self.widths.stored(value) if value.id in self.instead else None
+        clearing, image_dims, turns = self._clearing(value), self.images.get(value.id), self.turns.get(value.id, 0)
+        what = value.shape, size, value.on_host, late, ahead, written, image_dims, clearing, turns, value.trips
+
+        def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+            rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+            seconds, behind = self._moved(value.shape, size, rows, columns, late, image_dims)
+            table = seconds - behind if ahead else seconds
+            moves = _differ(rows, columns)
+            if value.on_host:
+                table = np.where(moves, np.inf, table)
+            if written is not None:
+                table = table + np.where(moves, np.array([[self.writing(value, a)] for a in rows]), 0.0)
+            if clearing:
+                table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
+            if turns:
+                table = table + np.array([[self._fetching(value, a, b) for b in columns] for a in rows])
+            return _frozen((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
+
+        return self.once(made, self.one(sources), self.one(targets), of=what)
+
+    def stays(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """[source, target]: whether resharding `value` takes a slice at most: nothing is sent, nor written for it.
+
+        The array is shared, and not to be changed.
+        """
+        written = value.id in self.instead
+
+        def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+            sent = self._moves_of(len(value.shape)).steps(sources, targets)[..., 0] > 0
+            return _frozen(~(sent | (written & _differ(sources, targets))))
+
+        return self.once(made, self.one(sources), self.one(targets), of=(written,))
+
+    def memory_seconds(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds in which memory is written and read because a value is resharded.
+
+        Written is the value, if its readers would make it again otherwise; and of each trip of a loop, whose next one
+        XLA for TPU starts to bring over from other slices in the one before, its part of clearing what the loop stacks.
+        Read is, turn by turn, what a loop could keep in the chip if it were not gathered.
+        """
+        seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
+        seconds += self._clearing(value) * self._leaves_slices(source, target)
+        return seconds + self._fetching(value, source, target)
+
+    def _fetching(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds in which loops read from memory, in all their turns, what is gathered for them; 0 if it is not."""
+        turns = self.turns.get(value.id, 0)
+        if not turns or self._local_size(value, target) <= self._local_size(value, source):
+            return 0.0
+        often = self.backend.fetches_gathered * turns
+        return often * self.copy_bytes(value, target) / self.topology.memory_bandwidth
+
+    def _clearing(self, value: Value) -> float:
+        """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
+        if value.id not in self.stacked or not value.trips:
+            return 0.0
+        whole = self.stacked[value.id] / math.prod(self.mesh.values())
+        return whole / value.trips / self.topology.memory_bandwidth
+
+    def _leaves_slices(self, source: Layout, target: Layout) -> bool:
+        """Whether slices of TPUs have other parts of some dim before, and not after."""
+        return any(
+            axis in self.between and axis not in after
+            for before, after in zip(source, target, strict=True)
+            for axis in before
+        )
+
+    def writing(self, value: Value, layout: Layout) -> float:
+        """Seconds to write `value` to memory once."""
+        return self.local_bytes(value, layout) / self.topology.memory_bandwidth
+
+    def local_bytes(self, value: Value, layout: Layout) -> int:
+        """Bytes of `value` in the memory of one device."""
+        return 0 if value.on_host else self._local_size(value, layout) * self.widths.stored(value)
+
+    def sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of `value` in the memory of one device, per layout. The array is shared, and not to be changed."""
+
+        def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
+            return _frozen(np.array([self.local_bytes(value, layout) for layout in layouts]))
+
+        what = value.shape, self.images.get(value.id), value.on_host, self.widths.stored(value)
+        return self.once(local_bytes, layouts, of=what)
+
+    def shard_bytes(self, value: Value, layout: Layout) -> int:
+        """Bytes of the elements of `value` that one device has."""
+        return math.prod(local_shape(value.shape, layout, self.mesh)) * value.itemsize
+
+    def copy_bytes(self, value: Value, layout: Layout, readers: Readers = None) -> int:
+        """Bytes of a resharded copy of `value` in the memory of one device."""
+        return self._local_size(value, layout) * self.widths.moving(value, readers)
+
+    def copy_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of a resharded copy of `value` for all its readers, per layout; shared, and not to be changed."""
+
+        def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
+            return _frozen(np.array([self.copy_bytes(value, layout) for layout in layouts]))
+
+        what = value.shape, self.images.get(value.id), self.widths.moving(value)
+        return self.once(copy_bytes, layouts, of=what)
+
+    def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
+        """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
+        width = min(value.itemsize, ROUNDED) if self.backend.rounds_operands else value.itemsize
+        return self._local_size(value, layout, minor) * width
+
+    def _local_size(self, value: Value, layout: Layout, minor: ImageDims | None = None) -> int:
+        """Elements of `value` that one device has, with padding."""
+        minor = minor or self.images.get(value.id)
+        key = value.shape, layout, minor
+        if key not in self._local:
+            self._local[key] = padded_size(local_shape(value.shape, layout, self.mesh), self.backend.tile, minor)
+        return self._local[key]
+
+    def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
+        """Bytes of the result of each of the strategy's own collectives, one run."""
+        return [finish.elements * self.widths.of(group.made[finish.made].value) for finish in strategy.finishes]
+
+    def _of(
+        self, value: Value, source: Layout, target: Layout, readers: Readers
+    ) -> tuple[tuple[Step, ...], float, float]:
+        width, late = self.widths.moving(value, readers), value.id in self.weights
+        return self._pair(value.shape, width, source, target, late, self.images.get(value.id))
+
+    def _pair(
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        source: Layout,
+        target: Layout,
+        late: bool,
+        image_dims: ImageDims | None,
+    ) -> tuple[tuple[Step, ...], float, float]:
+        """The steps of a resharding, their seconds, and how many of these can run behind compute.
+
+        Where a slice will do there are no steps, but it may be an operation of its own.
+        """
+        if source == target:
+            return (), 0.0, 0.0
+        found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
+        steps, total, behind = [], 0.0 if found else self.backend.shortest, 0.0
+        for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
+            sent, seconds, share = self._sent(kind, axes, size, late)
+            if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
+                seconds += self._recopied(size)
+            if image_dims is not None and kind == "all_to_all":
+                more = self._more_copies(shape, width, image_dims, [source], [target]).item()
+                seconds += self._copied(size) * more
+            steps.append(Step(sent, axes, size))
+            total += seconds
+            behind += seconds * share
+        return tuple(steps), total, behind
+
+    def _moved(
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        sources: list[Layout],
+        targets: list[Layout],
+        late: bool,
+        image_dims: ImageDims | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
+        if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
+            pairs = [[self._pair(shape, width, a, b, late, image_dims)[1:] for b in targets] for a in sources]
+            seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
+            return seconds, behind
+        moves = self._moves_of(len(shape))
+        steps = moves.steps(sources, targets)
+        total = math.prod(shape) * width
+        of_step = [(0.0, 0.0, 0.0, False)]
+        for kind, axes, tiles, several in moves.known:
+            size = math.ceil(total / tiles)
+            _, takes, share = self._sent(kind, axes, size, late)
+            of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
+        seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
+        if self.backend.shortest:
+            seconds[..., 0] += self.backend.shortest * (_differ(sources, targets) & (steps[..., 0] == 0))
+        if ordering.any():
+            one, together = self._out_of_order(shape, sources, targets)[..., np.newaxis]
+            seconds = seconds + ordering * np.where(several, together, one)
+        if image_dims is not None:
+            cut = [self._copied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
+            more = self._more_copies(shape, width, image_dims, sources, targets)
+            seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
+        return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
+
+    def _moves_of(self, rank: int) -> _Moves:
+        return self._moves.setdefault(rank, _Moves(self.mesh, self.backend))
+
+    def _out_of_order(self, shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """[several, source, target]: whether what is gathered, in one dim or in several at once, is copied into order.
+
+        Of several dims pieces come in order if they have one element of each dim from the first that is gathered to the
+        last, but for that. And XLA for TPU puts only whole tiles side by side: where pieces of rows or columns do not
+        end with one, it makes the dim the outermost, in which order only a matrix can stay. On some TPUs what are
+        columns as it is written cannot be rows for that.
+        """
+        before, after = (
+            np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
+        )
+        before, after = before[:, np.newaxis], after[np.newaxis]
+        gathered = before < after
+        later = np.zeros_like(gathered)
+        later[..., :-1] = np.logical_or.accumulate(gathered[..., :0:-1], axis=-1)[..., ::-1]
+        begun = np.logical_or.accumulate(gathered, axis=-1)
+        scattered = (begun & later & (before > 1)).any(axis=-1)
+        if self.backend.tile is None:
+            return np.stack([np.zeros_like(scattered), scattered])
+        tile_rows, tile_columns = self.backend.tile
+        roles = [tiled_dims(tuple(size), self.backend.tile) for size in after[0].tolist()]
+        other, rows, columns = np.stack(roles, axis=1)
+        whole = other | (rows & (before % tile_rows == 0)) | (columns & (before % tile_columns == 0))
+        if self.backend.keeps_columns and len(shape) > 1:
+            as_written = rows[..., -2] & columns[..., -1]
+            whole[..., -1] &= ~as_written | (before[..., -1] % tile_columns == 0)
+        around = (after > 1).sum(axis=-1, keepdims=True) - (after > 1)
+        broken = (gathered & ~later & ~whole & (around > 1)).any(axis=-1)
+        return np.stack([broken, broken | scattered])
+
+    def _more_copies(
+        self, shape: tuple[int, ...], width: int, image_dims: ImageDims, sources: list[Layout], targets: list[Layout]
+    ) -> np.ndarray:
+        """How many times more often than other values the all_to_alls from `sources` to `targets` copy images.
+
+        Pieces of few channels or images pad. What takes long is to put elements in order, however wide they are.
+        """
+        if not self.backend.image_recopies:
+            return np.zeros((len(sources), len(targets)))
+        before, after = (
+            np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
+        )
+        cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in image_dims], axis=-1)
+        pieces, place = np.unique(cut.reshape(-1, 2), axis=0, return_inverse=True)
+        padding = [padded_size(piece, self.backend.tile) / max(1, math.prod(piece)) for piece in pieces.tolist()]
+        often = self.backend.image_recopies * ROUNDED / width * np.array(padding)[place]
+        return np.maximum(0.0, often - self.backend.recopies).reshape(len(sources), len(targets))
+
+    def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
+        found = []
+        ends = group.ends is not None
+        for strategy, compute in zip(strategies, self._compute(group, strategies, wants, leaves), strict=True):
+            communication = hidden = 0.0
+            for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
+                cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
+                communication += cost
+                hidden += cost * self.backend.hides.get(finish.kind, 0.0) * ends
+            found.append(Seconds(compute * group.trips, communication, hidden))
+        return tuple(found)
+
+    def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
+        """Seconds of one all_reduce of `size` bytes."""
+        return self._collective(ALL_REDUCE, axes, size)
+
+    def _sent_as(self, kind: str, axes: tuple[str, ...], size: int) -> str:
+        """The collective that XLA makes of one: on TPU all_reduces of all_gathers over all devices of a large slice."""
+        if kind != "all_gather" or size > self.backend.sums_gathers:
+            return kind
+        devices, everywhere = shards(axes, self.mesh), math.prod(self.mesh.values()) // self.backend.slices
+        return ALL_REDUCE if MANY_DEVICES <= devices == everywhere else kind
+
+    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
+        """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
+
+        For an all_reduce instead of a gather it makes an array of zeros.
+        """
+        sent = self._sent_as(kind, axes, size)
+        zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
+        seconds = self._collective(sent, axes, size, late=late) + zeros
+        return sent, seconds, self.backend.hides.get(sent, 0.0)
+
+    def _recopied(self, size: int) -> float:
+        """Seconds to bring the pieces of so many bytes into another order."""
+        return self.backend.recopies * self._copied(size)
+
+    def _copied(self, size: int) -> float:
+        """Seconds to read so many bytes and write them."""
+        return 2 * size / self.topology.memory_bandwidth
+
+    def _collective(
+        self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None, late: bool = False
+    ) -> float:
+        """Seconds of one collective.
+
+        XLA combines some kinds of those that nothing waits for, gradient reductions above all, up to so many bytes:
+        each pays its part of one launch and latency.
+
+        Args:
+            late: whether nothing waits for it.
+        """
+        combined = late and kind in self.backend.combined_kinds
+        key = kind, axes, size, among, combined
+        if key not in self._collectives:
+            textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
+            penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
+            latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among)
+            through = self._recopied(size) if kind == "all_to_all" else 0.0
+            share = min(1.0, size / self.backend.combines_below) if combined else 1.0
+            saved = (1 - share) * latency
+            self._collectives[key] = (textbook - saved) * penalty + through + share * LAUNCH_SECONDS
+        return self._collectives[key]
+
+    def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
+        """Of products that are added up before they are reduced each pays its part."""
+        if finish.kind == ALL_REDUCE and group.summands > 1:
+            return self._collective(finish.kind, finish.axes, size) / group.summands
+        among = finish.groups and finish.devices(self.mesh)
+        return self._collective(finish.kind, finish.axes, size, among, late=group.late)
+
+    def _compute(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
+        """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
+        if (group.only_moves and not group.sunk) or group.equations[0].primitive in _CROSSINGS:
+            return [0.0] * len(strategies)
+        pieces = {
+            factor: np.array([shards(strategy.axes.get(factor, ()), self.mesh) for strategy in strategies])
+            for factor in group.sizes
+        }
+        split: dict[frozenset[int], np.ndarray] = {}
+        work = np.zeros(len(strategies))
+        for equation in group.equations:
+            factors = frozenset(group.factors_of(equation))
+            if factors not in split:
+                split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
+            work += flops(equation) / split[factors]
+        if group.equations[0].primitive == "conv_general_dilated":
+            work /= self.backend.convolves
+        moved = np.broadcast_to(self._bytes_moved(group, wants, leaves), work.shape)
+        dtype = _dtype(group.equations)
+        both = zip(work.tolist(), moved.tolist(), strict=True)
+        return [compute_seconds(done, through, dtype, self.topology) for done, through in both]
+
+    def _signature(self, group: Group) -> tuple:
+        """Equal for groups whose strategies and seconds are equal."""
+
+        def sizes(value: Value) -> tuple:
+            image_dims = self.images.get(value.id)
+            width = self.widths.of(value), self.widths.stored(value)
+            return value.shape, image_dims, value.on_host, *width, self._room(value)
+
+        place = itertools.count()
+        places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
+        return (
+            tuple(
+                tuple((places[value.id], *sizes(value)) for value in self._read(use.value)) for use in group.uses
+            ),
+            tuple((sizes(use.value), use.dims) for use in group.uses),
+            tuple((sizes(made.value), made.dims) for made in group.made),
+            tuple(group.sizes.items()),
+            tuple(sorted(group.splittable)),
+            group.reduction,
+            tuple(group.given.items()),
+            group.beside,
+            tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
+            _dtype(group.equations),
+            group.trips,
+            group.late,
+            group.ends is not None,
+            group.summands,
+            group.hoisted,
+            group.repeated,
+            group.sunk,
+        )
+
+    def _read(self, value: Value) -> Sequence[Value]:
+        """What is in memory of what a reader of `value` reads."""
+        return self.instead.get(value.id, (value,))
+
+    def _bytes_moved(self, group: Group, wants, leaves) -> np.ndarray | float:
+        """To and from memory, per strategy. What its readers make again they read themselves.
+
+        What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
+        XLA does make all of it if its readers want it in another layout.
+        """
+        if group.repeated and not group.sunk:
+            return 0.0
+        written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
+        first = group.equations[0]
+        if first.primitive in _READS_PART:
+            padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
+            return 2 * written * padding / (self.backend.slicing if first.primitive == "scan_slice" else 1.0)
+        if first.primitive in _WRITES_PART:
+            part = first, _WRITES_PART[first.primitive]
+            pairs = zip(group.uses, wants, strict=True)
+            inserted = sum(
+                self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want)
+                for use, want in pairs
+                if (use.equation, use.operand) == part
+            )
+            return 2 * np.where(inserted, inserted, written)
+        return self._read_bytes(zip(group.uses, wants, strict=True)) + written
+
+    def _read_bytes(self, uses: Iterable[tuple[Use, Sequence[Layout]]]) -> np.ndarray | float:
+        """Of everything once, however many operands are made of it; per strategy."""
+        read: dict[int, np.ndarray] = {}
+        for use, want in uses:
+            local = self._through_memory(use.value, want)
+            whole = math.prod(use.value.shape) * self.widths.stored(use.value)
+            for value in self._read(use.value):
+                share = math.prod(value.shape) * self.widths.stored(value) / whole if whole else 0.0
+                size = local * share if value is use.value else self._outside(value, local * share)
+                read[value.id] = np.maximum(read.get(value.id, 0.0), size)
+        return sum(read.values(), start=0.0)
+
+    def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of `value` that go to memory and come from there, per layout."""
+        return self._outside(value, self.sizes(value, layouts))
+
+    def _outside(self, value: Value, sizes: np.ndarray) -> np.ndarray:
+        """Of what `value` takes those bytes that the chip has no room for."""
+        room = self._room(value)
+        return np.where(sizes > self.backend.keeps_inside, sizes, np.maximum(0.0, sizes - room)) if room else sizes
+
+    def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
+        """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
+        numbers = equation.params.get("dimension_numbers")
+        window = getattr(numbers, "offset_dims", ()) or getattr(numbers, "update_window_dims", ())
+        if self.backend.tile is None or math.prod(rows.shape[dim] for dim in window) <= 1:
+            return 1.0
+
+        def padding(layout: Layout) -> float:
+            shape = local_shape(rows.shape, layout, self.mesh)
+            row = tuple(shape[dim] for dim in window)
+            apart = math.prod(shape) // max(1, math.prod(row)) * padded_size(row, self.backend.tile)
+            return max(1.0, apart / max(1, self._local_size(rows, layout)))
+
+        return np.array([padding(layout) for layout in layouts])
+
+    def _room(self, value: Value) -> float:
+        """Bytes of `value` that stay in the chip's own memory: its part of the room for all that its loop keeps."""
+        share = value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
+        return self.backend.keeps_inside * share
+
+
+class _Moves:
+    """The steps of resharding between layouts of one rank: they depend on no shape that divides evenly."""
+
+    def __init__(self, mesh: MeshShape, backend: Backend):
+        self.mesh, self.backend = mesh, backend
+        self.known: dict[tuple[str, tuple[str, ...], int, bool], int] = {}  # kind, axes, tiles, several -> from 1
+        self._number: dict[Layout, int] = {}
+        # [source, target, step]: its number; 0: none; -1: unknown
+        self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
+
+    def steps(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """[source, target, step]: which of `known` it is; 0 where there are fewer steps."""
+        for layout in (*sources, *targets):
+            self._number.setdefault(layout, len(self._number))
+        missing = len(self._number) - len(self._steps)
+        if missing > 0:
+            self._steps = np.pad(self._steps, [(0, missing), (0, missing), (0, 0)], constant_values=-1)
+            self._widen(1)
+        rows, columns = ([self._number[layout] for layout in layouts] for layouts in (sources, targets))
+        cells = np.ix_(rows, columns)
+        for i, j in np.argwhere(self._steps[*cells, 0] < 0).tolist():
+            steps = _at_once(path(sources[i], targets[j], self.mesh), self.mesh, self.backend)
+            found = [self.known.setdefault(step, len(self.known) + 1) for step in steps]
+            self._widen(len(found))
+            self._steps[rows[i], columns[j]] = 0
+            self._steps[rows[i], columns[j], : len(found)] = found
+        return self._steps[cells]
+
+    def _widen(self, count: int) -> None:
+        more = count - self._steps.shape[2]
+        if more > 0:
+            rows, columns, before = self._steps.shape
+            added = np.where(self._steps[..., :1] < 0, -1, 0) if before else np.full((rows, columns, 1), -1)
+            self._steps = np.concatenate([self._steps, added.repeat(more, axis=2)], axis=2, dtype=np.int32)
+
+
+def _at_once(
+    steps: Iterable[tuple[str, tuple[str, ...], int]], mesh: MeshShape, backend: Backend
+) -> list[tuple[str, tuple[str, ...], int, bool]]:
+    """Collectives (kind, axes, what tells their size), and of each whether it gathers several dims.
+
+    Given are such as gather one dim each; those that follow each other become one where the backend does that.
+    """
+    sent: list[tuple[str, tuple[str, ...], int, bool]] = []
+    for kind, axes, size in steps:
+        several = False
+        if backend.gathers_at_once and sent and kind == sent[-1][0] == "all_gather":
+            all_axes = tuple(axis for axis in mesh if axis in axes or axis in sent[-1][1])
+            if shards(all_axes, mesh) >= MANY_DEVICES:
+                axes, several = all_axes, True
+                sent.pop()
+        sent.append((kind, axes, size, several))
+    return sent
+
+
+def _differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    """[source, target]: whether these are two."""
+    return np.array([[source != target for target in targets] for source in sources])
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+def _places(layouts: Sequence[Layout], among: Sequence[Layout]) -> list[int]:
+    place = {layout: i for i, layout in enumerate(among)}
+    return [place[layout] for layout in layouts]
+
+
+def _dtype(equations: Sequence[Equation]) -> str:
+    """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
+    operands = (*equations[0].inputs, *equations[0].outputs)
+    return dtype_name(operands[0].dtype) if operands else "bool"  # an effect alone

@@ -1,0 +1,162 @@
+"""What is held while values are resharded. Two nodes decide it, so it stands in no `Problem` until it is counted there.
+
+A change that is counted has a node of its own. Each of its options stands for some layouts in which the value may be
+left, some in which it may be wanted, and the bytes that every resharding from the ones to the others holds; edges allow
+the options that agree with what the two nodes choose. Such nodes cost nothing, and say nothing of how a step is run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from autoshard.layout import Layout
+from autoshard.model.groups import Group, Use
+from autoshard.model.lifetimes import HEAP, Span, use_span
+from autoshard.model.prices import Prices, Readers
+from autoshard.program import Value
+from autoshard.solver.problem import Edge, Live, Problem
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Somebody who wants a value: a group, or an argument whose place it takes."""
+
+    node: int
+    wants: tuple[Layout, ...]  # per option of the node
+    group: Group | None = None
+    use: Use | None = None
+
+
+class Extra(NamedTuple):
+    """Bytes that a resharding holds beside what is counted anyway."""
+
+    first: int  # when it starts: the value as it was left, pieces that an all_to_all cuts it into
+    then: int  # until its last use: the resharded copy; of a slice that readers take, what it is taken from
+    at_once: bool  # whether it starts when the value is made, not when it is first used
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A value that may be resharded."""
+
+    value: Value
+    used: Span  # from the first to past the last use
+    left: tuple[int, Sequence[Layout]]  # the node that leaves it, and the layout per option
+    wanted: tuple[int, Sequence[Layout]]
+    counts_left: bool  # whether the problem counts the value as left while it is resharded
+    counts_wanted: bool  # whether it counts the resharded copy
+    fused: bool  # whether elementwise readers take their slices themselves
+    users: Sequence[Reader]  # who gets the value this way
+    copied_for: Readers  # who reads a copy that is for them alone
+    made: int | None  # the point that makes it, if it is not stored until it is used
+
+    @property
+    def kind(self) -> tuple:
+        """Equal where layers repeat."""
+        layouts = id(self.left[1]), id(self.wanted[1])
+        return self.value.shape, self.value.dtype, *layouts, self.counts_left, self.counts_wanted, self.fused
+
+    def layouts(self, choice: Sequence[int]) -> tuple[Layout, Layout]:
+        """In which it is left, and in which it is wanted."""
+        (left, lefts), (wanted, wants) = self.left, self.wanted
+        return lefts[choice[left]], wants[choice[wanted]]
+
+    def extra(self, left: Layout, wanted: Layout, prices: Prices) -> Extra:
+        """What it holds from one layout to the other.
+
+        A slice that is taken on the way costs nothing, but the value as it was left has to stay. What is not stored XLA
+        reshards as soon as it is made, unless that makes it larger; it is not made again then.
+        """
+        if left == wanted:
+            return Extra(0, 0, False)
+        before = prices.local_bytes(self.value, left)
+        after = prices.copy_bytes(self.value, wanted, self.copied_for)
+        kinds = [step.kind for step in prices.steps(self.value, left, wanted, self.copied_for)]
+        if not kinds:
+            return Extra(0, (before - after) * self.fused, False)
+        copies = (not self.counts_left) + ("all_to_all" in kinds)
+        transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
+        at_once = self.made is not None and after <= before
+        return Extra(copies * before + transposed * after, after * (not self.counts_wanted), at_once)
+
+    def starts(self, extra: Extra) -> int:
+        """The point at which a resharding that holds this starts."""
+        return min(self.used[0], self.made + 1) if extra.at_once else self.used[0]
+
+    def copied_to(self, choice: Sequence[int]) -> list[Reader]:
+        """The users of the resharded copy: who wants the value as it is left reads that."""
+        left, _ = self.layouts(choice)
+        return [reader for reader in self.users if reader.wants[choice[reader.node]] != left]
+
+    def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
+        """Past the last use by these users, with the last point at which each group runs."""
+        uses = ((reader.group, reader.use) for reader in users if reader.use)
+        return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
+
+
+def counted(problem: Problem, changes: Iterable[Change], prices: Prices) -> Problem:
+    """The problem with a node for each of these changes behind its own. Never counts less than they hold."""
+    costs, edges, lives, names = map(list, (problem.costs, problem.edges, problem.lives, problem.names))
+    for change in changes:
+        node, own = len(costs), prices.once(_node, change, prices)
+        costs.append(own.costs)
+        edges += [Edge(decides, node, table) for decides, table in own.agree.items()]
+        lives += [Live(node, *span, usage) for span, usage in own.lives]
+        names.append(f"resharding of {change.value}")
+    return Problem(
+        costs=tuple(costs),
+        edges=tuple(edges),
+        lives=tuple(lives),
+        limit=problem.limit,
+        names=tuple(names) if problem.names else (),
+        checked=True,
+    )
+
+
+class _Node(NamedTuple):
+    """What is added to a problem for a change."""
+
+    costs: np.ndarray  # per option
+    agree: dict[int, np.ndarray]  # node that decides -> [its option, own option]: inf where they contradict each other
+    lives: list[tuple[Span, np.ndarray]]  # bytes per option
+
+
+def _node(change: Change, prices: Prices) -> _Node:
+    options = list(_options(change, prices))
+    agree: dict[int, np.ndarray] = {}
+    for (decides, layouts), among in zip((change.left, change.wanted), zip(*options, strict=True), strict=False):
+        own = np.array([[0.0 if layout in some else np.inf for some in among] for layout in layouts])
+        agree[decides] = agree[decides] + own if decides in agree else own
+    lives = []
+    for start in {change.starts(extra) for *_, extra in options}:
+        here = [extra if change.starts(extra) == start else Extra(0, 0, False) for *_, extra in options]
+        first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP for part in (0, 1))
+        lives += [((start, start + 1), first), ((start, max(change.used[1], start + 1)), then)]
+    return _Node(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
+
+
+def _options(change: Change, prices: Prices) -> Iterable[tuple[tuple[Layout, ...], tuple[Layout, ...], Extra]]:
+    """Layouts it is left in, layouts it is wanted in, and what every resharding between them holds: each pair once."""
+    found: dict[tuple[tuple[Layout, ...], Extra], list[Layout]] = defaultdict(list)
+    for wanted in dict.fromkeys(change.wanted[1]):
+        same: dict[Extra, list[Layout]] = defaultdict(list)
+        for left in dict.fromkeys(change.left[1]):
+            same[change.extra(left, wanted, prices)].append(left)
+        for extra, lefts in same.items():
+            found[tuple(lefts), extra].append(wanted)
+    return ((lefts, tuple(wants), extra) for (lefts, extra), wants in found.items())
+
+
+def _gathers_inside(source: Layout, target: Layout) -> bool:
+    """Whether a dim other than the first is gathered: XLA then gathers it as the first, and transposes.
+
+    A matrix is read either way round, and stays as it is.
+    """
+    return len(source) > 2 and any(
+        len(split) > len(whole) for split, whole in zip(source[1:], target[1:], strict=True)
+    )

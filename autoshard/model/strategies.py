@@ -1,0 +1,213 @@
+"""A group and a mesh in, every way to split the group out.
+
+A *strategy* gives each mesh axis to at most one factor of the group. If a reduced factor is split, the result is
+unreduced, and the strategy also says how each axis finishes it: by an all_reduce, or by a reduce_scatter onto a dim.
+Nothing here knows of data, tensor or expert parallelism: they are what comes out when strategies are priced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shards
+from autoshard.mesh.backends import GPU, Backend
+from autoshard.model.groups import Group, folds_by_hand
+from autoshard.propagation.projection import layout_of_factors
+from autoshard.propagation.rule import Dims
+
+ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all_gather", "all_reduce", "reduce_scatter"
+
+
+IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group, member]
+Stages = tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
+
+
+@dataclass(frozen=True)
+class Finish:
+    """One collective that turns an unreduced result into a finished one."""
+
+    kind: str  # ALL_REDUCE, REDUCE_SCATTER, or ALL_GATHER of what all devices found, of which each picks
+    axes: tuple[str, ...]
+    made: int  # which of the group's results
+    elements: int  # of the collective's result on one device
+    groups: IndexGroups | None = None  # of the one axis that it runs over, if not all along it talk to each other
+
+    def devices(self, mesh: MeshShape) -> int:
+        """How many talk to each other."""
+        return len(self.groups[0]) if self.groups else shards(self.axes, mesh)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to split a group."""
+
+    assignment: tuple[tuple[int, tuple[str, ...]], ...]  # factor -> mesh axes, in mesh order; unsplit factors left out
+    wants: tuple[Layout, ...]  # per use of the group
+    leaves: tuple[Layout, ...]  # per made value
+    finishes: tuple[Finish, ...]
+
+    @cached_property
+    def axes(self) -> dict[int, tuple[str, ...]]:
+        return dict(self.assignment)
+
+
+def strategies_of(group: Group, mesh: MeshShape, backend: Backend = GPU) -> list[Strategy]:
+    """Every strategy of `group`; the first splits nothing.
+
+    Two strategies that want and leave the same layouts at the same cost are one: strategies come in a fixed order and
+    the first is kept.
+    """
+    unique: dict[tuple, Strategy] = {}
+    for assignment in _assignments(group, mesh):
+        wants = _layouts([use.dims for use in group.uses], assignment, group, mesh)
+        leaves = _layouts([made.dims for made in group.made], assignment, group, mesh)
+        if wants is None or leaves is None:
+            continue
+        frozen = tuple(sorted(assignment.items()))
+        for finished, finishes in _finishes(group, leaves, assignment, mesh, backend):
+            strategy = Strategy(frozen, wants, finished, finishes)
+            unique.setdefault((frozen, wants, finished, finishes), strategy)
+    return list(unique.values())
+
+
+def _assignments(group: Group, mesh: MeshShape) -> Iterator[dict[int, tuple[str, ...]]]:
+    given = group.given_on(mesh)
+    taken = {axis for axes in given.values() for axis in axes}
+    left = [axis for axis in mesh if axis not in taken and (axis in group.beside or not group.beside)]
+    factors = sorted(group.splittable if group.beside else group.splittable - given.keys())
+    for choice in itertools.product([None, *factors], repeat=len(left)):
+        assignment = {factor: axes for factor, axes in given.items() if axes}
+        for axis, factor in zip(left, choice, strict=True):
+            if factor is not None:
+                assignment[factor] = (*assignment.get(factor, ()), axis)
+        if all(group.sizes[factor] % shards(axes, mesh) == 0 for factor, axes in assignment.items()):
+            yield assignment
+
+
+def _layouts(tensors: list[Dims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:
+    """How the tensors lie when their factors are split so; None where no PartitionSpec in mesh order says it."""
+    layouts = []
+    for dims in tensors:
+        layout = layout_of_factors(dims, assignment, group.sizes, mesh)
+        if layout is None or not in_mesh_order(layout, mesh):
+            return None
+        layouts.append(layout)
+    return tuple(layouts)
+
+
+def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backend) -> Iterator[tuple]:
+    """The ways to finish unreduced results: (layouts, collectives) pairs.
+
+    Results are reduced factor by factor. A reduce_scatter can take the place of one all_reduce, if it scatters over all
+    the axes of that factor, on one dim. Where we run it ourselves it comes first, and what is left to all_reduce are
+    slices; XLA, which makes it of an all_reduce and a slice, reduces the whole each time.
+    """
+    partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
+    if not partial:
+        yield leaves, ()
+        return
+    elements = [
+        math.prod(local_shape(made.value.shape, layout, mesh)) for made, layout in zip(group.made, leaves, strict=True)
+    ]
+    if group.picks:
+        found = [i for i in range(len(group.made)) for _ in range(group.picks)]
+        gathers = [axes for _, axes in partial]
+        if folds_by_hand(group.equations[0]):  # over all of them at once
+            split = {axis for axes in gathers for axis in axes}
+            gathers = [tuple(axis for axis in mesh if axis in split)]
+        yield leaves, tuple(
+            Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found
+        )
+        return
+    yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
+    by_hand = group.sums_locally(assignment)
+    if len(group.made) != 1 or not (by_hand or backend.reduce_scatters):
+        return
+    (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
+    if not local:
+        return
+    for scattered_factor, axes in partial:
+        if not by_hand and not _scatters_at_once(axes, mesh, backend):
+            continue
+        for dim in range(len(shape)):
+            scattered = _scattered(layout, axes, dim, shape, mesh)
+            if scattered is None:
+                continue
+            others = [other for factor, other in partial if factor != scattered_factor]
+            slice_ = local // shards(axes, mesh)
+            if by_hand:
+                reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in others)
+                yield (scattered,), (*_stages(axes, local, mesh, backend), *reduced)
+            else:
+                reduced = (Finish(ALL_REDUCE, other, 0, local) for other in others)
+                yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
+
+
+def _scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
+    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one."""
+    between, inside = _levels(axes, mesh, backend)
+    everybody = shards(inside, mesh) * backend.slices >= math.prod(mesh.values())
+    return backend.scatters_globally or not inside or not (between or everybody)
+
+
+def axes_between_slices(mesh: MeshShape, backend: Backend) -> frozenset[str]:
+    """The axes that join slices, not devices of one: the outermost."""
+    between, count = set(), 1
+    for axis, size in mesh.items():
+        count *= size
+        if size > 1 and backend.slices % count == 0:
+            between.add(axis)
+    return frozenset(between)
+
+
+def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of the axes that lie between slices, and those that go on inside one."""
+    between = axes_between_slices(mesh, backend)
+    return tuple(axis for axis in axes if axis in between), tuple(axis for axis in axes if axis not in between)
+
+
+def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:
+    """One reduce_scatter of `local` elements, or several, over minor axes first, where a backend does not have it."""
+    between, inside = _levels(axes, mesh, backend)
+    stages: Stages = ((axes, None),)
+    if not _scatters_at_once(axes, mesh, backend):
+        stages = ((inside, None),) if _scatters_at_once(inside, mesh, backend) else _in_two(inside, mesh)
+        stages += ((between, None),) if between else ()
+    for stage_axes, groups in stages:
+        local //= len(groups[0]) if groups else shards(stage_axes, mesh)
+        yield Finish(REDUCE_SCATTER, stage_axes, 0, local, groups)
+
+
+def scatter_stages(axes: tuple[str, ...], mesh: MeshShape) -> list[Stages]:
+    """All ways in which a sum over these axes may be scattered, whatever the backend and the slices."""
+    found: list[Stages] = [((axes, None),)]
+    for count in range(len(axes)):
+        between, inside = axes[:count], axes[count:]
+        outside = ((between, None),) if between else ()
+        found += [((inside, None), *outside), (*_in_two(inside, mesh), *outside)]
+    return found
+
+
+def _in_two(axes: tuple[str, ...], mesh: MeshShape) -> Stages:
+    """A reduce_scatter as two, the one inside the other; of a prime number of devices there is but one."""
+    if len(axes) > 1:
+        return (axes[1:], None), (axes[:1], None)
+    count = shards(axes, mesh)
+    rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
+    if rows == 1:
+        return ((axes, None),)
+    columns = count // rows
+    places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
+    return (axes, tuple(places)), (axes, tuple(zip(*places, strict=True)))
+
+
+def _scattered(layout: Layout, axes: tuple[str, ...], dim: int, shape, mesh: MeshShape) -> Layout | None:
+    """`layout` with the axes appended to a dim; None if it comes out uneven or out of mesh order."""
+    dims = list(layout)
+    dims[dim] += axes
+    found = tuple(dims)
+    return found if shape[dim] % shards(dims[dim], mesh) == 0 and in_mesh_order(found, mesh) else None

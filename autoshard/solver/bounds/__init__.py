@@ -1,0 +1,1 @@
+"""Proven lower bounds of a `Problem`, and choices near them."""

@@ -1,0 +1,1 @@
+"""The optimum, where a `Problem` is small, narrow, or left to an integer program."""

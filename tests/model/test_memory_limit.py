@@ -1,0 +1,264 @@
+"""Plans within a limit: none fills more than its usable share, and every limit that an error names can be kept."""
+
+import contextlib
+import functools
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import f32, formulated, random_choices, round_topology
+
+from autoshard.errors import SolverError
+from autoshard.mesh.backends import CPU
+from autoshard.model import memory_limit
+from autoshard.model.formulation import Formulation
+from autoshard.model.memory_limit import solve_within
+from autoshard.solver.exact.exhaustive import exhaustive
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
+from autoshard.solver.runtime.budget import QUIET_SHARE
+from autoshard.solver.verify import verify
+
+SECONDS = 10.0  # far more than any of these takes
+PLANE = {"x": 4, "y": 2}
+TOPOLOGY = round_topology("x", "y")
+
+
+def two_layers(w, v, x):
+    h = jnp.tanh(x @ w)
+    return w - x.T @ ((h @ v) @ v.T), v - h.T @ (h @ v)
+
+
+def one_layer(w, x):
+    return w - x.T @ jnp.sin(x @ w)
+
+
+PROGRAMS = {  # function, arguments, donated
+    "one layer": (one_layer, [f32(16, 32), f32(64, 16)], (0,)),
+    "two layers": (two_layers, [f32(16, 32), f32(32, 16), f32(64, 16)], (0, 1)),
+}
+
+
+def formulation_of(name: str, memory: float) -> Formulation:
+    fn, args, donate = PROGRAMS[name]
+    return formulated(fn, *args, mesh=PLANE, topology=TOPOLOGY, memory=memory, donate=donate)
+
+
+def assert_within(formulation: Formulation, solution: Solution) -> None:
+    """The choice is allowed, what it costs and holds is so, and nothing better than its bound is claimed."""
+    cost, _ = verify(formulation.problem, solution.choice)
+    assert np.isfinite(cost) and cost == pytest.approx(solution.cost)
+    assert formulation.peak_bytes(solution.choice) <= formulation.problem.limit
+    assert solution.bound <= cost
+    assert solution.status == ("optimal" if solution.gap <= 1e-6 else "feasible")
+
+
+@functools.cache
+def least(name: str) -> float:
+    with pytest.raises(InfeasibleError) as error:
+        solve_within(formulation_of(name, 1.0), SECONDS)
+    assert error.value.limit == 1.0
+    return error.value.needed
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_limits_from_what_is_needed_to_all_there_is(name):
+    needed = least(name)
+    free = formulation_of(name, 1e9)
+    best = solve_within(free, SECONDS)
+    most = 1.01 * free.peak_bytes(best.choice) / CPU.usable  # lives alone hold more than with what reshardings free
+    assert needed < most
+    costs = []
+    for share in (0.0, 0.25, 0.5, 1.0):
+        formulation = formulation_of(name, needed + share * (most - needed))
+        solution = solve_within(formulation, SECONDS)
+        assert_within(formulation, solution)
+        costs.append(solution.cost)
+    assert costs == sorted(costs, reverse=True)  # more memory never costs more
+    assert costs[0] > costs[-1] == pytest.approx(best.cost)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_negligible(name):
+    """Counted at its most no choice holds less than it does, nor more than is said."""
+    formulation = formulation_of(name, 1e9)
+    exact = formulation.problem
+    coarse, spared = memory_limit._coarse(exact, 1e4)
+    assert coupled(coarse) < coupled(exact) and 0 < spared <= 1e4
+    for choice in random_choices(formulation, 5):
+        held, counted = (verify(problem, choice)[1] for problem in (exact, coarse))
+        assert held <= counted <= held + spared
+
+
+def coupled(problem: Problem) -> int:
+    """How many lives depend on a choice."""
+    return sum(np.ptp(live.usage) > 0 for live in problem.lives)
+
+
+def test_what_is_negligible_forbids_nothing(monkeypatch):
+    """Under a limit that the cheapest choice just keeps, it is found; not without the room for what is counted more."""
+
+    def product(w, b):
+        return w @ w + b
+
+    def assert_found():
+        tight = planned(memory=peak / CPU.usable)
+        found = solve_within(tight, SECONDS)
+        assert (found.cost, found.status) == (pytest.approx(best.cost), "optimal")
+
+    planned = functools.partial(
+        formulated, product, f32(32, 32), f32(32), mesh={"x": 4}, topology=TOPOLOGY, donate=(0,)
+    )
+    problem = planned(memory=1e9).problem
+    free = exhaustive(problem)
+    best = exhaustive(replace(problem, limit=0.9 * verify(problem, free.choice)[1]))
+    assert best.cost > 1.1 * free.cost
+    _, peak = verify(problem, best.choice)
+    monkeypatch.setattr(memory_limit, "NEGLIGIBLE_SHARE", 0.02)  # as much as the vector
+    assert_found()
+    real = memory_limit._coarse
+    monkeypatch.setattr(memory_limit, "_coarse", lambda *args: (real(*args)[0], 0.0))
+    with pytest.raises(AssertionError):
+        assert_found()
+
+
+def test_what_is_needed_does_not_depend_on_what_there_is():
+    needed = least("two layers")
+    with pytest.raises(InfeasibleError) as error:
+        solve_within(formulation_of("two layers", needed * 0.8), SECONDS)
+    assert error.value.needed == pytest.approx(needed)
+
+
+def test_what_is_needed_is_little():
+    """No choice at random is leaner."""
+    formulation = formulation_of("two layers", 1.0)
+    assert CPU.usable * least("two layers") <= min(map(formulation.peak_bytes, random_choices(formulation, 20))) * 1.01
+
+
+def test_reshardings_count(monkeypatch):
+    """As if what reshardings hold were no matter: some plan is over its limit."""
+    needed = least("two layers")
+    real = Formulation.peak_bytes
+    monkeypatch.setattr(Formulation, "peak_bytes", lambda self, choice: int(verify(self.problem, choice)[1]))
+    with pytest.raises(AssertionError):
+        for share in np.linspace(0.8, 1.6, 9):
+            formulation = formulation_of("two layers", share * needed)
+            try:
+                solution = solve_within(formulation, SECONDS)
+            except InfeasibleError:
+                continue
+            assert real(formulation, solution.choice) <= CPU.usable * formulation.problem.limit
+
+
+def test_what_searches_are_told(monkeypatch):
+    """Whether a choice fits with all that it holds, reshardings too; and how long lean ones may take."""
+    needed, said, real = least("two layers"), [], memory_limit.solve
+
+    def told(problem, *, accepts=None, **keywords):
+        assert keywords["time_limit"] <= SECONDS
+        solution = real(problem, accepts=accepts or (lambda choice: True), **keywords)
+        if accepts:
+            peak = formulation.peak_bytes(solution.choice[: len(formulation.problem.costs)])
+            said.append(accepts(solution.choice))
+            assert said[-1] == (peak <= CPU.usable * formulation.problem.limit)
+        return solution
+
+    monkeypatch.setattr(memory_limit, "solve", told)
+    for share in (0.9, 1.0, 1.2, 1.4, 1.6):
+        formulation = formulation_of("two layers", share * needed)
+        with contextlib.suppress(InfeasibleError):
+            solve_within(formulation, SECONDS)
+    assert {True, False} == set(said)
+
+
+def test_a_choice_over_the_limit_is_caught():
+    formulation = formulation_of("two layers", 1e9)
+    solution = solve_within(formulation, SECONDS)
+    peak = formulation.peak_bytes(solution.choice)
+    tight = replace(formulation, problem=replace(formulation.problem, limit=peak - 1))
+    with pytest.raises(AssertionError):
+        assert_within(tight, solution)
+
+
+def test_any_number_of_rounds(monkeypatch):
+    """However few rounds there are, what comes out is within the limit."""
+    needed = least("one layer")
+    for rounds in (0, 1, 2):
+        monkeypatch.setattr(memory_limit, "ROUNDS", rounds)
+        formulation = formulation_of("one layer", 1.2 * needed)
+        assert_within(formulation, solve_within(formulation, SECONDS))
+
+
+def test_lean_choices_where_what_is_found_is_far_from_its_bound(monkeypatch):
+    """The cheapest comes back, with a bound that is not above it, whichever way it was found; and without lean ones."""
+    formulation = formulation_of("two layers", 1e9)
+    best = solve_within(formulation, SECONDS)
+    dear = max((verify(formulation.problem, choice)[0], choice) for choice in random_choices(formulation, 20))
+    assert dear[0] > 1.1 * best.cost
+
+    def solve_badly(problem, **keywords):
+        """As if the problem did not allow the best choice: its bound is above that."""
+        return Solution(tuple(dear[1]), dear[0], 1.01 * best.cost, "feasible")
+
+    def lean(*args):
+        yield replace(best, bound=0.5 * best.cost), formulation.peak_bytes(best.choice)
+        raise SolverError("not found in time")
+
+    monkeypatch.setattr(memory_limit, "solve", solve_badly)
+    monkeypatch.setattr(memory_limit, "_lean_solutions", lean)
+    found = solve_within(formulation, SECONDS)
+    assert (found.choice, found.bound, found.status) == (best.choice, 0.5 * best.cost, "feasible")
+    monkeypatch.setattr(memory_limit, "_lean_solutions", lambda *args: itertools.islice(lean(), 1, None))
+    found = solve_within(formulation, SECONDS)
+    assert (found.choice, found.bound) == (tuple(dear[1]), 1.01 * best.cost)
+
+
+def test_no_lean_choice_in_time_says_what_to_do(monkeypatch):
+    def slow(problem, **keywords):
+        raise SolverError("not found in time")
+
+    monkeypatch.setattr(memory_limit, "solve", slow)
+    with pytest.raises(SolverError, match="how much memory it takes was not found in 3 s; raise time_limit"):
+        solve_within(formulation_of("two layers", 1e9), 3.0)
+
+
+def test_what_is_wholly_forbidden_says_so():
+    formulation = formulation_of("one layer", 1e9)
+    nothing = replace(formulation, problem=formulation.problem.restrict({0: []}))
+    with pytest.raises(ForbiddenError, match="every choice is forbidden: node 0 has no option left"):
+        solve_within(nothing, SECONDS)
+
+
+def test_all_rounds_share_one_budget(monkeypatch):
+    """However much each of them does, nothing is over the limit for longer than the time that was given."""
+    needed, done, real = least("two layers"), [], memory_limit.solve
+
+    def greedy(problem, *, budget, **keywords):
+        try:
+            return real(problem, budget=budget, **keywords)
+        finally:
+            done.append(budget.left)
+            budget.spend(budget.left)
+
+    monkeypatch.setattr(memory_limit, "solve", greedy)
+    with contextlib.suppress(SolverError):
+        solve_within(formulation_of("two layers", 0.8 * needed), SECONDS)
+    assert len(done) > 2 and sum(done) <= QUIET_SHARE * SECONDS * 1.001
+
+
+def test_ctrl_c_ends_all_rounds(monkeypatch):
+    """A choice that is within the limit comes back, if it is far from its bound, too; nothing else is begun."""
+    formulation = formulation_of("two layers", 1e9)
+    best, asked = solve_within(formulation, SECONDS), []
+
+    def pressed(problem, *, budget, **keywords):
+        asked.append(problem)
+        budget.interrupt()
+        return replace(best, bound=0.5 * best.cost, status="feasible")
+
+    monkeypatch.setattr(memory_limit, "solve", pressed)
+    assert solve_within(formulation, SECONDS).choice == best.choice and len(asked) == 1
+    with pytest.raises(KeyboardInterrupt):
+        solve_within(formulation_of("two layers", 1.0), SECONDS)
+    assert len(asked) == 2

@@ -1,0 +1,125 @@
+"""A problem with reshardings counted holds at least what is held, for every choice, and costs the same."""
+
+import itertools
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import f32, formulated, model_program, random_choices, round_topology
+
+from autoshard.mesh.backends import CPU, GPU, TPU
+from autoshard.model import memory_limit, resharding_memory
+from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.memory_limit import solve_within
+from autoshard.model.resharding_memory import counted
+from autoshard.propagation import rules_for
+from autoshard.solver.problem import InfeasibleError
+from autoshard.solver.verify import verify
+
+PLANE = {"x": 4, "y": 2}
+TOPOLOGY = round_topology("x", "y")
+
+
+def agreeing(formulation: Formulation, counting, choice) -> tuple[int, ...]:
+    """The choice with the one option of each further node that its edges allow."""
+    nodes = len(formulation.problem.costs)
+    chosen = list(choice)
+    for node in range(nodes, len(counting.costs)):
+        edges = [edge for edge in counting.edges if edge.j == node]
+        allowed = np.isfinite(sum(edge.costs[choice[edge.i]] for edge in edges))
+        assert edges and allowed.sum() == 1
+        chosen.append(int(allowed.argmax()))
+    return tuple(chosen)
+
+
+def assert_counted(formulation: Formulation, count: int) -> float:
+    """Holds all changes counted against what choices at random hold; how much more they are, at the median."""
+    exact = formulation.problem
+    counting = counted(exact, formulation.changes, formulation.prices)
+    shares = []
+    for choice in random_choices(formulation, count):
+        cost, peak = verify(counting, agreeing(formulation, counting, choice))
+        assert cost == pytest.approx(verify(formulation.problem, choice)[0])
+        held = formulation.peak_bytes(choice)
+        assert round(peak) >= held  # the sum of floats, of whole bytes each
+        shares.append(peak / held)
+    return float(np.median(shares))
+
+
+@pytest.mark.parametrize("backend", [CPU, GPU, TPU], ids=["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "moe", "gpt scan"])
+def test_never_too_little(model, backend):
+    program = model_program(model)
+    formulation = formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=backend)
+    assert assert_counted(formulation, 5) <= 1.35
+
+
+@pytest.mark.parametrize("part", ["first", "then", "at_once"])
+def test_the_oracle_can_fail(part, monkeypatch):
+    """What reshardings hold at first, what they hold then, or that they start early, is left out of the problem."""
+    program = model_program("moe")
+
+    def formulation() -> Formulation:  # a new one each time: what is counted is remembered
+        return formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=TPU)
+
+    assert_counted(formulation(), 25)
+    real = resharding_memory._options
+
+    def less(*args):
+        return [(lefts, wants, extra._replace(**{part: 0})) for lefts, wants, extra in real(*args)]
+
+    monkeypatch.setattr(resharding_memory, "_options", less)
+    with pytest.raises(AssertionError):
+        assert_counted(formulation(), 25)
+
+
+def one_layer(w, x):
+    return w - x.T @ jnp.sin(x @ w)
+
+
+def few_options(seed: int, memory: float) -> Formulation:
+    """A layer with a few options per node, so that every choice can be tried."""
+    formulation = formulated(
+        one_layer, f32(16, 32), f32(64, 16), mesh=PLANE, topology=TOPOLOGY, memory=memory, donate=(0,), backend=CPU
+    )
+    rng = np.random.default_rng(seed)
+    sizes = [len(costs) for costs in formulation.problem.costs]
+    allowed = {node: {0, *rng.integers(size, size=5).tolist()} for node, size in enumerate(sizes)}
+    return replace(formulation, problem=formulation.problem.restrict(allowed))
+
+
+def all_choices(formulation: Formulation) -> list[tuple[float, int]]:
+    """Cost and peak of every choice that is allowed."""
+    problem = replace(formulation.problem, lives=(), limit=None)
+    found = []
+    for choice in itertools.product(*(np.flatnonzero(np.isfinite(costs)).tolist() for costs in problem.costs)):
+        cost, _ = verify(problem, choice)
+        if np.isfinite(cost):
+            found.append((cost, formulation.peak_bytes(choice)))
+    return found
+
+
+def times_the_best(seed: int) -> list[float]:
+    """At limits from tight to roomy: what is found costs, in terms of the cheapest choice that fits."""
+    every = all_choices(few_options(seed, 1e9))
+    peaks = [peak for _, peak in every]
+    shares = []
+    for limit in np.geomspace(1.001 * min(peaks), max(peaks), 10):
+        best = min(cost for cost, peak in every if peak <= limit)
+        try:
+            shares.append(solve_within(few_options(seed, limit / CPU.usable), 10.0).cost / best)
+        except InfeasibleError:
+            shares.append(np.inf)
+    return shares
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_what_is_found_is_the_best_that_fits(seed):
+    shares = times_the_best(seed)
+    assert min(shares) >= 1 - 1e-9 and max(shares) <= 1 + 2 * memory_limit.ENOUGH
+
+
+def test_without_counting_it_is_not(monkeypatch):
+    monkeypatch.setattr(memory_limit, "counted", lambda problem, *_: problem)
+    assert max(times_the_best(2)) > 1.05

@@ -1,0 +1,43 @@
+import gc
+
+import pytest
+
+from autoshard.solver.runtime.garbage_collection import uncollected
+
+
+@pytest.fixture(autouse=True)
+def collecting():
+    gc.enable()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_the_collector_waits_and_what_was_made_is_old_then():
+    with uncollected():
+        assert not gc.isenabled()
+        made = [[] for _ in range(10_000)]
+        assert gc.get_count()[0] > len(made)
+    assert gc.isenabled()
+    assert gc.get_count()[0] < len(made)  # nothing is due that would look at them
+    cycle = []
+    cycle.append(cycle)
+    identity = id(cycle)
+    del cycle
+    gc.collect()
+    assert identity not in map(id, gc.get_objects())  # and yet garbage is found
+
+
+def test_what_is_frozen_stays_so():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        pass
+    assert gc.get_freeze_count() == frozen > 0
+
+
+def test_a_collector_that_is_off_stays_off():
+    gc.disable()
+    with uncollected():
+        pass
+    assert not gc.isenabled()
