@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from autoshard.api import autoshard, evaluate, plan, propagate, verify
     from autoshard.cache import CacheWarning
     from autoshard.mesh import Collective, Link, Topology, topology
-    from autoshard.plans import Plan, Prediction
+    from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagated, UnknownPrimitiveWarning, register_rule
+    from autoshard.user_plan import Plan
 
 __all__ = [
     "ArgumentError",
@@ -59,8 +60,9 @@ _HOMES = {
     "autoshard.api": ("autoshard", "evaluate", "plan", "propagate", "verify"),
     "autoshard.cache": ("CacheWarning",),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
-    "autoshard.plans": ("Plan", "Prediction"),
+    "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagated", "UnknownPrimitiveWarning", "register_rule"),
+    "autoshard.user_plan": ("Plan",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -39,16 +39,17 @@ from autoshard.model.given_layouts import as_propagated
 from autoshard.model.memory_limit import solve_within
 from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
-from autoshard.plans import Comparison, Plan, make_plan
+from autoshard.plans.alternatives import alternatives_of
+from autoshard.plans.making import make_plan
 from autoshard.program import Program, Value, context, named_refusal, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
-from autoshard.report.alternatives import alternatives_of
 from autoshard.report.text import bytes_text
 from autoshard.signature import Arguments, Chosen, join
 from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole
+from autoshard.user_plan import Comparison, Plan
 
 
 def autoshard(
@@ -423,7 +424,8 @@ def evaluate(
     formulation = formulate(program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend)
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
-    made = make_plan(formulation, solution, options.mesh, *_remarks(formulation, mesh_shape))
+    warnings, comparison = _remarks(formulation, mesh_shape)
+    made = Plan.of(make_plan(formulation, solution, options.mesh, warnings), comparison)
     return step.finish(program, replace(made, memory=options.memory)).plan
 
 
@@ -596,12 +598,16 @@ def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Fi
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
-    remarks = _remarks(formulation, dict(options.mesh.shape))
+    warnings, comparison = _remarks(formulation, dict(options.mesh.shape))
+
+    def planned(solution: Solution) -> Plan:
+        return Plan.of(make_plan(formulation, solution, options.mesh, warnings), comparison)
+
     if options.refine == 1:
-        return make_plan(formulation, solution, options.mesh, *remarks)
+        return planned(solution)
 
     def made(solution: Solution) -> Plan:
-        return finish(program, make_plan(formulation, solution, options.mesh, *remarks)).plan
+        return finish(program, planned(solution)).plan
 
     return refined(formulation, solution, options, functools.partial(_formulated, program, rules), made)
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import HOST, is_array
-from autoshard.plans import Plan
+from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
 
 # Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode; of what has no
@@ -99,7 +99,7 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
     raise AssertionError("every leaf is an array")
 
 
-def place(leaves: Sequence[Any], plan: Plan, donated: frozenset[int]) -> list:
+def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> list:
     """The arrays on the mesh as the plan wants them.
 
     What has the plan's very sharding is not touched, and deleted if it is donated. An array that merely lies alike, on

@@ -21,9 +21,9 @@ import jax
 
 from autoshard.errors import PlanError
 from autoshard.options import Options
-from autoshard.plans import Plan
 from autoshard.program import Program
 from autoshard.propagation import Rule
+from autoshard.user_plan import Plan
 
 _KIND = "autoshard plan"  # the first words of a file
 

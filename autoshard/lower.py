@@ -44,7 +44,8 @@ from autoshard.jaxprs import (
 )
 from autoshard.layout import Layout, spec_of
 from autoshard.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
-from autoshard.plans import Annotations, Placed, Plan
+from autoshard.plans.annotations import Annotations
+from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Equation, Program, Value
 
 
@@ -69,7 +70,7 @@ class Step:
     It is called as the function that was traced, static arguments left out, and with arguments of the same types.
     """
 
-    def __init__(self, program: Program, plan: Plan, **jit_keywords: Any):
+    def __init__(self, program: Program, plan: PlanData, **jit_keywords: Any):
         self._program, self._plan = program, plan
         self._emitter = emitter = _Emitter(program, plan.annotations, plan.mesh)
 
@@ -108,13 +109,13 @@ class Step:
         return jax.jit(run)
 
 
-def _typed(results: Sequence[Any], plan: Plan) -> tuple:
+def _typed(results: Sequence[Any], plan: PlanData) -> tuple:
     """Results on the axes that they lie on: those of the user's mesh, where they have types of explicit mode."""
     if plan.axis_types is None:
         return tuple(results)
     mesh = plan.typed_mesh.abstract_mesh
 
-    def typed(array: Any, to: Placed) -> Any:
+    def typed(array: Any, to: PlacedArray) -> Any:
         if not to.typed or not is_array(jax.typeof(array)):
             return array
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -134,7 +135,7 @@ class Lowering:
     """A program and its plan under `jax.jit`; called, it lowers them for arguments as the plan places them."""
 
     program: Program
-    plan: Plan
+    plan: PlanData
     jit_keywords: Mapping[str, Any]
 
     @cached_property

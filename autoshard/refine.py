@@ -27,12 +27,13 @@ from autoshard.mesh.collectives import total_seconds
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
-from autoshard.plans import Plan, prediction_of
-from autoshard.report.alternatives import solutions_of
+from autoshard.plans.alternatives import solutions_of
+from autoshard.plans.chosen import prediction_of
 from autoshard.report.text import seconds_text
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
+from autoshard.user_plan import Plan
 
 # Of gathers of weights and reductions of gradients: more than plans are predicted to hide, less than programs of large
 # models for GPU do (docs/benchmarks/plans.md, Summary).

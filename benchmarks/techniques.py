@@ -17,7 +17,7 @@ from plans import MACHINES, MODELS, for_devices
 from autoshard import Collective, Plan, plan, topology
 from autoshard.layout import axes_of, shards
 from autoshard.mesh.targets import target_mesh
-from autoshard.plans import Placed
+from autoshard.plans.plan import PlacedArray
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "techniques.md"
 SLOW = {"2x v5e:4x4": "slices", "h100:2x8": "data"}  # the axis whose links are slower by far
@@ -66,10 +66,10 @@ def techniques(made: Plan, slow: str | None, scanned: bool) -> list[str]:
     state = [made.arguments[i] for i in made.carried]
     moved = made.predicted.collectives
 
-    def whole(chosen: Iterable[Placed]) -> int:
+    def whole(chosen: Iterable[PlacedArray]) -> int:
         return sum(x.local_bytes * shards(axes_of(x.layout), made.mesh.shape) for x in chosen)
 
-    def share(chosen: Iterable[Placed]) -> float:
+    def share(chosen: Iterable[PlacedArray]) -> float:
         return whole(chosen) / whole(state)
 
     over = [one for one in moved if slow in one.axes]

@@ -23,7 +23,7 @@ from autoshard.lower import annotated
 from autoshard.mesh.backends import CPU
 from autoshard.model.groups import Group, groups_of
 from autoshard.model.strategies import Strategy, strategies_of
-from autoshard.plans import Annotations, Scatter
+from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 

@@ -18,7 +18,7 @@ import autoshard
 from autoshard.jaxprs import REMAT
 from autoshard.layout import Layout, layouts_of
 from autoshard.lower import annotated
-from autoshard.plans import Annotations
+from autoshard.plans.annotations import Annotations
 from autoshard.program import Program, Value, trace
 
 MESH = mesh_of({"x": 4, "y": 2})

@@ -18,9 +18,9 @@ from autoshard.mesh.backends import CPU
 from autoshard.model import prices
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import options_of
+from autoshard.plans.alternatives import solutions_of
 from autoshard.program import trace
 from autoshard.propagation import rules_for
-from autoshard.report.alternatives import solutions_of
 from autoshard.solver.verify import fits, verify
 
 SHAPE = {"x": 4, "y": 2}

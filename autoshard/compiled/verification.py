@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard.compiled.collectives import equation_of, peak_bytes, read_collectives, source_lines
 from autoshard.compiled.schedule import Schedule, schedule_of
-from autoshard.errors import MeshError, PlanError
+from autoshard.errors import MeshError
 from autoshard.layout import MeshShape, shards
 from autoshard.mesh.backends import backend_of
 from autoshard.mesh.chips import chip_of
 from autoshard.mesh.collectives import Collective
-from autoshard.mesh.targets import compiler_options, target_mesh
+from autoshard.mesh.targets import compiler_options
 from autoshard.mesh.topology import Topology
-from autoshard.plans import Plan, Prediction
+from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.report.text import bytes_text, collectives_text, seconds_text, table_text
 
@@ -123,28 +123,6 @@ class Verification:
         if self.unpredicted:
             return "", bytes_text(found), ""
         return bytes_text(foreseen), bytes_text(found), "" if agrees else "differs"
-
-
-def verify_plan(plan: Plan, target: str | None = None) -> Verification:
-    """Compiles a plan for the devices of its mesh, or for a machine that need not be there, and reads what came out.
-
-    Raises:
-        PlanError: the plan was loaded and is not bound to a step.
-        MeshError: the mesh has no devices to compile for, or the target cannot be had.
-    """
-    if plan.lowering is None:
-        raise PlanError(
-            "a plan that was loaded from a file knows no step to compile.\n"
-            "Give it to autoshard(step, mesh=..., plan=...) and verify `.plan(...)` of that."
-        )
-    mesh = plan.mesh if target is None else target_mesh(target, dict(plan.mesh.shape))
-    if not isinstance(mesh, Mesh):
-        raise MeshError(
-            f"{plan.mesh} has no devices to compile for.\n"
-            "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
-        )
-    found = compiled(plan.lowering(mesh), mesh)
-    return verification(plan.predicted, found.named(plan.lowering.program), mesh)
 
 
 def verification(

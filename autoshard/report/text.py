@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,7 +13,8 @@ from rich.text import Text
 
 from autoshard.layout import spec_text
 from autoshard.mesh.collectives import Collective
-from autoshard.plans import Placed, Plan, Prediction
+from autoshard.plans.plan import PlacedArray, PlanData
+from autoshard.plans.prediction import Prediction
 
 WIDTH = 110  # columns
 _LINES = 40  # of arguments, before the rest is only counted
@@ -23,9 +24,14 @@ _BYTES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 
 
-def plan_text(plan: Plan) -> str:
-    """The whole report, `WIDTH` columns wide, without colours."""
-    sections = [_header(plan), _arguments(plan), _results(plan), _comparison(plan)]
+def plan_text(plan: PlanData, alternatives: Mapping[str, Prediction | None], absent: Mapping[str, str]) -> str:
+    """The whole report, `WIDTH` columns wide, without colours.
+
+    Args:
+        alternatives: what the plan is compared with; None where there are no figures.
+        absent: why there are none.
+    """
+    sections = [_header(plan), _arguments(plan), _results(plan), _comparison(plan, alternatives, absent)]
     sections.append(collectives_text(plan.predicted.collectives))
     sections += [f"Warning: {warning}" for warning in plan.warnings]
     return "\n\n".join(section for section in sections if section)
@@ -69,7 +75,7 @@ def table_text(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # Sections.
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: PlanData) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     limit = "" if plan.memory is None else f" of {bytes_text(plan.memory)}"
     return "\n".join(
@@ -81,7 +87,7 @@ def _header(plan: Plan) -> str:
     )
 
 
-def _proof(plan: Plan) -> str:
+def _proof(plan: PlanData) -> str:
     if plan.status == "optimal":
         return "optimal: no sharding of this step is predicted to be faster"
     if plan.bound <= 0:
@@ -89,14 +95,14 @@ def _proof(plan: Plan) -> str:
     return f"at most {plan.gap:.2%} slower than the best possible"
 
 
-def _arguments(plan: Plan) -> str:
+def _arguments(plan: PlanData) -> str:
     total = sum(placed.local_bytes for placed in plan.arguments if not placed.on_host)
     on_host = sum(placed.local_bytes for placed in plan.arguments if placed.on_host)
     more = f", {bytes_text(on_host)} on its host" if on_host else ""
     return _placed_table(f"Arguments ({bytes_text(total)} per device{more})", plan.arguments)
 
 
-def _results(plan: Plan) -> str:
+def _results(plan: PlanData) -> str:
     """The results, without those that lie as the argument whose place they take."""
     as_before = {
         result for argument, result in plan.carried.items()
@@ -109,7 +115,7 @@ def _results(plan: Plan) -> str:
     return _placed_table(title, others)
 
 
-def _placed_table(title: str, placed: Sequence[Placed]) -> str:
+def _placed_table(title: str, placed: Sequence[PlacedArray]) -> str:
     lines = folded(placed)
     rows = [
         (name, f"x{len(same)}" if len(same) > 1 else "", same[0].type,
@@ -121,11 +127,11 @@ def _placed_table(title: str, placed: Sequence[Placed]) -> str:
     return table_text((title, "", "whole array", "PartitionSpec", " per device"), rows)
 
 
-def _comparison(plan: Plan) -> str:
+def _comparison(plan: PlanData, alternatives: Mapping[str, Prediction | None], absent: Mapping[str, str]) -> str:
     rows = [_figures("this plan", plan.predicted, plan.memory)]
     rows += [
-        (name, *[""] * 5, plan.absent[name]) if predicted is None else _figures(name, predicted, plan.memory)
-        for name, predicted in plan.alternatives.items()
+        (name, *[""] * 5, absent[name]) if predicted is None else _figures(name, predicted, plan.memory)
+        for name, predicted in alternatives.items()
     ]
     headers = "Predicted", " per step", " compute", " communication", " exposed", " peak per device", ""
     return table_text(headers, rows)
@@ -173,14 +179,14 @@ def _summed(collectives: Iterable[Collective]) -> list[Collective]:
 Key = tuple[frozenset[str], ...]  # the words that stand at each place of a path
 
 
-def folded(placed: Sequence[Placed]) -> list[tuple[str, list[Placed]]]:
+def folded(placed: Sequence[PlacedArray]) -> list[tuple[str, list[PlacedArray]]]:
     """Arrays of one shape, dtype and layout under one name: (pattern, the arrays it stands for), in order.
 
     Paths are folded place by place, numbers first, as long as a pattern stands for exactly its arrays. All numbers
     that occur at a place are written as ``*``, others in braces.
 
-    >>> weights = [Placed(f"blocks/{i}/{name}", (8,), "float32", ((),), 32) for i in range(12) for name in ("q", "k")]
-    >>> [(name, len(same)) for name, same in folded(weights)]
+    >>> paths = [f"blocks/{i}/{name}" for i in range(12) for name in ("q", "k")]
+    >>> [(name, len(same)) for name, same in folded([PlacedArray(path, (8,), "float32", ((),), 32) for path in paths])]
     [('blocks/*/{q,k}', 24)]
     """
     alike: dict[tuple, dict[Key, list[int]]] = defaultdict(dict)
@@ -223,7 +229,7 @@ def _boxes(boxes: dict[Key, list[int]]) -> Iterable[tuple[Key, list[int]]]:
     return ((key, sorted(indices)) for key, indices in boxes.items())
 
 
-def _pattern(key: Key, placed: Sequence[Placed], indices: list[int], numbers) -> str:
+def _pattern(key: Key, placed: Sequence[PlacedArray], indices: list[int], numbers) -> str:
     paths = [placed[i].name.split("/") for i in indices]
     words = []
     for place, choices in enumerate(key):

@@ -17,7 +17,7 @@ from autoshard.model import formulation as module
 from autoshard.model.formulation import Formulation, formulate
 from autoshard.model.prices import Prices
 from autoshard.model.resharding_memory import Change
-from autoshard.plans import prediction_of
+from autoshard.plans.chosen import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import solve
 from autoshard.solver.exact.exhaustive import exhaustive

@@ -17,7 +17,7 @@ from autoshard.lower import annotated
 from autoshard.mesh.backends import CPU, TPU
 from autoshard.model.groups import Group
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy, strategies_of
-from autoshard.plans import Annotations, Scatter
+from autoshard.plans.annotations import Annotations, Scatter
 
 
 def convolved(x, kernel):

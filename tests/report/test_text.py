@@ -18,8 +18,9 @@ from steps import mlp
 import autoshard
 from autoshard import Link, Topology
 from autoshard.layout import layout_of, spec_text
-from autoshard.plans import Placed, Plan
-from autoshard.report.text import bytes_text, folded, plan_text, seconds_text
+from autoshard.plans.plan import PlacedArray
+from autoshard.report.text import bytes_text, folded, seconds_text
+from autoshard.user_plan import Plan
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CHIP = Topology(
@@ -64,8 +65,8 @@ def test_the_golden_text_tells_plans_apart():
 def test_notebooks_show_the_same_text():
     plan = PLANS["one_device"]()
     html = plan._repr_html_()
-    assert html.startswith("<pre>mlp on 1 devices") and "P(&quot;" not in plan_text(plan)
-    assert html.count("\n") == plan_text(plan).count("\n")
+    assert html.startswith("<pre>mlp on 1 devices") and "P(&quot;" not in str(plan)
+    assert html.count("\n") == str(plan).count("\n")
 
 
 @pytest.mark.parametrize("size, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (14 * 2**30, "14.0 GiB")])
@@ -83,8 +84,8 @@ def test_specs_are_python(layout):
     assert layout_of(eval(spec_text(layout), {"P": jax.P}), len(layout)) == layout
 
 
-def arrays(*names: str, layout=((),)) -> list[Placed]:
-    return [Placed(name, (8,), "float32", layout, 32) for name in names]
+def arrays(*names: str, layout=((),)) -> list[PlacedArray]:
+    return [PlacedArray(name, (8,), "float32", layout, 32) for name in names]
 
 
 FOLDS = [  # arrays, the lines they become

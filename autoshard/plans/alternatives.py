@@ -32,7 +32,8 @@ from autoshard.layout import Layout, replicated, shards
 from autoshard.model.formulation import Formulation, Kept
 from autoshard.model.groups import Group
 from autoshard.model.strategies import Strategy
-from autoshard.plans import Prediction, prediction_of
+from autoshard.plans.chosen import prediction_of
+from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.problem import ForbiddenError, Problem, Solution

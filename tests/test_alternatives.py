@@ -18,9 +18,9 @@ import autoshard
 from autoshard import api
 from autoshard.errors import SolverError
 from autoshard.layout import layouts_of, spec_of
+from autoshard.plans import alternatives as module
+from autoshard.plans.alternatives import alternatives_of, solutions_of
 from autoshard.propagation import rules_for
-from autoshard.report import alternatives as module
-from autoshard.report.alternatives import alternatives_of, solutions_of
 from autoshard.solver.problem import ForbiddenError
 
 WIDTH, HIDDEN, BATCH = 512, 2048, 65536

@@ -1,0 +1,265 @@
+"""One option per node of a formulation, read in the words of the program: annotations, arrays, a prediction."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.layout import Layout, axes_of, local_shape, spec_text
+from autoshard.mesh.collectives import Collective
+from autoshard.model.formulation import Formulation
+from autoshard.model.groups import Dims, Group
+from autoshard.model.lifetimes import aliased
+from autoshard.model.resharding_memory import Reader
+from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.plans.plan import PlacedArray
+from autoshard.plans.prediction import Prediction
+from autoshard.program import Source, Value
+
+
+def prediction_of(formulation: Formulation, choice: Sequence[int]) -> Prediction:
+    """What a step costs under one option per node."""
+    return ChosenOptions(formulation, choice).prediction()
+
+
+class ChosenOptions:
+    """One option per node, read in the words of the program."""
+
+    def __init__(self, formulation: Formulation, choice: Sequence[int]):
+        self.formulation, self.choice = formulation, choice
+        self.program, self.prices = formulation.program, formulation.prices
+        self.argument_of = {result: argument for argument, result in self.program.carried.items()}
+        arguments = zip(self.program.arguments, formulation.arguments, strict=True)
+        self.kept = {value.id: options[choice[i]] for i, (value, options) in enumerate(arguments)}
+        self.homes: dict[int, Layout] = {value: kept.home for value, kept in self.kept.items()}
+        self.copies: dict[int, Layout] = {
+            value: kept.copy for value, kept in self.kept.items() if kept.copy != kept.home
+        }
+        self.homes |= {value.id: ((),) * len(value.shape) for value in self.program.constants}
+        self.strategies = []
+        for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+            strategy = priced.strategies[choice[formulation.group_node(group)]]
+            self.strategies.append(strategy)
+            self.homes |= {made.value.id: left for made, left in zip(group.made, strategy.leaves, strict=True)}
+        for value, shared in formulation.shared.items():
+            layout = shared.layouts[choice[shared.node]]
+            if layout != self.homes[value]:
+                self.copies[value] = layout
+
+    @cached_property
+    def scatters(self) -> list[Scatter | None]:
+        """How `lower` finishes each group; None where that is left to XLA."""
+        return list(map(scatter_of, self.formulation.groups, self.strategies))
+
+    def want(self, reader: Reader) -> Layout:
+        return reader.wants[self.choice[reader.node]]
+
+    def stays(self, group: Group) -> bool:
+        """Whether what a loop adds up is added up in the layout it is made in, all the way."""
+        if group.hoisted is None:
+            return True
+        readers = [(made.value, reader) for made in group.made for reader in self.formulation.readers[made.value.id]]
+        return all(self.want(r) == self.homes[v.id] and (r.group is None or self.stays(r.group)) for v, r in readers)
+
+    def annotations(self) -> Annotations:
+        wants = {}
+        for readers in self.formulation.readers.values():
+            for reader in readers:
+                if reader.use is not None:
+                    for equation in reader.group.equations:
+                        for operand, value in enumerate(equation.inputs):
+                            dims = reader.group.operands[equation.index][operand]
+                            if value is reader.use.value and dims == reader.use.dims:
+                                wants[equation.index, operand] = self.want(reader)
+        finished = zip(self.formulation.groups, self.scatters, strict=True)
+        scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
+        idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.made}
+        homes = {value: home for value, home in self.homes.items() if value not in idle}
+        return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
+
+    def sums(self) -> Iterator[tuple[int, Layout]]:
+        """Values whose partial sums XLA reduces and slices, and their layouts in between.
+
+        XLA has to be told both: from the slices alone it would split what is summed as they are, and move it for that.
+        """
+        for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
+            sliced = {axis for finish in strategy.finishes if finish.kind == REDUCE_SCATTER for axis in finish.axes}
+            if sliced and scatter is None:
+                (made,), (layout,) = group.made, strategy.leaves
+                yield made.value.id, tuple(tuple(axis for axis in axes if axis not in sliced) for axes in layout)
+
+    def implied(self) -> Iterator[int]:
+        """Values to which propagation brings the planned layout, and no other.
+
+        Every reader takes the value as it is, and its axes come from what it is made of; of what is made of numbers,
+        from what a reader reads beside it. A constraint would only keep XLA from simplifying across it before it
+        partitions the program; after a reduce_scatter by hand it says again what that has said.
+        """
+        loose: dict[int, Sequence[Reader]] = {}  # values whose axes do not come from what they are made of
+        for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
+            if group.is_boundary or group.hoisted is not None:
+                continue
+            for made in group.made:
+                value, readers = made.value.id, self.formulation.readers[made.value.id]
+                if not readers or any(self.want(reader) != self.homes[value] for reader in readers):
+                    continue
+                if self.may_be_split_unevenly(made.value):
+                    continue
+                brought = not strategy.finishes and self.is_split_by_others(group, made.dims)
+                if brought or scatter:
+                    yield value
+                elif not strategy.finishes:
+                    loose[value] = readers
+        for value, readers in loose.items():
+            if any(r.group and self.is_split_by_others(r.group, r.use.dims, loose) for r in readers):
+                yield value
+
+    def may_be_split_unevenly(self, value: Value) -> bool:
+        """Whether propagation could split the value over axes that it is planned whole on, as no plan would.
+
+        XLA splits dims that an axis does not divide where it splits what they come from: 257 tokens as 256 patches.
+        """
+        home, mesh = self.homes[value.id], self.prices.mesh
+        idle = [n for axis, n in mesh.items() if axis not in axes_of(home)]
+        return any(size > 1 and size % n for size in local_shape(value.shape, home, mesh) for n in idle)
+
+    def is_split_by_others(self, group: Group, dims: Dims, apart_from: Container[int] = ()) -> bool:
+        """Whether what a group reads, apart from these values, has all axes that split a tensor of these dims."""
+        strategy = self.strategies[group.index]
+        wants = zip(group.uses, strategy.wants, strict=True)
+        reads = [zip(use.dims, want, strict=True) for use, want in wants if use.value.id not in apart_from]
+        split = {factor for factors, axes in itertools.chain(*reads) if axes for factor in factors}
+        return strategy.axes.keys() & set(itertools.chain(*dims)) <= split
+
+    def placed(self, value: Value, name: str, layout: Layout | None = None) -> PlacedArray:
+        layout = self.homes[value.id] if layout is None else layout
+        if 0 in value.shape:  # XLA keeps results without elements whole; JAX cannot read them under another sharding
+            layout = ((),) * len(value.shape)
+        size = self.prices.shard_bytes(value, layout)
+        return PlacedArray(name, value.shape, str(value.dtype), layout, size, value.on_host)
+
+    def placed_result(self, index: int) -> PlacedArray:
+        value, name = self.program.results[index], self.program.result_names[index]
+        if isinstance(value, np.ndarray):
+            return PlacedArray(name, value.shape, str(value.dtype), ((),) * value.ndim, value.nbytes)
+        if index in self.argument_of:
+            return self.placed(value, name, self.homes[self.program.arguments[self.argument_of[index]].id])
+        return self.placed(value, name)
+
+    def prediction(self) -> Prediction:
+        arrival = self.arrival()
+        compute, communication, hidden = arrival + self.resharded_memory(), 0.0, 0.0
+        found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+
+        def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
+            tally = found[kind, axes, str(source or "unknown line"), why]
+            tally[0] += size * runs
+            tally[1] += runs
+
+        choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
+        reduced_sums = set()
+        for group, priced, strategy in choices:
+            seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
+            compute += seconds.compute
+            communication += seconds.communication
+            hidden += seconds.hidden
+            for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
+                if group.summed is not None and finish.kind == "all_reduce":
+                    if (group.summed, finish.axes) in reduced_sums:
+                        continue
+                    reduced_sums.add((group.summed, finish.axes))
+                reduced = group.equations[-1]
+                runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
+                what = "results" if group.picks else "sums"
+                note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
+        for value, source, target, line, readers in self.reshardings():
+            steps = self.prices.steps(value, source, target, readers)
+            seconds = self.prices.resharding(value, source, target, readers) * value.trips
+            if steps:
+                communication += seconds
+            else:  # a slice
+                compute += seconds
+            hidden += self.prices.hidden(value, source, target, readers) * value.trips
+            size = self.prices.widths.moving(value, readers)
+            smaller = f" in {8 * size} bits" if size < value.itemsize else ""
+            for step in steps:
+                why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
+                note(step.kind, step.axes, step.bytes, value.trips, line, why)
+        collectives = tuple(
+            Collective(kind, axes, size, count, source, why)
+            for (kind, axes, source, why), (size, count) in found.items()
+        )
+        peak = self.formulation.peak_bytes(self.choice)
+        exposed = communication - min(hidden, compute)
+        return Prediction(
+            step_seconds=compute + exposed,
+            compute_seconds=compute,
+            communication_seconds=communication,
+            exposed_seconds=exposed,
+            peak_bytes=peak,
+            collectives=collectives,
+            host_bytes=self.host_bytes(),
+            arrival_seconds=arrival,
+        )
+
+    def arrival(self) -> float:
+        """Seconds to write the arguments that no result of the step before has taken the place of."""
+        arriving = (x for i, x in enumerate(self.program.arguments) if i not in self.program.carried)
+        return sum(self.prices.writing(value, self.homes[value.id]) for value in arriving)
+
+    def resharded_memory(self) -> float:
+        """Seconds in which memory is written and read because values are resharded."""
+        total = 0.0
+        for id, readers in self.formulation.readers.items():
+            value, home = self.program.values[id], self.homes[id]
+            seen = self.copies.get(id, home)
+            hops = [(home, seen), *((seen, want) for want in map(self.want, readers) if want != home)]
+            total += sum(self.prices.memory_seconds(value, *hop) for hop in hops) * value.trips
+        return total
+
+    def host_bytes(self) -> int:
+        replaced = aliased(self.program)
+        results = (x for i, x in enumerate(self.program.results) if isinstance(x, Value) and i not in replaced)
+        held = [x for x in (*self.program.arguments, *results) if x.on_host]
+        return sum(self.prices.shard_bytes(value, self.homes[value.id]) for value in held)
+
+    def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, list[Group]]]:
+        """Every resharding of the step: (value, from, to, the line that asks for it, who reads the copy).
+
+        Readers that ask for the same one get the same array: XLA merges equal collectives.
+        """
+        for id, readers in self.formulation.readers.items():
+            value = self.program.values[id]
+            home = self.homes[id]
+            seen = self.copies.get(id, home)
+            asked: dict[Layout, list[Reader]] = defaultdict(list)
+            for reader in readers:
+                asked[self.want(reader)].append(reader)
+            if seen != home:  # read as it is, or copied on
+                groups = [r.group for r in readers if r.group and self.want(r) != home]
+                yield value, home, seen, _line(asked[seen], value), groups
+            for want in (want for want in asked if want not in (home, seen)):
+                yield value, seen, want, _line(asked[want], value), [r.group for r in asked[want] if r.group]
+
+
+def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:
+    """How `lower` finishes a group; None where that is left to XLA."""
+    stages = [finish for finish in strategy.finishes if finish.kind == REDUCE_SCATTER]
+    if not stages or not group.sums_locally(strategy.axes):
+        return None
+    (layout,) = strategy.leaves
+    return Scatter(
+        dim=next(dim for dim, axes in enumerate(layout) if stages[0].axes[0] in axes),
+        stages=tuple((stage.axes, stage.groups) for stage in stages),
+        others=tuple(axis for finish in strategy.finishes if finish.kind == ALL_REDUCE for axis in finish.axes),
+    )
+
+
+def _line(readers: Sequence[Reader], value: Value) -> Source | None:
+    """The line of the first that uses a value, else that which makes it."""
+    return next((reader.use.equation.source for reader in readers if reader.use), value.source)

@@ -1,0 +1,184 @@
+"""What a plan says: what is sharded how, what that costs, and how good it is proven to be. Data alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autoshard.errors import PlanError
+from autoshard.jaxprs import HOST
+from autoshard.layout import Layout, spec_of, with_auto_axes, with_axis_types
+from autoshard.plans.annotations import Annotations
+from autoshard.plans.prediction import Prediction
+from autoshard.program import Program
+from autoshard.trees import Tree
+
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
+
+
+@dataclass(frozen=True)
+class PlacedArray:
+    """One argument or result, and how it lies on the mesh."""
+
+    name: str  # "state/params/w"
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    local_bytes: int  # per device
+    on_host: bool = False  # whether it lies in the host's memory
+    typed: bool = False  # whether its sharding is on the user's Explicit axes
+
+    @property
+    def type(self) -> str:
+        """As jaxprs write it: ``float32<host>[64, 64]``."""
+        return f"{self.dtype}{'<host>' * self.on_host}{list(self.shape)}"
+
+    def sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        return NamedSharding(mesh, self.spec, memory_kind=HOST if self.on_host else None)
+
+    def typed_sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        """As a type of explicit mode has it: with an entry per dim."""
+        spec = PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in self.layout))
+        return NamedSharding(mesh, spec, memory_kind=HOST if self.on_host else None)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return spec_of(self.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanData:
+    """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
+
+    name: str  # of the step
+    mesh: Mesh | AbstractMesh  # axis types Auto
+    fingerprint: str  # of the program it was made for
+    arguments: tuple[PlacedArray, ...]  # per flat argument
+    results: tuple[PlacedArray, ...]  # per flat result
+    carried: Mapping[int, int]  # argument -> the result that takes its place in the next step
+    predicted: Prediction
+    status: str  # "optimal" or "feasible"
+    bound: float  # proven: no plan of this program costs fewer seconds
+    cost: float  # seconds per step, as solved
+    memory: float | None  # the limit it was made for, bytes per device
+    warnings: tuple[str, ...]
+    annotations: Annotations = field(repr=False)
+    argument_tree: Tree = field(repr=False)  # of (args, kwargs), static arguments left out
+    result_tree: Tree = field(repr=False)
+    axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
+
+    @property
+    def gap(self) -> float:
+        """How far the cost may be from the best, as a share of the cost."""
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+
+    @cached_property
+    def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
+        return tuple(map(self._sharding, self.arguments))
+
+    @cached_property
+    def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
+        return tuple(map(self._sharding, self.results))
+
+    def _sharding(self, placed: PlacedArray) -> NamedSharding:
+        return placed.typed_sharding(self.typed_mesh) if placed.typed else placed.sharding(self.mesh)
+
+    @cached_property
+    def typed_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh of arguments and results that have types of explicit mode."""
+        return self.mesh if self.axis_types is None else with_axis_types(self.mesh, self.axis_types)
+
+    @property
+    def in_shardings(self) -> tuple:
+        """A pytree of NamedSharding per positional argument, static arguments left out.
+
+        Usable in `jax.jit(in_shardings=...)`, `jax.device_put` and orbax. Shardings of keyword arguments are in
+        `keyword_shardings`.
+        """
+        return self.argument_tree.filled(self.flat_in_shardings)[0]
+
+    @property
+    def keyword_shardings(self) -> dict:
+        """A pytree of NamedSharding per keyword argument."""
+        return self.argument_tree.filled(self.flat_in_shardings)[1]
+
+    @property
+    def out_shardings(self) -> Any:
+        """A pytree of NamedSharding that mirrors the step's result."""
+        return self.result_tree.filled(self.flat_out_shardings)
+
+    def abstract(self, argnum: int) -> Any:
+        """An argument as ShapeDtypeStructs with shardings: what a checkpoint restores into.
+
+        Args:
+            argnum: position among the arguments that are not static.
+        """
+        structs = [
+            jax.ShapeDtypeStruct(placed.shape, _dtype(placed.dtype), sharding=sharding)
+            for placed, sharding in zip(self.arguments, self.flat_in_shardings, strict=True)
+        ]
+        return self.argument_tree.filled(structs)[0][argnum]
+
+    def on(self, mesh: Mesh | AbstractMesh) -> Self:
+        """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.
+
+        Raises:
+            PlanError: the mesh has other axes.
+        """
+        check_mesh(dict(self.mesh.shape), mesh, f"the plan of {self.name}")
+        return replace(self, mesh=with_auto_axes(mesh))
+
+    def bound_to(self, program: Program) -> Self:
+        """This plan with the containers of `program`.
+
+        Raises:
+            PlanError: the plan was made for another program.
+        """
+        if self.fingerprint != program.fingerprint:
+            raise PlanError(
+                f"the plan was made for another program than {program.name}: {_difference(self, program)}.\n"
+                "Plan the step anew, or use the code, options and argument shapes that the plan was made with."
+            )
+        return replace(self, argument_tree=program.in_tree, result_tree=program.out_tree)
+
+
+def _dtype(name: str) -> Any:
+    """
+    >>> _dtype("bfloat16"), _dtype("key<fry>")
+    (dtype(bfloat16), key<fry>)
+    """
+    if not name.startswith("key<"):
+        return np.dtype(name)
+    keys = (jax.eval_shape(partial(jax.random.key, impl=impl), 0).dtype for impl in _KEY_IMPLEMENTATIONS)
+    known = {str(dtype): dtype for dtype in keys}
+    if name not in known:
+        raise PlanError(f"PRNG keys of type {name} are not among those that JAX comes with: {', '.join(known)}")
+    return known[name]
+
+
+def check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Raises PlanError unless the mesh has the axes that were planned for."""
+    if list(planned.items()) != list(mesh.shape.items()):
+        raise PlanError(
+            f"{what} was made for the mesh {dict(planned)}, not for {dict(mesh.shape)}.\n"
+            "Plan the step anew on this mesh, or use a mesh of the plan's axes."
+        )
+
+
+def _difference(plan: PlanData, program: Program) -> str:
+    ours = [f"{placed.name} {placed.type}" for placed in plan.arguments]
+    theirs = [str(value) for value in program.arguments]
+    for here, there in zip(ours, theirs, strict=False):
+        if here != there:
+            return f"{here} in the plan is {there} in the step"
+    if len(ours) != len(theirs):
+        return f"the plan has {len(ours)} arrays for arguments, the step {len(theirs)}"
+    if plan.carried != program.carried:
+        return "other results take the place of arguments (is donate_argnums the same?)"
+    return "the arguments are the same, but not the operations on them, or not what is donated"

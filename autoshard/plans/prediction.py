@@ -1,0 +1,26 @@
+"""What one step is predicted to cost each device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.mesh.collectives import Collective
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one step costs each device."""
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float  # of communication: what does not run behind compute
+    peak_bytes: int  # of the device's own memory
+    collectives: tuple[Collective, ...]
+    host_bytes: int = 0  # of arguments, and of results that replace none, that lie in the host's memory
+    arrival_seconds: float = 0.0  # of compute: to write arguments that arrive anew, before the compiled program starts
+
+    @property
+    def program_seconds(self) -> float:
+        """Seconds of the compiled program, which starts when its arguments are there."""
+        return self.step_seconds - self.arrival_seconds

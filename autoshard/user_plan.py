@@ -1,0 +1,141 @@
+"""`Plan`, which users hold: what a plan says, bound to the step that it is for and to what it is compared with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from html import escape
+from pathlib import Path
+from typing import Self
+
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.compiled.verification import Verification, compiled, verification
+from autoshard.errors import MeshError, PlanError
+from autoshard.lower import Lowering
+from autoshard.mesh.targets import target_mesh
+from autoshard.plans.files import from_json, to_json
+from autoshard.plans.plan import PlanData
+from autoshard.plans.prediction import Prediction
+from autoshard.report.text import plan_text
+
+
+@dataclass(eq=False)
+class Comparison:
+    """What a plan is compared with: the figures of other ways to shard, found when they are first asked for."""
+
+    find: Callable[[], Mapping[str, Prediction | str]] | None = None  # where there are none, why
+    known: Mapping[str, Prediction | None] | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why there are none
+
+    def __call__(self) -> Mapping[str, Prediction | None]:
+        if self.find is not None:
+            found, self.find = self.find(), None  # what it took to find them is big, and can go now
+            self.reasons = {name: one for name, one in found.items() if isinstance(one, str)}
+            self.known = {name: None if name in self.reasons else one for name, one in found.items()}
+        return self.known or {}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(PlanData):
+    """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
+
+    comparison: Comparison = field(repr=False, default_factory=Comparison)
+    lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
+
+    @classmethod
+    def of(cls, plan: PlanData, comparison: Comparison | None = None) -> Plan:
+        """What `plan` says, and what it is compared with."""
+        said = {one.name: getattr(plan, one.name) for one in fields(PlanData)}
+        return cls(**said, comparison=comparison or Comparison())
+
+    @property
+    def alternatives(self) -> Mapping[str, Prediction | None]:
+        """What a step costs in data parallel, FSDP and tensor parallel form; None for what `absent` names.
+
+        Found when first asked for, which takes seconds; empty if the plan was loaded and saved without them. What each
+        of them means exactly: `autoshard.report.alternatives`.
+        """
+        return self.comparison()
+
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Why some of `alternatives` have no figures: no such sharding exists, or none was found in time."""
+        known = self.comparison()
+        missing = (name for name, predicted in known.items() if predicted is None)
+        return {name: self.comparison.reasons.get(name, "no such sharding") for name in missing}
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, to be committed or loaded again."""
+        Path(path).write_text(self.dumps())
+
+    def dumps(self) -> str:
+        """The plan as JSON: what `save` writes."""
+        return json.dumps(to_json(self, self.comparison.known, self.comparison.reasons), indent=1) + "\n"
+
+    @classmethod
+    def load(cls, path: str | Path, mesh: Mesh | AbstractMesh) -> Plan:
+        """Reads a plan for `mesh`, whose axes are used as Auto axes.
+
+        Containers that JSON knows nothing of (nnx modules, TrainState) come back as dicts with the same keys. Given to
+        `autoshard(plan=...)`, the plan's trees are the step's own again.
+
+        Raises:
+            PlanError: the file is no plan, or one for another mesh.
+        """
+        try:
+            return cls.loads(Path(path).read_text(), mesh, where=str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(_unreadable(str(path), error)) from error
+
+    @classmethod
+    def loads(cls, text: str, mesh: Mesh | AbstractMesh, where: str = "the text") -> Plan:
+        """The plan that `dumps` wrote; see `load`.
+
+        Args:
+            where: what messages call the text.
+        """
+        try:
+            content = from_json(json.loads(text), mesh, where=where)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise PlanError(_unreadable(where, error)) from error
+        return cls.of(content.plan, Comparison(known=content.known, reasons=content.reasons))
+
+    def on(self, mesh: Mesh | AbstractMesh) -> Self:
+        return replace(super().on(mesh), lowering=None)
+
+    def verify(self, target: str | None = None) -> Verification:
+        """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
+
+        Args:
+            target: a machine by name, ``"v5e:4x4"`` or ``"h100:2x8"``, to compile for instead of the devices of the
+                mesh. It need not be there: see `autoshard.mesh.targets`.
+
+        Raises:
+            PlanError: the plan was loaded and is not bound to a step.
+            MeshError: the mesh has no devices to compile for, or the target or its compiler cannot be had.
+        """
+        if self.lowering is None:
+            raise PlanError(
+                "a plan that was loaded from a file knows no step to compile.\n"
+                "Give it to autoshard(step, mesh=..., plan=...) and verify `.plan(...)` of that."
+            )
+        mesh = self.mesh if target is None else target_mesh(target, dict(self.mesh.shape))
+        if not isinstance(mesh, Mesh):
+            raise MeshError(
+                f"{self.mesh} has no devices to compile for.\n"
+                "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
+            )
+        found = compiled(self.lowering(mesh), mesh)
+        return verification(self.predicted, found.named(self.lowering.program), mesh)
+
+    def __str__(self) -> str:
+        return plan_text(self, self.alternatives, self.absent)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _unreadable(where: str, error: Exception) -> str:
+    return f"{where} is not a plan that this version of autoshard can read: {error!r}.\nSave the plan anew."
