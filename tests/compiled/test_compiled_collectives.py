@@ -112,7 +112,7 @@ def test_source_is_the_users_line():
     line = double_and_sum.__code__.co_firstlineno + 1
     hlo = compiled(double_and_sum, XY, P("x"), P(), (16, 8)).as_text()
     (collective,) = read_collectives(hlo, XY.shape)
-    assert collective.source == f"test_hlo.py:{line}"
+    assert collective.source == f"test_compiled_collectives.py:{line}"
 
 
 # One instruction as XLA prints it on GPU or in newer versions: (text, mesh, expected)
