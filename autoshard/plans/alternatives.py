@@ -91,6 +91,7 @@ class _Problems:
 
     def __init__(self, formulation: Formulation):
         self.formulation, self.mesh = formulation, formulation.mesh
+        self.finest = cache(self._finest)
         program = formulation.program
         self.state = sorted(program.carried)
         self.batch = [i for i in range(len(program.arguments)) if i not in program.carried]
@@ -215,8 +216,7 @@ class _Problems:
 
     # The mesh as a row.
 
-    @cache  # noqa: B019  the instance goes with its one caller
-    def finest(self, size: int) -> tuple[str, ...]:
+    def _finest(self, size: int) -> tuple[str, ...]:
         """The axes, in mesh order, that split a dim of this size into the most pieces."""
         subsets = (axes for n in range(len(self.mesh) + 1) for axes in itertools.combinations(self.mesh, n))
         dividing = (axes for axes in subsets if size % shards(axes, self.mesh) == 0)
