@@ -638,7 +638,8 @@ def _bytes_of(aval) -> int:
     if not is_array(aval):
         return 0
     held = key_bytes(aval)
-    return math.prod(aval.shape) * aval.dtype.itemsize if held is None else held
+    size = getattr(aval.dtype, "itemsize", 0)  # an extended type of the user's own says none
+    return math.prod(aval.shape) * size if held is None else held
 
 
 # Names.
