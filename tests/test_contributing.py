@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,12 @@ def test_files_and_names_that_the_page_speaks_of_exist():
     assert len(named) > 30
     homes = [ROOT, ROOT / "tests", ROOT / "autoshard", ROOT / "autoshard" / "propagation"]
     assert {name for name in named if not any((home / name).exists() for home in homes)} == set()
+
+
+def test_only_files_that_exist_are_left_unformatted():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["format"]
+    files = [name for name in settings["exclude"] if "*" not in name]
+    assert files and [name for name in files if not (ROOT / name).exists()] == []
 
 
 def test_the_test_commands_are_those_of_the_readme():
