@@ -140,7 +140,18 @@ def plan(
     """The plan of `fn` on arrays or ShapeDtypeStructs; see `autoshard` for the options.
 
     Args:
+        fn: any function that `jax.jit` takes.
+        *args: positional arguments of `fn`: pytrees of arrays or ShapeDtypeStructs.
         kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The plan. Its `status` is "optimal", or "feasible" with a proven `gap`.
+
+    Raises:
+        MemoryLimitError: no sharding fits; it carries the smallest limit that would do, in bytes per device.
+        ConflictError: shardings that are fixed, or that the step itself asks for, contradict each other.
+        MeshError: a sharding, the topology or the mesh does not fit the others.
+        ArgumentError: an option is of the wrong kind.
     """
     options = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit, "cache": cache}
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
@@ -447,6 +458,9 @@ def verify(
         mesh: the mesh; by default that of the arguments' or results' shardings, or of those that `fn` was jitted with.
         kwargs: keyword arguments of `fn`.
 
+    Returns:
+        Bytes per kind of collective and step, and peak bytes, of one device: predicted and compiled.
+
     Raises:
         ArgumentError: the function is not jitted.
         MeshError: there is no mesh to be found.
@@ -497,6 +511,10 @@ def propagate(
     Args:
         in_specs: one entry per positional argument: a PartitionSpec, a pytree of them that is a prefix of the
             argument's, or None for an argument whose sharding is open.
+        kwargs: keyword arguments of `fn`.
+
+    Returns:
+        A PartitionSpec per flat argument, per flat result and per inner value; of these also where each axis came from.
 
     Raises:
         MeshError: a spec does not fit its array or the mesh.

@@ -183,8 +183,10 @@ def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
     kinds = {kind: getattr(rule, f"{kind}_factors") for kind in ("reduction", "need_replication", "permutation")}
     # What no result has and nothing is said of, the operation may still not be able to work on in parts.
     said = {factor for factors in kinds.values() for factor in factors}
-    used, made = ({f for tensor in side for dim in tensor for f in ((dim,) if isinstance(dim, str) else dim)}
-                  for side in (rule.operand_mappings, rule.result_mappings))
+    used, made = (
+        {f for tensor in side for dim in tensor for f in ((dim,) if isinstance(dim, str) else dim)}
+        for side in (rule.operand_mappings, rule.result_mappings)
+    )
     kinds["need_replication"] += tuple(sorted(used - made - said))
     return " -> ".join(sides), kinds | {"sizes": dict(rule.factor_sizes)}
 
@@ -247,6 +249,7 @@ def _said_around(eqn: JaxprEqn) -> Iterator[None]:
 
 def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:
     """What a `reduce` does with two elements of each operand, of arrays of them at a time."""
+
     def elementwise(some: Sequence[Any], others: Sequence[Any]) -> list:
         mapped = functools.partial(_opened, eqn.params["jaxpr"])
         for _ in range(some[0].ndim):

@@ -415,8 +415,7 @@ class _Emitter:
 
         pairs = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])()
         return [
-            _Held(array, held.layout, copy, held.copy_layout)
-            for held, (array, copy) in zip(made, pairs, strict=True)
+            _Held(array, held.layout, copy, held.copy_layout) for held, (array, copy) in zip(made, pairs, strict=True)
         ]
 
     def crossing(self, held: _Held, path: tuple, operand: int = 0) -> Any:
@@ -432,7 +431,9 @@ class _Emitter:
         params, (consts, carries) = eqn.params, scan_counts(eqn)
         outside = self.loop_operands(operands, path, consts, carries)
         const_arrays, carry_arrays, stacks = (
-            outside[:consts], outside[consts : consts + carries], outside[consts + carries :]
+            outside[:consts],
+            outside[consts : consts + carries],
+            outside[consts + carries :],
         )
 
         def step(carry, slices):

@@ -229,6 +229,8 @@ def _halved(fold: Callable[[list, list], list], arrays: list[jax.Array], dims: i
         pairs = fold([x[:half] for x in arrays], [x[half : 2 * half] for x in arrays])
         arrays = [jnp.concatenate([pair, x[2 * half :]]) for pair, x in zip(pairs, arrays, strict=True)]
     return [x[0] for x in arrays]
+
+
 def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
     """This device's slice of a sum, of which it has a part.
 
@@ -261,5 +263,3 @@ def _split_first(whole: jax.Array, dim: int, later: int, size: int, others: Iter
     count = whole.shape[dim] // (later * size)
     pieces = whole.reshape(*whole.shape[:dim], later, size, count, *whole.shape[dim + 1 :])
     return pieces.transpose(dim + 1, dim, dim + 2, *(other + 2 * (other > dim) for other in others))
-
-

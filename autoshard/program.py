@@ -469,9 +469,7 @@ class _Reader:
         ]
         results = self.call(closed, entries, loop.inside)
         loop.hand_on(results[:carries])
-        stacked = [
-            loop.stack(x, var.aval) for x, var in zip(results[carries:], eqn.outvars[carries:], strict=True)
-        ]
+        stacked = [loop.stack(x, var.aval) for x, var in zip(results[carries:], eqn.outvars[carries:], strict=True)]
         loop.close()
         return [final for _, final in finals] + stacked
 

@@ -103,6 +103,11 @@ class Plan(PlanData):
         return cls.of(content.plan, Comparison(known=content.known, reasons=content.reasons))
 
     def on(self, mesh: Mesh | AbstractMesh) -> Self:
+        """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.
+
+        Raises:
+            PlanError: the mesh has other axes.
+        """
         return replace(super().on(mesh), lowering=None)
 
     def verify(self, target: str | None = None) -> Verification:

@@ -152,9 +152,7 @@ def rows_of(machine: str, model: str, chosen: argparse.Namespace) -> Iterator[Ro
         )
 
 
-def programs_of(
-    workload: Workload, options: Mapping[str, Any], shardings: Sequence[str] | None
-) -> Iterator[Program]:
+def programs_of(workload: Workload, options: Mapping[str, Any], shardings: Sequence[str] | None) -> Iterator[Program]:
     """The step under our own plan, and under every sharding by hand as `jax.jit` has it."""
     if not shardings or OWN in shardings:
         yield from our_own(workload, options, OWN)

@@ -1,7 +1,7 @@
 """How often `reshard` names exactly the collectives that XLA compiles: all pairs of layouts of one to three dims.
 
-    python benchmarks/resharding.py            # everything, about ten minutes on two cores
-    python benchmarks/resharding.py --every 20 # each twentieth pair
+python benchmarks/resharding.py            # everything, about ten minutes on two cores
+python benchmarks/resharding.py --every 20 # each twentieth pair
 """
 
 import argparse

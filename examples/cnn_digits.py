@@ -1,6 +1,6 @@
 """A flax linen CNN with batch norm that learns scikit-learn's handwritten digits, split over all devices.
 
-    python examples/cnn_digits.py
+python examples/cnn_digits.py
 """
 
 import argparse

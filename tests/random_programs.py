@@ -149,7 +149,7 @@ def _binary(draw, pool, depth):
 
 def _broadcast(draw, pool, depth):
     i = _pick(draw, pool)
-    j = _pick(draw, pool, lambda shape: pool[i][len(pool[i]) - len(shape):] == shape)
+    j = _pick(draw, pool, lambda shape: pool[i][len(pool[i]) - len(shape) :] == shape)
     return Instruction("add, broadcast", (i, j), jnp.add)
 
 

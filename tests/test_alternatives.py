@@ -258,8 +258,9 @@ def test_every_sharding_can_be_printed(data):
     batch, width, hidden = sizes
     weights = {"down": X.update(shape=(hidden, width)), "up": X.update(shape=(width, hidden))}
     layouts = {name: data.draw(st.sampled_from(layouts_of(weight.shape, shape))) for name, weight in weights.items()}
-    specs = {name: spec_of(layout) for name, layout in layouts.items()}, spec_of(
-        data.draw(st.sampled_from(layouts_of((batch, width), shape)))
+    specs = (
+        {name: spec_of(layout) for name, layout in layouts.items()},
+        spec_of(data.draw(st.sampled_from(layouts_of((batch, width), shape)))),
     )
     made = autoshard.evaluate(
         step, weights, X.update(shape=(batch, width)), mesh=mesh, in_shardings=specs, topology=v5e(shape),

@@ -39,6 +39,7 @@ def step(weights, batch):
 
 def arrays(tree):
     """The leaves as NumPy arrays, PRNG keys as their data."""
+
     def plain(leaf):
         is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(leaf) if is_key else leaf)

@@ -54,7 +54,6 @@ def formulated(name: str, machine: str, share: float) -> Formulation:
 def clock(monkeypatch, speed: float):
     """While it lasts, the clocks that Python tells go this many times as fast."""
 
-
     def scaled(real):
         start = real()
         return lambda: start + speed * (real() - start)

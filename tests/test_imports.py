@@ -1,14 +1,19 @@
 """Importing autoshard starts nothing; its imports run one way; its public names are documented."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
 import autoshard
+import autoshard.solver
 
 PACKAGE = Path(autoshard.__file__).parent
 
@@ -251,9 +256,39 @@ def test_the_import_check_sees_planted_faults(planted, fault):
     assert result.returncode and fault in result.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", getattr(autoshard, "__all__", ()))
-def test_public_names_have_docstrings(name):
-    value = getattr(autoshard, name)
-    doc = value.__doc__
-    # dataclasses write a signature as docstring where there is none
-    assert doc and not doc.startswith(f"{name}("), f"autoshard.{name} has no docstring"
+def has_docstring(name: str, value: object) -> bool:
+    """Whether somebody wrote a docstring; dataclasses write their signature where there is none."""
+    own = value.func if isinstance(value, cached_property) else getattr(value, "__func__", value)
+    doc = vars(own).get("__doc__") if isinstance(own, type) else own.__doc__
+    return bool(doc and doc.strip()) and not doc.startswith(f"{name.rpartition('.')[2]}(")
+
+
+def undocumented(module: str, names: Iterable[str]) -> list[str]:
+    """Public names of a module without a docstring, and the public methods and properties of its classes without."""
+    home = importlib.import_module(module)
+    found = {f"{module}.{name}": getattr(home, name) for name in names}
+    for name, value in list(found.items()):
+        if isinstance(value, type):
+            members = {f"{name}.{member}": one for member, one in vars(value).items() if not member.startswith("_")}
+            kinds = (FunctionType, property, cached_property, classmethod, staticmethod)
+            found |= {member: one for member, one in members.items() if isinstance(one, kinds)}
+    return [name for name, value in found.items() if not has_docstring(name, value)]
+
+
+ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
+PUBLIC = [("autoshard", autoshard.__all__), ("autoshard.solver", autoshard.solver.__all__)]
+PUBLIC += [("autoshard.api", ["Autosharded"]), ("autoshard.errors", ERRORS)]
+
+
+@pytest.mark.parametrize("module, names", PUBLIC, ids=[module for module, _ in PUBLIC])
+def test_public_names_have_docstrings(module, names):
+    assert undocumented(module, names) == []
+
+
+def test_a_missing_docstring_is_found(monkeypatch):
+    monkeypatch.setattr(autoshard.Topology.save, "__doc__", None)
+    monkeypatch.setattr(autoshard.evaluate, "__doc__", " ")
+    monkeypatch.setattr(autoshard.Link, "__doc__", "Link(latency: float, bandwidth: float)")
+    assert undocumented("autoshard", ["Link", "Topology", "evaluate"]) == [
+        *("autoshard.Link", "autoshard.evaluate", "autoshard.Topology.save"),
+    ]

@@ -111,6 +111,7 @@ TRACED: dict[str, Program] = {name: trace(fn, (W, X), {}) for name, fn in PROGRA
 @st.composite
 def annotations(draw, program: Program) -> Annotations:
     """Any layouts for the values of `program`, for the copies its readers share, and for its operands."""
+
     def layout(value: Value) -> Layout:
         return draw(st.sampled_from(layouts_of(value.shape, {"x": 4, "y": 2})))
 

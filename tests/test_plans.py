@@ -275,9 +275,7 @@ def fully_sharded(hides, monkeypatch, **machine):
 
 def test_what_runs_behind_compute_is_not_waited_for(monkeypatch):
     """Of all of it, any number of gathers would cost nothing, and be as good as one."""
-    plain, quarter, half, most = (
-        fully_sharded({"all_gather": share}, monkeypatch) for share in (0.0, 0.25, 0.5, 0.9)
-    )
+    plain, quarter, half, most = (fully_sharded({"all_gather": share}, monkeypatch) for share in (0.0, 0.25, 0.5, 0.9))
     gathering = 1e-6 + 1.2 * (4e-6 + 256 / 1e9 * 7 / 8)  # 8 x 8 floats over 4 devices, then 2; other figures: prices
     assert "all_gather" in {one.kind for one in plain.collectives}
     for predicted, share in ((plain, 0.0), (quarter, 0.25), (half, 0.5), (most, 0.9)):

@@ -60,8 +60,9 @@ TRANSFORMED = {
     "checkpoint": lambda f: lambda w, x: jax.grad(jax.checkpoint(lambda w: total(f(w, x[0]))))(w),
     "scan": lambda f: lambda w, x: lax.scan(lambda w, row: (w, f(w, row)), w, x),
     "jit of scan": lambda f: jax.jit(lambda w, x: lax.scan(lambda w, row: (w, f(w, row)), w, x)),
-    "while": lambda f: lambda w, x: lax.fori_loop(
-        0, 3, lambda i, w: w - jax.grad(lambda w: total(f(w, jnp.asarray(x)[i])))(w), w),
+    "while": lambda f: (
+        lambda w, x: lax.fori_loop(0, 3, lambda i, w: w - jax.grad(lambda w: total(f(w, jnp.asarray(x)[i])))(w), w)
+    ),
     "cond": lambda f: lambda w, x: lax.cond(w[0, 0] > 0, lambda: f(w, x[0]), lambda: f(w, x[1])),
     "pmap": lambda f: jax.pmap(f, in_axes=(None, 0), devices=jax.devices()[:6]),
     "shard_map": lambda f: jax.shard_map(f, mesh=MESH, in_specs=(P(), P()), out_specs=P(), check_vma=False),
@@ -193,9 +194,7 @@ OPTIMIZED = {
     "recomputed": jax.value_and_grad(lambda w, x: jax.checkpoint(lambda x: steep(remat_odd(x, w)))(x).sum()),
     "value of a vjp": lambda w, x: jax.vjp(lambda w: remat_odd(x, w), w)[0].sum(),
     "batched": jax.value_and_grad(lambda w, x: jax.vmap(lambda row: remat_odd(row[None], w).sum())(x).sum()),
-    "in a scan": jax.value_and_grad(
-        lambda w, x: lax.scan(lambda c, _: (remat_odd(c, w), None), x, length=3)[0].sum()
-    ),
+    "in a scan": jax.value_and_grad(lambda w, x: lax.scan(lambda c, _: (remat_odd(c, w), None), x, length=3)[0].sum()),
 }
 
 

@@ -177,8 +177,10 @@ def dtype_of(shape: str) -> str:
     """
     dtype = _ARRAY.search(shape)[1]
     kind, bits, rest = re.match(r"([a-z]+)(\d*)(\w*)", dtype).groups()
-    return {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex", "pred": "bool"}[kind] + bits + (
-        f"_{rest}" if rest else ""
+    return (
+        {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex", "pred": "bool"}[kind]
+        + bits
+        + (f"_{rest}" if rest else "")
     )
 
 

@@ -221,6 +221,7 @@ def traffic(collectives: Iterable[Collective]) -> Traffic:
 
 def as_all_reduces(collectives: Iterable[Collective], mesh: MeshShape) -> list[Collective]:
     """What XLA's partitioner makes of reduce_scatters where nothing turns it back: all_reduces of the whole."""
+
     def shown(one: Collective) -> Collective:
         return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
 

@@ -61,9 +61,7 @@ def parts_of_mesh(mesh: Mesh, chip: Chip) -> dict[str, Parts]:
     return {axis: _parts_along(lines[axis], extents, whole, chip) for axis in lines}
 
 
-def _parts_along(
-    lines: np.ndarray, extents: Sequence[int], whole: Sequence[Link], chip: Chip
-) -> Parts:
+def _parts_along(lines: np.ndarray, extents: Sequence[int], whole: Sequence[Link], chip: Chip) -> Parts:
     """What an axis runs over, from the places along it, [..., device, coordinate]."""
     size = lines.shape[-2]
     lines = np.sort(lines.reshape(-1, *lines.shape[-2:]), axis=1)

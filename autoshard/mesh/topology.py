@@ -56,8 +56,11 @@ class Topology:
     def __hash__(self) -> int:  # the generated one fails on dicts
         return hash(
             (
-                frozenset(self.links.items()), self.memory_bytes, self.memory_bandwidth,
-                frozenset(self.flops.items()), self.cache,
+                frozenset(self.links.items()),
+                self.memory_bytes,
+                self.memory_bandwidth,
+                frozenset(self.flops.items()),
+                self.cache,
             )
         )
 
@@ -65,6 +68,9 @@ class Topology:
         """FLOP/s for a dtype or its name; one without a rate of its own runs at that of its nearest kin.
 
         Floats of 16 bits or less are tried as bfloat16, then everything as float32, then as the slowest rate known.
+
+        Raises:
+            MeshError: the topology has no rates.
         """
         name = str(dtype)
         if not self.flops:
@@ -76,7 +82,11 @@ class Topology:
         return min(self.flops.values())
 
     def check(self, mesh_shape: MeshShape) -> None:
-        """Raise MeshError unless every axis of more than one device has a link, and one for as many devices."""
+        """Checks that the topology has what a mesh needs.
+
+        Raises:
+            MeshError: an axis of more than one device has no link, or one for another number of devices.
+        """
         for axis, size in mesh_shape.items():
             if size == 1:
                 continue

@@ -384,9 +384,7 @@ class _Formulator:
             ]
             self._hold(len(self.program.arguments) + gradient.index, start, end, np.array(alone))
 
-    def _hold_images(
-        self, index: int, kepts: tuple[Kept, ...], minor: tuple[int, int], spans: Sequence[Span]
-    ) -> None:
+    def _hold_images(self, index: int, kepts: tuple[Kept, ...], minor: tuple[int, int], spans: Sequence[Span]) -> None:
         """What an argument holds beside its home while convolutions read it, as images lie."""
         value = self.program.arguments[index]
         laid_out = np.array([self.prices.image_bytes(value, kept.copy, minor) for kept in kepts])

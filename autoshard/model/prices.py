@@ -506,9 +506,7 @@ class Prices:
         place = itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
         return (
-            tuple(
-                tuple((places[value.id], *sizes(value)) for value in self._read(use.value)) for use in group.uses
-            ),
+            tuple(tuple((places[value.id], *sizes(value)) for value in self._read(use.value)) for use in group.uses),
             tuple((sizes(use.value), use.dims) for use in group.uses),
             tuple((sizes(made.value), made.dims) for made in group.made),
             tuple(group.sizes.items()),

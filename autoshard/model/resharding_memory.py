@@ -157,6 +157,4 @@ def _gathers_inside(source: Layout, target: Layout) -> bool:
 
     A matrix is read either way round, and stays as it is.
     """
-    return len(source) > 2 and any(
-        len(split) > len(whole) for split, whole in zip(source[1:], target[1:], strict=True)
-    )
+    return len(source) > 2 and any(len(split) > len(whole) for split, whole in zip(source[1:], target[1:], strict=True))

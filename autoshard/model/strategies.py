@@ -119,8 +119,9 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         if folds_by_hand(group.equations[0]):  # over all of them at once
             split = {axis for axes in gathers for axis in axes}
             gathers = [tuple(axis for axis in mesh if axis in split)]
-        yield leaves, tuple(
-            Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found
+        yield (
+            leaves,
+            tuple(Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found),
         )
         return
     yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))

@@ -80,10 +80,12 @@ class PlanData:
 
     @cached_property
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
+        """One sharding per flat argument, in the order of `arguments`."""
         return tuple(map(self._sharding, self.arguments))
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
+        """One sharding per flat result, in the order of `results`."""
         return tuple(map(self._sharding, self.results))
 
     def _sharding(self, placed: PlacedArray) -> NamedSharding:

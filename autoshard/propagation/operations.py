@@ -33,15 +33,19 @@ from autoshard.propagation.rule import Dims, Rule
 from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
 
 # What keeps the dims of a tensor, and what cuts a piece out of one or puts it there: that, forward only, goes with it.
-_KEEPS_DIMS = frozenset(ELEMENTWISE) | CONSTRAINTS | {
-    "branch_join",
-    "optimization_barrier",
-    "reshape",
-    "scan_carry",
-    "scan_const",
-    "squeeze",
-    "transpose",
-}
+_KEEPS_DIMS = (
+    frozenset(ELEMENTWISE)
+    | CONSTRAINTS
+    | {
+        "branch_join",
+        "optimization_barrier",
+        "reshape",
+        "scan_carry",
+        "scan_const",
+        "squeeze",
+        "transpose",
+    }
+)
 _CUTS = frozenset({"dynamic_slice", "dynamic_update_slice", "scan_slice", "scan_stack"})
 _SPLITS = frozenset({"split", "unstack"})
 _STACKS = frozenset({"scan_stack", "stack"})

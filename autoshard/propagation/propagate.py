@@ -84,9 +84,7 @@ class Layouts:
     origins: Mapping[int, tuple[Origin, ...]]  # value id -> one per axis that splits it
 
 
-def propagate_layouts(
-    program: Program, rules: Sequence[Rule], mesh: MeshShape, fixed: Mapping[int, Layout]
-) -> Layouts:
+def propagate_layouts(program: Program, rules: Sequence[Rule], mesh: MeshShape, fixed: Mapping[int, Layout]) -> Layouts:
     """The layout of every value, spread from those that are fixed and those that the program's constraints give.
 
     Args:
@@ -335,9 +333,7 @@ def _grown(
     return axes_of
 
 
-def _common_axes(
-    factor: str, sources: Sequence[_Projection], others: Sequence[_Projection], one_way: bool
-) -> Axes:
+def _common_axes(factor: str, sources: Sequence[_Projection], others: Sequence[_Projection], one_way: bool) -> Axes:
     """The longest axes that every tensor's are a prefix of, up to the first disagreement.
 
     Args:
@@ -362,9 +358,7 @@ def _common_axes(
     return common
 
 
-def _within_factor(
-    factor: str, axes: Axes, projection: _Projection, sizes: Mapping[str, int], mesh: MeshShape
-) -> Axes:
+def _within_factor(factor: str, axes: Axes, projection: _Projection, sizes: Mapping[str, int], mesh: MeshShape) -> Axes:
     """The prefix of `axes` that this tensor's factor has already or can take."""
     there = projection.axes[factor]
     if factor in projection.closed or factor in projection.overflow:

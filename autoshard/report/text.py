@@ -105,7 +105,8 @@ def _arguments(plan: PlanData) -> str:
 def _results(plan: PlanData) -> str:
     """The results, without those that lie as the argument whose place they take."""
     as_before = {
-        result for argument, result in plan.carried.items()
+        result
+        for argument, result in plan.carried.items()
         if plan.results[result].layout == plan.arguments[argument].layout
     }
     others = [placed for i, placed in enumerate(plan.results) if i not in as_before]
@@ -118,8 +119,13 @@ def _results(plan: PlanData) -> str:
 def _placed_table(title: str, placed: Sequence[PlacedArray]) -> str:
     lines = folded(placed)
     rows = [
-        (name, f"x{len(same)}" if len(same) > 1 else "", same[0].type,
-         spec_text(same[0].layout), bytes_text(sum(one.local_bytes for one in same)))
+        (
+            name,
+            f"x{len(same)}" if len(same) > 1 else "",
+            same[0].type,
+            spec_text(same[0].layout),
+            bytes_text(sum(one.local_bytes for one in same)),
+        )
         for name, same in lines[:_LINES]
     ]
     if rest := [one for _, same in lines[_LINES:] for one in same]:

@@ -47,11 +47,25 @@ XY = mesh_of((4, 2), ("x", "y"))
 XYZ = mesh_of((2, 2, 2), ("x", "y", "z"))
 PROGRAMS = [
     # a contraction split over y: every device holds 16x32/4 float32 of the result
-    ("matmul", lambda a, b: a @ b, XY, (P("x", "y"), P("y")), P("x"), ((16, 8), (8, 32)),
-     [("all_reduce", ("y",), 1, 16 // 4 * 32 * 4)]),
+    (
+        "matmul",
+        lambda a, b: a @ b,
+        XY,
+        (P("x", "y"), P("y")),
+        P("x"),
+        ((16, 8), (8, 32)),
+        [("all_reduce", ("y",), 1, 16 // 4 * 32 * 4)],
+    ),
     # over both: the result is whole
-    ("matmul over two axes", lambda a, b: a @ b, XY, (P(None, ("x", "y")), P(("x", "y"))), P(), ((16, 8), (8, 32)),
-     [("all_reduce", ("x", "y"), 1, 16 * 32 * 4)]),
+    (
+        "matmul over two axes",
+        lambda a, b: a @ b,
+        XY,
+        (P(None, ("x", "y")), P(("x", "y"))),
+        P(),
+        ((16, 8), (8, 32)),
+        [("all_reduce", ("x", "y"), 1, 16 * 32 * 4)],
+    ),
     ("gather", lambda a: a * 2, XY, P("x"), P(), ((16, 8),), [("all_gather", ("x",), 1, 16 * 8 * 4)]),
     ("gather minor", lambda a: a * 2, XYZ, P(None, "y"), P(), ((16, 8),), [("all_gather", ("y",), 1, 16 * 8 * 4)]),
     ("gather two", lambda a: a * 2, XYZ, P(("x", "z")), P(), ((16, 8),), [("all_gather", ("x", "z"), 1, 16 * 8 * 4)]),
@@ -59,16 +73,44 @@ PROGRAMS = [
     ("transpose", lambda a: a * 2, XY, P("x"), P(None, "x"), ((16, 8),), [("all_to_all", ("x",), 1, 16 * 8 // 4 * 4)]),
     ("permute", lambda a: a * 2, XYZ, P("x"), P("y"), ((16, 8),), [("collective_permute", ("x", "y"), 1, 16 * 4 * 4)]),
     # said to be for a product, but no turn of a windowed einsum: nobody who has the right rows already moves any
-    ("permute and multiply", lambda a, b: a @ b, XYZ, (P("x"), P()), P("y"), ((16, 8), (8, 32)),
-     [("collective_permute", ("x", "y"), 1, 16 // 2 * 8 * 4)]),
+    (
+        "permute and multiply",
+        lambda a, b: a @ b,
+        XYZ,
+        (P("x"), P()),
+        P("y"),
+        ((16, 8), (8, 32)),
+        [("collective_permute", ("x", "y"), 1, 16 // 2 * 8 * 4)],
+    ),
     # combined into one all-reduce of a tuple: 4x8 and 8x2 float32
-    ("combined", lambda a, b: (a.sum(0), b.sum(0)), XY, (P("x"), P("x")), P(), ((16, 32), (16, 2)),
-     [("all_reduce", ("x",), 1, (32 + 2) * 4)]),
+    (
+        "combined",
+        lambda a, b: (a.sum(0), b.sum(0)),
+        XY,
+        (P("x"), P("x")),
+        P(),
+        ((16, 32), (16, 2)),
+        [("all_reduce", ("x",), 1, (32 + 2) * 4)],
+    ),
     # five turns, each finishing [4, 8] float32 over y
-    ("scan", scanned, XY, (P(None, "y"), P("x", "y")), P("x", "y"), ((5, 8, 8), (16, 8)),
-     [("all_reduce", ("y",), 5, 5 * 4 * 8 * 4)]),
-    ("while", looped_to(7), XY, (P("y"), P("x", "y")), P("x", "y"), ((8, 8), (16, 8)),
-     [("all_reduce", ("y",), 7, 7 * 4 * 8 * 4)]),
+    (
+        "scan",
+        scanned,
+        XY,
+        (P(None, "y"), P("x", "y")),
+        P("x", "y"),
+        ((5, 8, 8), (16, 8)),
+        [("all_reduce", ("y",), 5, 5 * 4 * 8 * 4)],
+    ),
+    (
+        "while",
+        looped_to(7),
+        XY,
+        (P("y"), P("x", "y")),
+        P("x", "y"),
+        ((8, 8), (16, 8)),
+        [("all_reduce", ("y",), 7, 7 * 4 * 8 * 4)],
+    ),
 ]
 
 
@@ -117,26 +159,48 @@ def test_source_is_the_users_line():
 
 # One instruction as XLA prints it on GPU or in newer versions: (text, mesh, expected)
 FORMS = [
-    ("(f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%p), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}",
-     ("all_gather", ("x",), 1, 8 * 4 * 4)),
-    ("((f32[2]{0}, bf16[2]{0}), (f32[8]{0}, bf16[8]{0})) all-gather-start(%p, %q), replica_groups=[2,4]<=[4,2]T(1,0)",
-     ("all_gather", ("x",), 1, 8 * 4 + 8 * 2)),
-    ("f32[8,4]{1,0:T(8,128)} all-reduce-start(%p), replica_groups=mesh['x'=4,'y'=2] {'y'}, to_apply=%add",
-     ("all_reduce", ("y",), 1, 8 * 4 * 4)),
-    ("((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p), replica_groups=mesh['a'=4,'b'=2] {'a'}, to_apply=%add",
-     ("reduce_scatter", ("x",), 1, 2 * 4 * 4)),
-    ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0},{2,2}}",
-     ("collective_permute", ("y",), 1, 8 * 4)),
-    ("pred[8,4]{1,0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add",
-     ("reduce_scatter", ("x", "y"), 1, 8 * 4)),
-    ("s4[8,4]{1,0} all-to-all(%p), replica_groups=mesh['x'=4,'y'=2] {'x':(2)2}, dimensions={0}",
-     ("all_to_all", ("x",), 1, 8 * 4 // 2)),
-    ("f32[8]{0} all-reduce(%p), replica_groups=mesh['x'=4,'y'=2] {'x':(1)2}, to_apply=%add",
-     ("all_reduce", ("x",), 1, 8 * 4)),
-    ("f32[8]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, to_apply=%add",
-     ("all_reduce", ("x",), 1, 8 * 4)),
-    ("f32[8]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}, to_apply=%add",
-     ("all_reduce", ("x",), 1, 8 * 4)),
+    (
+        "(f32[2,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%p), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}",
+        ("all_gather", ("x",), 1, 8 * 4 * 4),
+    ),
+    (
+        "((f32[2]{0}, bf16[2]{0}), (f32[8]{0}, bf16[8]{0})) all-gather-start(%p, %q), "
+        "replica_groups=[2,4]<=[4,2]T(1,0)",
+        ("all_gather", ("x",), 1, 8 * 4 + 8 * 2),
+    ),
+    (
+        "f32[8,4]{1,0:T(8,128)} all-reduce-start(%p), replica_groups=mesh['x'=4,'y'=2] {'y'}, to_apply=%add",
+        ("all_reduce", ("y",), 1, 8 * 4 * 4),
+    ),
+    (
+        "((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p), "
+        "replica_groups=mesh['a'=4,'b'=2] {'a'}, to_apply=%add",
+        ("reduce_scatter", ("x",), 1, 2 * 4 * 4),
+    ),
+    (
+        "(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0},{2,2}}",
+        ("collective_permute", ("y",), 1, 8 * 4),
+    ),
+    (
+        "pred[8,4]{1,0} reduce-scatter(%p), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add",
+        ("reduce_scatter", ("x", "y"), 1, 8 * 4),
+    ),
+    (
+        "s4[8,4]{1,0} all-to-all(%p), replica_groups=mesh['x'=4,'y'=2] {'x':(2)2}, dimensions={0}",
+        ("all_to_all", ("x",), 1, 8 * 4 // 2),
+    ),
+    (
+        "f32[8]{0} all-reduce(%p), replica_groups=mesh['x'=4,'y'=2] {'x':(1)2}, to_apply=%add",
+        ("all_reduce", ("x",), 1, 8 * 4),
+    ),
+    (
+        "f32[8]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, to_apply=%add",
+        ("all_reduce", ("x",), 1, 8 * 4),
+    ),
+    (
+        "f32[8]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'b'}, to_apply=%add",
+        ("all_reduce", ("x",), 1, 8 * 4),
+    ),
     ("f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add", ("all_reduce", ("x", "y"), 1, 8 * 4)),
     ("f8e4m3fn[8]{0} all-reduce(%p), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add", None),
     ("f32[8]{0} collective-permute(%p), source_target_pairs={{0,0},{1,1}}", None),

@@ -77,9 +77,7 @@ def test_between_start_and_done_it_is_hidden(share, exposed):
 
 @pytest.mark.parametrize("axis, exposed", [("x", 1.5), ("y", 0.5)])
 def test_links_of_one_axis_carry_one_after_the_other(axis, exposed):
-    schedule = found(
-        start("s", "x", 1), start("t", axis, 2), work("w1", cycles(0.5)), done("d", "s"), done("e", "t")
-    )
+    schedule = found(start("s", "x", 1), start("t", axis, 2), work("w1", cycles(0.5)), done("d", "s"), done("e", "t"))
     assert schedule.communication["all_gather"] == near(2 * TAKES["x"])
     assert schedule.exposed["all_gather"] == near(exposed * TAKES["x"])
 

@@ -227,14 +227,18 @@ WARNED = Rematerialization(
 )
 
 
-@pytest.mark.parametrize("name, called", [
-    ("arguments[1]", "state/b"),
-    ("jit(run)/arguments[3]", "options/scale"),
-    ("jit(run)/arguments[2]/sharding_constraint", "x"),
-    ("jit(run)/dot_general", None),
-])
+@pytest.mark.parametrize(
+    "name, called",
+    [
+        ("arguments[1]", "state/b"),
+        ("jit(run)/arguments[3]", "options/scale"),
+        ("jit(run)/arguments[2]/sharding_constraint", "x"),
+        ("jit(run)/dot_general", None),
+    ],
+)
 def test_arguments_have_their_users_names(name, called):
     """XLA calls them by where the lowered step has them."""
+
     def step(state, x, *, options):
         return jax.tree.map(lambda leaf: leaf * x * options["scale"], state)
 

@@ -233,7 +233,8 @@ def test_microbatches(case):
     assert grouped == [["reshape", "sharding_constraint"] if together else ["sharding_constraint"]]
     np.testing.assert_allclose(step(w, x), np.tanh(x @ w).sum(), rtol=1e-5)
     assert any(layout == layout_of(spec, 3) for layout in step.plan(w, x).annotations.homes.values()) or case in (
-        "what splits neither evenly", "an open dim and a minor one"
+        "what splits neither evenly",
+        "an open dim and a minor one",
     )
 
 

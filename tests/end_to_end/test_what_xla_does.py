@@ -75,6 +75,7 @@ def update(state, gradients):
 
 def accumulating(state, batches):
     """One step on the sum of the batches' gradients."""
+
     def add(total, batch):
         return jax.tree.map(jnp.add, total, jax.grad(loss_of)(state[0], *batch)), None
 
@@ -84,6 +85,7 @@ def accumulating(state, batches):
 
 def several(state, batches):
     """A step per batch."""
+
     def once(state, batch):
         return update(state, jax.grad(loss_of)(state[0], *batch)), None
 
@@ -127,6 +129,7 @@ def test_what_follows_need_not_be_said(name):
 @pytest.mark.parametrize("tokens, is_said", [(8, False), (9, True)])
 def test_what_may_be_split_unevenly_is_said(tokens, is_said):
     """XLA splits nine tokens in four if what they come from is split so, which no plan does."""
+
     def step(weight, token, patches):
         x = jnp.concatenate([jnp.broadcast_to(token, (8, tokens - 4, 16)), patches], axis=1)
         return jnp.sum(jnp.tanh(x @ weight))
@@ -142,6 +145,7 @@ def test_what_may_be_split_unevenly_is_said(tokens, is_said):
 @pytest.mark.parametrize("told", [True, False])
 def test_sums_that_xla_slices_stay_where_they_are_summed(told):
     """Told of the slices alone, XLA splits a lookup in a split dim as they are, and moves what it reads."""
+
     def step(logits, labels):
         logits = jax.lax.with_sharding_constraint(logits, jax.P("x", None, "y"))
         picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)

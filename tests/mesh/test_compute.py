@@ -44,8 +44,13 @@ def check(fn, *args, tolerance=0.0):
 
 def conv(strides=(1, 1), lhs_dilation=(1, 1), groups=1, batch_groups=1):
     return lambda x, k: lax.conv_general_dilated(
-        x, k, strides, [(0, 0), (0, 0)], lhs_dilation,
-        feature_group_count=groups, batch_group_count=batch_groups,
+        x,
+        k,
+        strides,
+        [(0, 0), (0, 0)],
+        lhs_dilation,
+        feature_group_count=groups,
+        batch_group_count=batch_groups,
     )
 
 
@@ -89,13 +94,21 @@ ONE_EQUATION = [  # (primitive, program, arguments, FLOPs)
     ("fft", lambda x: lax.fft(x, "rfft", (16,)), (array(4, 16),), 2.5 * 64 * 4),
     ("cholesky", lax.linalg.cholesky, (array(3, 6, 6),), 3 * 6**3 / 3),
     ("lu", lambda x: lax.linalg.lu(x)[0], (array(6, 6),), 2 * 6**3 / 3),
-    ("triangular_solve", lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True),
-     (array(6, 6), array(6, 2)), 6 * 12),
+    (
+        "triangular_solve",
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True),
+        (array(6, 6), array(6, 2)),
+        6 * 12,
+    ),
     ("dynamic_slice", lambda x: lax.dynamic_slice(x, (1,), (4,)), (array(8),), 0),
     ("scatter-add", lambda x, u: x.at[jnp.array([1, 2])].add(u), (array(8, 4), array(2, 4)), 8),
     ("gather", lambda x: x[jnp.array([1, 2])], (array(8, 4),), 0),
-    ("reduce_window_max", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"),
-     (array(8, 8),), 64),
+    (
+        "reduce_window_max",
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"),
+        (array(8, 8),),
+        64,
+    ),
     ("exp", jnp.exp, (array(8, 4),), 32),
     ("select_n", lax.select, (array(8, dtype=bool), array(8), array(8)), 8),
 ]

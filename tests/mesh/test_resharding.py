@@ -134,7 +134,6 @@ def test_an_uneven_dim_is_padded():
     assert step == Step("all_gather", ("x",), 12 * 4)
 
 
-
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 4, 2), (8, 8)])
 def test_what_is_found_for_layouts_alike_is_found_for_each(sizes):
     """Whole dims are left out and axes of one size renamed; that changes nothing, and what depends on them is told."""

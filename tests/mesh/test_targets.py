@@ -144,6 +144,8 @@ COMPILED = {  # machine -> bytes by kind and axes; TPU gathers what products rea
     "h100:2x4": {("all_gather", ("x",)): 2 * 4 * UP, ("reduce_scatter", ("x",)): 2 * 4 * UP // 2,
                  ("all_reduce", ("y",)): 4 * SUM, ("all_reduce", ("x",)): 4},
 }  # fmt: skip
+
+
 @pytest.mark.parametrize("machine", COMPILED)
 def test_a_plan_for_a_machine_that_is_not_there(machine):
     needs(machine)
@@ -281,6 +283,7 @@ def test_a_slice_takes_an_operation(machine):
 
 def heads_step(weights, x):
     """Gradients of [512, 16, 64], which lie split along each of their dims, and of [512, 2048]."""
+
     def loss(weights):
         heads = sum(jnp.einsum("bm,mhd->bhd", x, w) for w in weights["heads"])
         return jnp.sum(jnp.tanh(heads.reshape(len(x), -1) @ weights["out"]) ** 2)
@@ -354,9 +357,7 @@ def test_gpu_pads_as_it_reads():
     needs("h100")
 
     def scanned(x):
-        decayed = jax.lax.associative_scan(
-            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.exp(-x), x * x), axis=1
-        )
+        decayed = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.exp(-x), x * x), axis=1)
         return jnp.sum(decayed[1], axis=2)
 
     mesh = AbstractMesh((8,), ("x",))

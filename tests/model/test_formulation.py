@@ -113,6 +113,7 @@ def test_the_best_choice_by_hand():
 @pytest.mark.parametrize("first, second", ["ab", "ba"])
 def test_arguments_alike_that_are_read_otherwise_cost_otherwise(first, second):
     """One is read by a loop, which waits for it; the other is not, and half of its gather runs behind compute."""
+
     def step(state, x):
         layers, other = state[first], state[second]
         x = jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(jnp.tanh(x @ layers[0]) @ layers[1]), x)
@@ -155,6 +156,7 @@ def chosen(formulation: Formulation, group: int, leaves, finish: str | None = No
 
 def test_reductions_wait_for_each_other():
     """None of three unreduced products is read before all are made: XLA's CPU backend reduces them together."""
+
     def three(x, a, b, c):
         return (jnp.sin(x @ a) * (x @ b) + x @ c).sum(0)
 
@@ -240,12 +242,15 @@ def test_a_gather_of_an_inner_dim_is_transposed():
     assert formulation.peak_bytes([1, 0]) == int(HEAP * 4 * 96)
 
 
-@pytest.mark.parametrize("source, made, together", [
-    ((("x",), ()), None, False),
-    ((("x",), ()), 1, True),  # not stored until it is used, and resharded as soon as it is there
-    (((), ("x",)), 1, True),
-    ((("x",), ()), 5, False),
-])
+@pytest.mark.parametrize(
+    "source, made, together",
+    [
+        ((("x",), ()), None, False),
+        ((("x",), ()), 1, True),  # not stored until it is used, and resharded as soon as it is there
+        (((), ("x",)), 1, True),
+        ((("x",), ()), 5, False),
+    ],
+)
 def test_what_is_not_stored_is_resharded_when_it_is_made(source, made, together):
     formulation = formulated(lambda x: jnp.sin(jnp.cos(x)), f32(8, 6), mesh=LINE, topology=TOPOLOGY)
     target = source[::-1]
@@ -263,6 +268,7 @@ def test_what_is_not_stored_is_resharded_when_it_is_made(source, made, together)
 @pytest.mark.parametrize("last_wants_rows", [True, False])
 def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
     """Of a sine that lies by rows and is done again in its readers, the gathered copy goes with the last to want it."""
+
     def fn(x, w, v):
         sine = jnp.sin(x)
         return sine @ w, sine @ v
@@ -288,6 +294,7 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
 @pytest.mark.parametrize("rows, still_there", [(True, True), (False, False)])
 def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
     """A sine, by rows, that one product reads at the end: by columns, it is moved when it is made, and x can go."""
+
     def fn(x, w):
         y = x @ w
         sine = jnp.sin(y)

@@ -382,7 +382,9 @@ CONSTANTS = {  # a step, what its loops only read -> bytes of all that the loop 
     "nothing that is added": (turning(lambda h, w, v: h @ h + w), [], []),
     "nothing in a single turn": (turning(lambda h, w, v: h @ w, length=1), [], []),
     "nor in an unknown number of them": (
-        lambda x, w, v: jax.lax.while_loop(lambda h: h[0, 0] > 0, lambda h: h @ w, x), [], [],
+        lambda x, w, v: jax.lax.while_loop(lambda h: h[0, 0] > 0, lambda h: h @ w, x),
+        [],
+        [],
     ),
     "nor a number": (turning(lambda h, w, v: h * 2.0), [], []),
 }
@@ -596,6 +598,7 @@ def test_the_tables_of_compilers_can_fail(monkeypatch):
 
 def test_what_is_stacked_beside():
     """The inner loop stacks 3 x 8 floats beside what it makes, the outer one twice that, and nothing lies outside."""
+
     def inner(x, w):
         return jnp.sin(x @ w), x.sum(1)
 

@@ -170,6 +170,7 @@ def test_repeated_operands(case):
 
 def test_scratch_of_max_pooling():
     """An index per dim, and the values."""
+
     def pooled(x):
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum()
 

@@ -175,9 +175,7 @@ def assert_computes(fn, join, group, strategy: Strategy, mesh, arrays) -> None:
 
 def run_all(fn, shapes, join, mesh, damage=lambda strategy: strategy) -> None:
     (group,) = grouped(fn, *(f32(*shape) for shape in shapes))
-    arrays = {
-        use.value.name: np.random.default_rng(i).normal(size=use.value.shape) for i, use in enumerate(group.uses)
-    }
+    arrays = {use.value.name: np.random.default_rng(i).normal(size=use.value.shape) for i, use in enumerate(group.uses)}
     for strategy in strategies_of(group, mesh):
         assert_computes(fn, join, group, damage(strategy), mesh, arrays)
 

@@ -65,14 +65,13 @@ def propagated(
     arguments, results = (
         [_layout(str(attributes), len(aval.shape), mesh_shape) for attributes, aval in zip(attrs, avals, strict=True)]
         for attrs, avals in (
-            (main.attributes["arg_attrs"], closed.in_avals), (main.attributes["res_attrs"], closed.out_avals)
+            (main.attributes["arg_attrs"], closed.in_avals),
+            (main.attributes["res_attrs"], closed.out_avals),
         )
     )
     for layout, spec in zip(arguments, specs, strict=True):
         assert spec is None or layout == layout_of(spec, len(layout)), "Shardy moved a fixed argument"
-    return Propagated(
-        arguments, results, lambda: _inner_layouts(_ran(jitted, leaves, ONLY_PROPAGATE), mesh_shape)
-    )
+    return Propagated(arguments, results, lambda: _inner_layouts(_ran(jitted, leaves, ONLY_PROPAGATE), mesh_shape))
 
 
 def fixed_layouts(program: Program, specs: Sequence[PartitionSpec | None]) -> dict[int, Layout]:

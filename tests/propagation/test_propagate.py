@@ -21,9 +21,7 @@ from autoshard.layout import axes_of
 from autoshard.program import trace
 from autoshard.propagation import propagate_layouts, rules_for
 
-GENERATED = settings(
-    deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
+GENERATED = settings(deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 MESH = {"x": 4, "y": 2}
 BOUNDARIES = {"branch_const", "branch_join", "scan_carry", "scan_const", "scan_slice", "scan_stack"}
 

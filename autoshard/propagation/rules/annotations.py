@@ -37,7 +37,8 @@ def shard_map(equation: Equation) -> Rule:
     builder = RuleBuilder(operands, results)
     given = {}
     for side, shapes, specs in (
-        ("operands", operands, equation.params["in_specs"]), ("results", results, equation.params["out_specs"])
+        ("operands", operands, equation.params["in_specs"]),
+        ("results", results, equation.params["out_specs"]),
     ):
         for tensor, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
             for dim, (size, axes) in enumerate(zip(shape, layout_of(spec, len(shape)), strict=True)):

@@ -57,9 +57,7 @@ def reduction(equation: Equation) -> Rule:
 
 
 @lru_cache(maxsize=4096)
-def _reduction(
-    operands: tuple[Shape, ...], results: tuple[Shape, ...], reduced: Iterable[int], arrays: int
-) -> Rule:
+def _reduction(operands: tuple[Shape, ...], results: tuple[Shape, ...], reduced: Iterable[int], arrays: int) -> Rule:
     """The first `arrays` operands lose the `reduced` dims; the result keeps the others, in order."""
     builder = RuleBuilder(operands, results)
     to = 0

@@ -1,0 +1,125 @@
+"""The pages of the site: the reference has every public name once, the glossary every term once, prose is short.
+
+`mkdocs build --strict` in .ci/run builds it; these tests need no mkdocs.
+"""
+
+import doctest
+import functools
+import importlib.util
+import re
+from collections import Counter
+
+import pytest
+from documents import ROOT
+
+import autoshard
+import autoshard.solver
+
+DOCS = ROOT / "docs"
+NEW_PAGES = [
+    *(ROOT / "CONTRIBUTING.md", DOCS / "glossary.md"),
+    *sorted((DOCS / "how_to").glob("*.md")),
+    *sorted((DOCS / "reference").glob("*.md")),
+]
+
+
+def located(path: str) -> object:
+    """What a dotted path names; a module comes before what has its name in the package."""
+    parts = path.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[split:], found)
+    raise LookupError(path)
+
+
+def entries(reference: str) -> Counter:
+    """What the entries of reference pages name: how often each object."""
+    return Counter(id(located(path)) for path in re.findall(r"^::: (\S+)$", reference, re.MULTILINE))
+
+
+def faults(reference: str) -> list[str]:
+    """Public names that the reference does not have exactly once."""
+    found = entries(reference)
+    modules = {"autoshard": autoshard, "autoshard.solver": autoshard.solver}
+    public = [(f"{module}.{name}", getattr(of, name)) for module, of in modules.items() for name in of.__all__]
+    return [f"{name}: {found[id(value)]} entries" for name, value in public if found[id(value)] != 1]
+
+
+REFERENCE = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
+
+
+def test_the_reference_has_every_public_name_once():
+    assert faults(REFERENCE) == []
+
+
+@pytest.mark.parametrize(
+    "page, expected",
+    [
+        (REFERENCE.replace("::: autoshard.evaluate", ""), "autoshard.evaluate: 0 entries"),
+        (REFERENCE + "\n::: autoshard.solver.solve.solve", "autoshard.solver.solve: 2 entries"),
+    ],
+)
+def test_a_planted_gap_in_the_reference_is_found(page, expected):
+    assert faults(page) == [expected]
+
+
+TERMS = re.findall(r"^\*\*(.+)\*\*\n:   (.+(?:\n    .+)*)$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+
+
+def test_the_glossary_defines_each_term_once_in_one_or_two_sentences():
+    counts = Counter(term.lower() for term, _ in TERMS)
+    assert len(counts) >= 40 and max(counts.values()) == 1
+    assert {term: text for term, text in TERMS if not 1 <= len(sentences(text)) <= 2} == {}
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        *("bound", "donated buffer", "exposed communication", "factor", "gap", "group", "home layout", "incumbent"),
+        *("launch", "layout", "liveness", "neighbourhood", "partial sum", "presolve", "rematerialisation"),
+        *("resharding", "residual", "strategy"),
+    ],
+)
+def test_the_glossary_has_the_terms_that_texts_lean_on(term):
+    assert term in {term.lower() for term, _ in TERMS}
+
+
+def sentences(markdown: str) -> list[str]:
+    """The sentences of a page's prose; blocks of code, tables and headings left out."""
+    text = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^(#|\||:::|<!--).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\s*(- |:   |\*\*.*\*\*$)", "\n\n", text, flags=re.MULTILINE)
+    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
+    parts = (part for paragraph in paragraphs for part in re.split(r"(?<=[.?!])\**\s+", paragraph))
+    return [part for part in parts if re.search(r"\w", part)]
+
+
+@pytest.mark.parametrize("path", NEW_PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_are_short(path):
+    assert ninth_decile(path.read_text()) < 30
+
+
+def ninth_decile(markdown: str) -> int:
+    """Words of a sentence, of ten of which nine are no longer."""
+    lengths = sorted(len(sentence.split()) for sentence in sentences(markdown))
+    return lengths[int(0.9 * (len(lengths) - 1))] if lengths else 0
+
+
+def test_long_sentences_are_found():
+    assert ninth_decile("A word" + " and a word" * 10 + ".") == 32
+
+
+def test_sentences_are_told_apart():
+    page = "# Head\n\nOne two. Three\nfour.\n\n```sh\nfive.\n```\n- six\n"
+    assert sentences(page) == ["One two.", "Three four.", "six"]
+
+
+def test_pages_made_of_files_of_the_repository_link_to_pages():
+    spec = importlib.util.spec_from_file_location("site_hook", DOCS / "site_hook.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    assert doctest.testmod(hook).failed == 0 < doctest.testmod(hook).attempted
+    assert "(docs/" not in "".join(hook.relinked((ROOT / source).read_text()) for source in hook.PAGES)
