@@ -123,6 +123,6 @@ def never_ends(self):
 integer_program._Silent.run, integer_program.LAST_WORDS, integer_program.LEFT_BEHIND = never_ends, 0.1, 0.1
 print(integer_program.cheapest(hard_problem(), None, time_limit=2.0, seed=0).choice)
 """
-    command = [sys.executable, "-c", script, str(Path(__file__).parent)]
+    command = [sys.executable, "-c", script, str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split()) == (0, ["runs", "None"]), done.stderr

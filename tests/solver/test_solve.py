@@ -25,7 +25,7 @@ from autoshard.solver.search import neighbourhoods
 from autoshard.solver.verify import verify
 
 module = sys.modules["autoshard.solver.solve"]  # the package's `solve` is the function
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def test_random_problems():
@@ -224,7 +224,7 @@ def test_ctrl_c_before_any_choice_passes(monkeypatch):
 
 
 def run_python(code: str) -> subprocess.Popen:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -267,7 +267,8 @@ def test_ctrl_c_returns_the_best_so_far(press, problem, compiled):
     imports = (
         "import os, signal, sys, threading, time\n"
         "from problems import hard_problem, large_problem\n"
-        "from autoshard.solver import ilp, solve\n"
+        "from autoshard.solver import solve\n"
+        "from autoshard.solver.exact import integer_program\n"
         "module, press = sys.modules['autoshard.solver.solve'], None\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background ignore it
     )
