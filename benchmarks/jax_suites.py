@@ -71,6 +71,7 @@ KNOWN: dict[str, str] = {  # pattern of "test: detail" -> why it cannot pass
     "*.test_set_mesh_none: *": PLACES,
     "*.test_wsc_mix_axis_types: *": PLACES,
     "*.test_check_arg_error: *": "asserts the words of an error",
+    "*.test_vmap_spmd_axis_name_error: *": "asserts the words of an error",
     "*.test_jit_with_sharding_constraint_committed_inp_error: *": "asserts an error; arguments are moved to the mesh",
     "*.test_device_put_copy_donate: *": "a donated array that has to be moved is copied, and stays",
     "*.test_cache_miss_explanations*": COUNTS,
