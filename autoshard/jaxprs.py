@@ -18,8 +18,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from autoshard.experimental import compute_on, set_xla_metadata
 from autoshard.layout import with_auto_axes
 
-ClosedJaxpr, Jaxpr, JaxprEqn, Literal = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal
-DropVar, Var = core.DropVar, core.Var
+ClosedJaxpr = core.ClosedJaxpr
+DropVar = core.DropVar
+Jaxpr = core.Jaxpr
+JaxprEqn = core.JaxprEqn
+Literal = core.Literal
+Var = core.Var
 
 NO_MESH = AbstractMesh((), ())
 HOST = "pinned_host"  # the memory kind of shardings of arrays in the host's memory
