@@ -157,7 +157,7 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
     if not is_array(jax.typeof(leaf)):
         return leaf
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-        elsewhere = leaf.sharding.device_set - sharding.device_set
+        elsewhere: set[Any] = leaf.sharding.device_set - sharding.device_set
         if elsewhere and leaf.committed:
             raise MeshError(
                 f"{name} lies on devices {sorted(device.id for device in elsewhere)}, which are not in the mesh "

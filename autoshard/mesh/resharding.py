@@ -27,6 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import overload
 
 import numpy as np
 
@@ -216,7 +217,13 @@ class _Group:
     axis_sizes: tuple[int, ...]
     told_apart: set[str]  # DIMS or DEVICES, once what is found depends on them
 
-    def reshard(self, source: _Tiling, target: _Tiling, rematerialize: bool = True) -> _Steps | None:
+    @overload
+    def reshard(self, source: _Tiling, target: _Tiling) -> _Steps: ...
+
+    @overload
+    def reshard(self, source: _Tiling, target: _Tiling, *, rematerialize: bool) -> _Steps | None: ...
+
+    def reshard(self, source: _Tiling, target: _Tiling, *, rematerialize: bool = True) -> _Steps | None:
         """ReshardNoCache; None only without `rematerialize`, where nothing but full replication would do."""
         if source.same(target) or source.replicated:
             return []
