@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -41,7 +41,7 @@ from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.making import make_plan
-from autoshard.program import Program, Value, context, named_refusal, trace
+from autoshard.program import Equation, Program, Value, context, named_refusal, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
 from autoshard.report.text import bytes_text
@@ -51,9 +51,47 @@ from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole
 from autoshard.user_plan import Comparison, Plan
 
+Parameters = ParamSpec("Parameters")  # of a step
+Rest = ParamSpec("Rest")  # of a method, less the instance
+Result = TypeVar("Result")
+
+
+@overload
+def autoshard(
+    fn: Callable[Parameters, Result],
+    *,
+    mesh: Mesh | AbstractMesh,
+    memory: str | float | None = None,
+    topology: Topology | str | None = None,
+    fixed: Mapping[str, PartitionSpec] | None = None,
+    time_limit: float = 60.0,
+    cache: str | Path | None = None,
+    refine: int = 1,
+    ignore_constraints: bool = False,
+    plan: Plan | str | Path | None = None,
+    **jit_keywords: Any,
+) -> Autosharded[Parameters, Result]: ...
+
+
+@overload
+def autoshard(
+    fn: None = None,
+    *,
+    mesh: Mesh | AbstractMesh,
+    memory: str | float | None = None,
+    topology: Topology | str | None = None,
+    fixed: Mapping[str, PartitionSpec] | None = None,
+    time_limit: float = 60.0,
+    cache: str | Path | None = None,
+    refine: int = 1,
+    ignore_constraints: bool = False,
+    plan: Plan | str | Path | None = None,
+    **jit_keywords: Any,
+) -> Callable[[Callable[Parameters, Result]], Autosharded[Parameters, Result]]: ...
+
 
 def autoshard(
-    fn: Callable | None = None,
+    fn: Callable[..., Any] | None = None,
     *,
     mesh: Mesh | AbstractMesh,
     memory: str | float | None = None,
@@ -119,12 +157,16 @@ def autoshard(
     check_jit_keywords(jit_keywords)
     if plan is not None:
         plan = plan.on(options.mesh) if isinstance(plan, Plan) else Plan.load(plan, options.mesh)
-    decorate = functools.partial(Autosharded, options=options, jit_keywords=jit_keywords, given=plan)
+    given = plan
+
+    def decorate(fn: Callable[Parameters, Result]) -> Autosharded[Parameters, Result]:
+        return Autosharded(fn, options=options, jit_keywords=jit_keywords, given=given)
+
     return decorate if fn is None else decorate(fn)
 
 
 def plan(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     mesh: Mesh | AbstractMesh,
     memory: str | float | None = None,
@@ -153,7 +195,13 @@ def plan(
         MeshError: a sharding, the topology or the mesh does not fit the others.
         ArgumentError: an option is of the wrong kind.
     """
-    options = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit, "cache": cache}
+    options: dict[str, Any] = {
+        "memory": memory,
+        "topology": topology,
+        "fixed": fixed,
+        "time_limit": time_limit,
+        "cache": cache,
+    }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 
@@ -168,6 +216,7 @@ class _Compiled:
 
     @property
     def step(self) -> Step:
+        assert self.plan.lowering is not None, "`Autosharded.finish` gives it one"
         return self.plan.lowering.step
 
     @functools.cached_property
@@ -184,20 +233,27 @@ class _Compiled:
 class _Call(NamedTuple):
     """What a call was made with, and ran."""
 
-    signature: tuple  # types of static arguments, these, and the containers of the others
+    signature: tuple[Any, ...]  # types of static arguments, these, and the containers of the others
     compiled: _Compiled
-    run: Callable[..., tuple]  # from flat arguments to flat results
+    run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
 
 
-def _kinds(static: tuple) -> tuple[type, ...]:
+def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
     return tuple(type(value) for _, value in static)
 
 
-class Autosharded:
+class Autosharded(Generic[Parameters, Result]):
     """A function that is planned, compiled and placed on its mesh when it is called."""
 
-    def __init__(self, fn: Callable, *, options: Options, jit_keywords: Mapping[str, Any], given: Plan | None = None):
+    def __init__(
+        self,
+        fn: Callable[Parameters, Result],
+        *,
+        options: Options,
+        jit_keywords: Mapping[str, Any],
+        given: Plan | None = None,
+    ) -> None:
         if not callable(fn):
             raise ArgumentError(f"autoshard decorates a function; {fn!r} cannot be called")
         functools.update_wrapper(self, fn)
@@ -205,15 +261,24 @@ class Autosharded:
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = {name: value for name, value in jit_keywords.items() if name not in TRACE_KEYWORDS}
         self._static = Chosen.of(fn, jit_keywords, "static")
-        self._compiled: dict[tuple, _Compiled] = {}
+        self._compiled: dict[tuple[Any, ...], _Compiled] = {}
         self._planned_before: dict[str, tuple[tuple[Rule, ...], Plan]] = {}  # by the fingerprint of the program
-        self._types_before: dict[tuple, tuple] = {}  # of arguments whose types are ignored, by what else they are
+        # Types of arguments whose types are ignored, by what else they are.
+        self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._last: _Call | None = None  # if all arguments lay as planned
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Autosharded[Concatenate[Any, Rest], Result], instance: object, owner: type | None = None
+    ) -> Callable[Rest, Result]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         static, dynamic = self._static.split(args, kwargs)
         leaves, in_tree = jax.tree.flatten(dynamic)
         signature = _kinds(static), static, in_tree  # what is of another type is not compared
@@ -227,9 +292,11 @@ class Autosharded:
             except (RuntimeError, TypeError, ValueError):
                 refused = True
             else:
-                return last.compiled.step.result(results)
+                earlier: Result = last.compiled.step.result(results)
+                return earlier
         if _by_hand() or _transforms_types(leaves):
-            return jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
+            inner: Result = jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
+            return inner
         compiled = self._prepare(static, dynamic, leaves, in_tree)
         if not isinstance(compiled.plan.mesh, Mesh):
             raise MeshError(
@@ -238,14 +305,16 @@ class Autosharded:
             )
         step = compiled.step
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return step.result(run_transformed(step.transformed, leaves, compiled.plan.mesh))
+            traced: Result = step.result(run_transformed(step.transformed, leaves, compiled.plan.mesh))
+            return traced
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
         # Python that is called back may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
         self._last = _Call(signature, compiled, step.flat, compiled.sentinels) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
-            return step.result(step.flat(*placed))
+            result: Result = step.result(step.flat(*placed))
+            return result
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step is sharded for arguments like these: arrays or ShapeDtypeStructs."""
@@ -253,7 +322,9 @@ class Autosharded:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step, lowered; `.compile()` compiles it for the devices of the mesh."""
-        return self._planned(args, kwargs).plan.lowering()
+        lowering = self._planned(args, kwargs).plan.lowering
+        assert lowering is not None, "`finish` gives it one"
+        return lowering()
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
@@ -264,11 +335,11 @@ class Autosharded:
         """The program under `jax.jit` as the plan says."""
         return _Compiled(replace(plan, lowering=Lowering(program, plan, self._jit_keywords)), program, context())
 
-    def _planned(self, args: tuple, kwargs: dict) -> _Compiled:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Compiled:
         static, dynamic = self._static.split(args, kwargs)
         return self._prepare(static, dynamic, *jax.tree.flatten(dynamic))
 
-    def _prepare(self, static: tuple, dynamic: Arguments, leaves: list, in_tree: Any) -> _Compiled:
+    def _prepare(self, static: tuple[Any, ...], dynamic: Arguments, leaves: list[Any], in_tree: Any) -> _Compiled:
         types = self._types(leaves, static, dynamic)
         key = static, _kinds(static), in_tree, id(context())
         try:
@@ -293,7 +364,7 @@ class Autosharded:
             made = _planned(program, self._options, self.finish, self._planned_before)
         return self.finish(program, made)
 
-    def _types(self, leaves: list, static: tuple, dynamic: Arguments) -> tuple:
+    def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:
             types = tuple(map(type_of, leaves))
         except TypeError as error:
@@ -318,8 +389,7 @@ class Autosharded:
 
         A number is always whole on them, so that one that the step returned is of the type of the first.
         """
-        typed = is_typed_on(type_, self._options.mesh)
-        if typed and (context.empty or context.axis_types == type_[4].mesh.axis_types):
+        if is_typed_on(type_, self._options.mesh) and (context.empty or context.axis_types == type_[4].mesh.axis_types):
             return type_
         is_number = isinstance(type_, tuple) and not type_[0]
         return whole_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
@@ -328,10 +398,13 @@ class Autosharded:
         """Whether it is an explicit mesh of the axes that the step is planned for."""
         return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
 
-    def _trace(self, static: tuple, dynamic: Arguments, types: tuple) -> tuple[Program, tuple]:
+    def _trace(
+        self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+    ) -> tuple[Program, tuple[Any, ...]]:
         """The program, and the types of arguments that it was traced with."""
         args, kwargs = join(static, dynamic)
-        obey, refusals = not self._options.ignore_constraints, []
+        obey = not self._options.ignore_constraints
+        refusals: list[MeshError | None] = []
         set_by_caller = jax.sharding.get_abstract_mesh()
         attempts = self._attempts(types)
         for i, (mesh, tried) in enumerate(attempts):
@@ -351,7 +424,7 @@ class Autosharded:
                 raise
         raise AssertionError("there is an attempt")
 
-    def _attempts(self, types: tuple) -> list[tuple[AbstractMesh, tuple]]:
+    def _attempts(self, types: tuple[Any, ...]) -> list[tuple[AbstractMesh, tuple[Any, ...]]]:
         """Meshes to trace under, and types of arguments to trace with: as `jax.jit` does it, then what is tried if JAX
         refuses the step.
 
@@ -360,6 +433,7 @@ class Autosharded:
         a step that cannot do without.
         """
         context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
+        assert self._options.given_mesh is not None, "`options_of` has it"
         given, opened = self._options.given_mesh.abstract_mesh, tuple(map(without_type, types))
         if not context.empty:
             auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names)), opened
@@ -390,7 +464,7 @@ def _transforms_types(leaves: Sequence[Any]) -> bool:
 
 
 def evaluate(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     mesh: Mesh | AbstractMesh,
     in_shardings: Any,
@@ -428,9 +502,9 @@ def evaluate(
     layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
     ends = {
-        program.results[i].id: layout
+        result.id: layout
         for i, layout in result_layouts(program, out_shardings, mesh_shape).items()
-        if i not in program.carried.values() and isinstance(program.results[i], Value)
+        if i not in program.carried.values() and isinstance(result := program.results[i], Value)
     }
     formulation = formulate(program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend)
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
@@ -441,7 +515,7 @@ def evaluate(
 
 
 def verify(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     mesh: Mesh | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -468,9 +542,10 @@ def verify(
     kwargs = kwargs or {}
     if isinstance(fn, Autosharded):
         return fn.plan(*args, **kwargs).verify()
-    if not hasattr(fn, "lower"):
+    lower: Callable[..., jax.stages.Lowered] | None = getattr(fn, "lower", None)
+    if lower is None:
         raise ArgumentError(f"{fn!r} is not jitted; give verify jax.jit(fn, ...) or autoshard(fn, ...)")
-    lowered = fn.lower(*args, **kwargs)
+    lowered = lower(*args, **kwargs)
     placed = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs, lowered.out_info))]
     found = compiled(lowered, mesh or mesh_of(placed))
     try:
@@ -499,10 +574,10 @@ def verify(
 
 
 def propagate(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     mesh: Mesh | AbstractMesh,
-    in_specs: tuple,
+    in_specs: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Propagated:
@@ -523,7 +598,8 @@ def propagate(
     layouts = argument_layouts(program, in_specs, mesh.shape)
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
     found = propagate_layouts(program, _rules(program, dict(mesh.shape)), dict(mesh.shape), fixed)
-    maker = dict.fromkeys(value.id for value in (*program.arguments, *program.constants)) | program.makers
+    given = dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
+    maker: dict[int, Equation | None] = {**given, **program.makers}
     return Propagated(
         arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
         outputs=tuple(map(spec_of, found.results)),
@@ -590,7 +666,7 @@ def _formulated(program: Program, rules: Sequence[Rule], options: Options) -> Fo
         mesh_shape,
         options.topology,
         memory=options.memory,
-        fixed=program.ordered_arguments | fixed,
+        fixed={**program.ordered_arguments, **fixed},
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -18,6 +18,7 @@ from autoshard.program import slashed
 # Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode; of what has no
 # shape, a token, its abstract value.
 ArrayType = tuple[tuple[int, ...], Any, bool, bool, NamedSharding | None] | Any
+_TypedArray = tuple[tuple[int, ...], Any, bool, bool, NamedSharding]
 
 _NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
 _IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
@@ -52,7 +53,7 @@ def _typed(aval: Any) -> NamedSharding | None:
     ).sharding
 
 
-def is_typed_on(type_: ArrayType, mesh: Mesh | AbstractMesh) -> bool:
+def is_typed_on(type_: ArrayType, mesh: Mesh | AbstractMesh) -> TypeGuard[_TypedArray]:
     """Whether the type is one of explicit mode, on a mesh of the same axes."""
     typed = type_[4] if isinstance(type_, tuple) else None
     return typed is not None and list(typed.mesh.shape.items()) == list(mesh.shape.items())
@@ -156,7 +157,7 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
     if not is_array(jax.typeof(leaf)):
         return leaf
     if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-        elsewhere = leaf.sharding.device_set - sharding.device_set
+        elsewhere: set[Any] = leaf.sharding.device_set - sharding.device_set
         if elsewhere and leaf.committed:
             raise MeshError(
                 f"{name} lies on devices {sorted(device.id for device in elsewhere)}, which are not in the mesh "

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -84,14 +84,15 @@ def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types
         ConflictError: an argument or result is, or was, a sum of which each device has a part.
     """
     ends = [*closed.in_avals, *closed.out_avals]
-    meshes = [sharding.mesh for sharding in map(type_sharding, ends) if sharding is not None]
+    # Types are on meshes without devices.
+    meshes = [cast(AbstractMesh, sharding.mesh) for sharding in map(type_sharding, ends) if sharding is not None]
     if not meshes and not is_explicit(context):
         return None
     layouts = [_layout_in(aval) if obey else None for aval in ends]
     arguments, results = layouts[: len(closed.in_avals)], layouts[len(closed.in_avals) :]
     reached = _reached_by_open(closed, arguments)
     for i in reached:
-        if results[i] is not None and not any(results[i]):  # whole only because the argument counts as whole
+        if (layout := results[i]) is not None and not any(layout):  # whole only because the argument counts as whole
             results[i] = None
     on_auto = frozenset(i for i, aval in enumerate(closed.out_avals) if _is_on_auto(aval))
     return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto)
@@ -183,7 +184,7 @@ def _reached_by_open(closed: ClosedJaxpr, arguments: Sequence[Layout | None]) ->
     reached = {
         var
         for var, layout in zip(closed.jaxpr.invars, arguments, strict=True)
-        if layout is None and getattr(var.aval, "ndim", 0)
+        if layout is None and bool(getattr(var.aval, "ndim", 0))
     }
     for eqn in closed.jaxpr.eqns:
         ordered = eqn.primitive.name == "reshard" and type_sharding(eqn.outvars[0].aval) is not None
@@ -263,8 +264,9 @@ class _Rewriter:
             aval = self.aval(var.aval)
             if aval is var.aval:
                 return var
-            env[var] = DropVar(aval) if isinstance(var, DropVar) else Var(aval)
-            return env[var]
+            made = DropVar(aval) if isinstance(var, DropVar) else Var(aval)
+            env[var] = made
+            return made
 
         def read(atom: Var | Literal) -> Var | Literal:
             if not isinstance(atom, Literal):
@@ -296,7 +298,7 @@ class _Rewriter:
 
     def ordered(self, eqn: JaxprEqn) -> NamedSharding | None:
         """What the user, as far as one can tell, says of the result of an equation."""
-        aval = eqn.outvars[0].aval
+        aval: Any = eqn.outvars[0].aval
         sharding = type_sharding(aval)
         if not self.obey or sharding is None:
             return None
@@ -331,16 +333,17 @@ class _Rewriter:
     def constraint(self, eqn: JaxprEqn) -> NamedSharding:
         """What a constraint says, on Auto axes: of the axes that are Explicit, what the type says."""
         (result,) = eqn.outvars
+        aval: Any = result.aval
         said = self.ordered(eqn) if eqn.primitive.name == "reshard" else eqn.params["sharding"]
         memory_kind = said.memory_kind if said is not None else None
         if said is None or not self.obey:
             memory_kind = memory_kind or ("pinned_host" if on_host(result.aval) else "device")
             mesh = said.mesh if said is not None else _auto(eqn.params["dst_sharding"].mesh)
-            return NamedSharding(_auto(mesh), PartitionSpec(*[_OPEN] * result.aval.ndim), memory_kind=memory_kind)
-        typed = type_sharding(result.aval)
+            return NamedSharding(_auto(mesh), PartitionSpec(*[_OPEN] * aval.ndim), memory_kind=memory_kind)
+        typed = type_sharding(aval)
         if eqn.primitive.name == "reshard" or typed is None:
             return said
-        both = (_entries(one.spec, result.aval.ndim) for one in (typed, said))
+        both = (_entries(one.spec, aval.ndim) for one in (typed, said))
         entries = itertools.starmap(_joined, zip(*both, strict=True))
         return NamedSharding(_auto(said.mesh), PartitionSpec(*entries), memory_kind=memory_kind)
 
@@ -354,7 +357,7 @@ class _Rewriter:
         sharding = type_sharding(aval)
         if sharding is None or not is_array(aval):
             return aval
-        mesh = _untyped_mesh(sharding.mesh)
+        mesh = _untyped_mesh(cast(AbstractMesh, sharding.mesh))
         if mesh is NO_MESH:
             return aval.update(sharding=jax.core.ShapedArray(aval.shape, aval.dtype).sharding)
         return aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * aval.ndim)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from autoshard.experimental import compute_on, set_xla_metadata
 from autoshard.layout import with_auto_axes
 
-ClosedJaxpr, Jaxpr, JaxprEqn, Literal = core.ClosedJaxpr, core.Jaxpr, core.JaxprEqn, core.Literal
-DropVar, Var = core.DropVar, core.Var
+ClosedJaxpr = core.ClosedJaxpr
+DropVar = core.DropVar
+Jaxpr = core.Jaxpr
+JaxprEqn = core.JaxprEqn
+Literal = core.Literal
+Var = core.Var
 
 NO_MESH = AbstractMesh((), ())
 HOST = "pinned_host"  # the memory kind of shardings of arrays in the host's memory
@@ -117,8 +121,9 @@ def called_operands(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 def call_name(params: Mapping[str, Any]) -> str:
     """What a foreign function or kernel is called; "" if it has no name."""
-    name = params.get("target_name") or params.get("name")
-    return name or getattr(getattr(params.get("jaxpr"), "debug_info", None), "func_name", "")
+    name: str | None = params.get("target_name") or params.get("name")
+    traced: str = getattr(getattr(params.get("jaxpr"), "debug_info", None), "func_name", "")
+    return name or traced
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
@@ -138,8 +143,7 @@ def said(params: Mapping[str, Any]) -> NamedSharding | None:
 
 def constraint_like(operand: Var | Literal, result: Var, sharding: NamedSharding, like: JaxprEqn | None) -> JaxprEqn:
     """`result` is `operand` with a constraint, on the line of another equation."""
-
-    aval = result.aval
+    aval: Any = result.aval
     made = _constraint(aval.shape, aval.dtype, NamedSharding(with_auto_axes(sharding.mesh), sharding.spec))
     source, params = made.source_info if like is None else like.source_info, {**made.params, "sharding": sharding}
     return made.replace(invars=[operand], outvars=[result], params=params, source_info=source)
@@ -198,7 +202,8 @@ def devices_put_on(params: Mapping[str, Any]) -> list[int]:
         if isinstance(one, jax.Device):
             ids.add(one.id)
         elif isinstance(one, jax.sharding.Sharding) and not isinstance(getattr(one, "mesh", None), AbstractMesh):
-            ids.update(device.id for device in one.device_set)
+            devices: Iterable[Any] = one.device_set
+            ids.update(device.id for device in devices)
     return sorted(ids)
 
 
@@ -208,9 +213,12 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     Read off the ranks, since the parameter that holds them differs between JAX releases: stacked operands and results
     have one dim more outside than inside.
     """
-    inside = eqn.params["jaxpr"].jaxpr
-    carries = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(eqn.outvars, inside.outvars, strict=True))
-    whole = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(eqn.invars, inside.invars, strict=True))
+    inside: Jaxpr = eqn.params["jaxpr"].jaxpr
+
+    def of_one_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(one.aval.ndim == other.aval.ndim for one, other in zip(outer, inner, strict=True))
+
+    carries, whole = of_one_rank(eqn.outvars, inside.outvars), of_one_rank(eqn.invars, inside.invars)
     return whole - carries, carries
 
 
@@ -238,7 +246,8 @@ def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 def _said_around(eqn: JaxprEqn) -> Iterator[None]:
     """What the user said around an equation: how random bits are made, what computes it, and metadata for XLA."""
     with contextlib.ExitStack() as said:
-        if eqn.ctx.threefry_partitionable != jax.config.jax_threefry_partitionable:
+        partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # JAX adds its flags later
+        if eqn.ctx.threefry_partitionable != partitionable:
             said.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
         if eqn.ctx.compute_type is not None:  # from JAX 0.12 on an equation of its own
             said.enter_context(compute_on(eqn.ctx.compute_type))

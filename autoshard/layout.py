@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
 
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from autoshard.errors import MeshError
 
 Layout = tuple[tuple[str, ...], ...]
+Axis = TypeVar("Axis")  # a mesh axis, or a part of one
 MeshShape = Mapping[str, int]
 
 
@@ -102,7 +104,7 @@ def spec_of(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def shards(axes: Sequence[str], mesh: MeshShape) -> int:
+def shards(axes: Sequence[Axis], mesh: Mapping[Axis, int]) -> int:
     """Into how many pieces `axes` together split a dim."""
     pieces = 1
     for axis in axes:  # planning calls this too often for a generator

@@ -261,7 +261,7 @@ class _Emitter:
 
     def read(self, held: _Held, equation: Equation | None, operand: int) -> Any:
         """The array as this operand wants it."""
-        want = equation and self.annotations.wants.get((equation.index, operand))
+        want = None if equation is None else self.annotations.wants.get((equation.index, operand))
         if want is None or want == held.layout:
             return held.array
         if held.copy_layout is None:
@@ -350,7 +350,9 @@ class _Emitter:
         if scatter is None and not runs_on_shards(equation, split):
             return run(eqn, arrays)
         function = on_shards(eqn, equation, split, scatter)
-        return self.on_shards(function, arrays, list(map(spec_of, wants)), list(map(spec_of, homes)))
+        return self.on_shards(
+            function, arrays, list(map(spec_of, wants)), [spec_of(home) for home in homes if home is not None]
+        )
 
     def kernel(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
         """Runs a kernel whole on every device: compilers refuse to split one, and have to be told so."""
@@ -401,6 +403,7 @@ class _Emitter:
         Cotangents are among its operands, so that the recomputation waits for the backward pass to come to it.
         """
         opened = called_jaxpr(eqn)
+        assert opened is not None, "a checkpoint calls one"
         if eqn.params["differentiated"]:
             guarded = guards(eqn)
             behind = iter(self.behind_barrier(list(itertools.compress(operands, guarded))))
@@ -514,7 +517,7 @@ def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
     The emitted operations come from lines of this file; `compiled/collectives.py` reads the user's back from here.
     """
     names = str(eqn.source_info.name_stack)
-    return "/".join(filter(None, [names, equation and equation.label]))
+    return "/".join(filter(None, [names, None if equation is None else equation.label]))
 
 
 def _within_bounds(arrays: Sequence[Any], layout: Layout | None = None) -> list:

@@ -116,7 +116,8 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
             return _folded(local, operands, split.reduced)
         partial = run(local, operands)
         if scatter is not None:
-            return [_reduce_scatter(*partial, scatter)]
+            (one,) = partial
+            return [_reduce_scatter(one, scatter)]
         return [jax.lax.psum(one, split.reduced) for one in partial] if split.reduced else partial
 
     return on_one_device
@@ -162,7 +163,7 @@ def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> N
 def _check_layout(layout: Layout, value: Value | np.ndarray | None, mesh: MeshShape) -> None:
     axes = [axis for dim in layout for axis in dim]
     fits = value is not None and len(layout) == len(value.shape) and mesh.keys() >= set(axes)
-    if not fits or len(set(axes)) < len(axes) or not divides(value.shape, layout, mesh):
+    if value is None or not fits or len(set(axes)) < len(axes) or not divides(value.shape, layout, mesh):
         what = "which the program does not have" if value is None else f"on the mesh {dict(mesh)}"
         raise PlanError(
             f"the plan says {spec_text(layout)} of {'a value' if value is None else value}, {what}.\n"
@@ -175,7 +176,7 @@ def wants_of(equation: Equation, annotations: Annotations) -> list[Layout]:
     found = []
     for operand, value in enumerate(equation.inputs):
         home = annotations.homes.get(value.id) if isinstance(value, Value) else None
-        found.append(annotations.wants.get((equation.index, operand), home) or ((),) * len(value.shape))
+        found.append(annotations.wants.get((equation.index, operand), home or ()) or ((),) * len(value.shape))
     return found
 
 
@@ -183,7 +184,7 @@ def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> boo
     """Whether a scatter makes of the partial sums what lies as the plan says."""
     if len(homes) != 1 or homes[0] is None or not 0 <= scatter.dim < len(homes[0]):
         return False
-    (summed,), (home,) = split.results(), homes
+    (summed,), home = split.results(), homes[0]
     scattered = home[scatter.dim][len(summed[scatter.dim]) :] if summed is not None else ()
     rest = {axis for axis in split.reduced if axis not in scattered}
     expected = tuple(axes + scattered * (dim == scatter.dim) for dim, axes in enumerate(summed or ()))

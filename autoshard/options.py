@@ -136,7 +136,8 @@ def bytes_of(size: str | float) -> float:
     """
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
         number, prefix, binary = match.groups()
-        return float(number) * (1024 if binary else 1000) ** (_POWERS[prefix.lower()] if prefix else 0)
+        power = _POWERS[prefix.lower()] if prefix else 0
+        return float(number) * float((1024 if binary else 1000) ** power)
     if isinstance(size, str | bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
         raise ArgumentError(f"memory={size!r} is not a size; write bytes as a number, or as '14GiB' or '800MB'")
     return float(size)

@@ -178,9 +178,9 @@ class Program:
             digest.update(f"{value.name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
         for equation in self.equations:
             operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
-            results = [(x.id, x.shape, dtype_name(x.dtype)) for x in equation.outputs]
+            made = [(x.id, x.shape, dtype_name(x.dtype)) for x in equation.outputs]
             params = [f"{name}={text}" for name, text in _printed(equation.params)]
-            digest.update(f"{equation.primitive} {operands} {results} {params} {equation.trips};".encode())
+            digest.update(f"{equation.primitive} {operands} {made} {params} {equation.trips};".encode())
         results = [x.id if isinstance(x, Value) else x.shape for x in self.results]
         flags = sorted(self.donated), sorted(self.carried.items()), sorted(self.guarded)
         digest.update(f"{results} {flags}".encode())
@@ -314,8 +314,7 @@ def _settled(closed: ClosedJaxpr, types: Types, in_tree: Tree, out_tree: Tree, d
     reader = _Reader(closed)
     arguments = tuple(reader.value(aval) for aval in closed.in_avals)
     results = tuple(
-        _constant(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else reader.value(atom.aval)
-        for atom in closed.jaxpr.outvars
+        _read({}, atom) if isinstance(atom, Literal) else reader.value(atom.aval) for atom in closed.jaxpr.outvars
     )
     carried = _carried(in_tree.paths, arguments, out_tree.paths, results, donated)
     return [result for argument, result in carried.items() if types.arguments[argument] == types.results[result]]
@@ -364,7 +363,7 @@ def _watched(fn: Callable, static: tuple) -> Callable:
 
     signature = signature_without(fn, [place for place, _ in static])
     if signature is not None:  # what errors of JAX call arguments
-        watched.__signature__ = signature
+        watched.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
     return watched
 
 
@@ -624,11 +623,14 @@ def _identity(x: Value | np.ndarray) -> tuple:
     return (x.id,) if isinstance(x, Value) else (None, id(x))
 
 
-def _read(env: Mapping, atom) -> Value | np.ndarray:
-    return _constant(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else env[atom]
+def _read(env: Mapping, atom: Any) -> Value | np.ndarray:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    aval: Any = atom.aval
+    return _constant(atom.val, aval.dtype)
 
 
-def _constant(value, dtype=None) -> np.ndarray:
+def _constant(value: Any, dtype: Any = None) -> Any:
     return value if isinstance(value, np.ndarray | jax.Array) else np.asarray(value, dtype)
 
 

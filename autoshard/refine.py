@@ -74,6 +74,7 @@ def refined(
 def compiled_seconds(plan: Plan, options: Options) -> float:
     """Seconds of a step by the account of its compiled program; inf if it does not fit."""
     mesh = options.compiled_for
+    assert mesh is not None and plan.lowering is not None, "`options_of` and `finish` see to it"
     try:
         found = compiled(plan.lowering(mesh), mesh, options.topology)
     except jax.errors.JaxRuntimeError as error:
@@ -91,6 +92,7 @@ def different(
     formulation: Formulation, best: Solution, options: Options, formulated: Callable[[Options], Formulation]
 ) -> list[Solution]:
     """Up to `options.refine` solutions that differ in what they run or hold, in the order in which they are tried."""
+    assert formulation.problem.limit is not None, "it is solved with one"
     limit = formulation.problem.limit * options.backend.usable
 
     def by_cost(solutions: Iterable[Solution]) -> list[Solution]:
@@ -118,7 +120,8 @@ def _overlapping(
 
 
 def _figures(formulation: Formulation, solution: Solution) -> tuple:
-    predicted, moved = prediction_of(formulation, solution.choice), Counter()
+    predicted = prediction_of(formulation, solution.choice)
+    moved: Counter[str] = Counter()
     for one in predicted.collectives:
         moved[one.kind] += one.bytes
     return frozenset(moved.items()), predicted.peak_bytes

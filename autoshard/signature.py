@@ -40,7 +40,7 @@ class Chosen:
         """(the chosen arguments with their places, the others)."""
         if not self.positions and not self.names:
             return (), (args, kwargs)
-        chosen = tuple((i, arg) for i, arg in enumerate(args) if i in self.positions)
+        chosen: tuple[tuple[int | str, Any], ...] = tuple((i, arg) for i, arg in enumerate(args) if i in self.positions)
         chosen += tuple((name, kwargs[name]) for name in sorted(kwargs) if name in self.names)
         others = tuple(arg for i, arg in enumerate(args) if i not in self.positions)
         return chosen, (others, {name: value for name, value in kwargs.items() if name not in self.names})

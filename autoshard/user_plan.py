@@ -33,7 +33,7 @@ class Comparison:
         if self.find is not None:
             found, self.find = self.find(), None  # what it took to find them is big, and can go now
             self.reasons = {name: one for name, one in found.items() if isinstance(one, str)}
-            self.known = {name: None if name in self.reasons else one for name, one in found.items()}
+            self.known = {name: None if isinstance(one, str) else one for name, one in found.items()}
         return self.known or {}
 
 

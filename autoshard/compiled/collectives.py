@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.compiled.module import Instruction, Module, attribute, shape_bytes
+from autoshard.compiled.module import Instruction, Module, attribute, said, shape_bytes
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import Collective
@@ -207,7 +207,7 @@ def _windowed(turns: Sequence[_Turn], places: int) -> Iterator[Collective]:
     Turns before and after a loop belong to it. Without one, a gathered operand takes a turn less than there are
     places, and a scattered sum goes round both ways, each starting with zeros.
     """
-    found = {turn.loop: (turn, turn.loop[1], 1) for turn in turns if turn.loop}
+    found = [*{turn.loop: (turn, turn.loop[1], 1) for turn in turns if turn.loop}.values()]
     if not found:
         alike = defaultdict(list)
         for turn in turns:
@@ -215,8 +215,8 @@ def _windowed(turns: Sequence[_Turn], places: int) -> Iterator[Collective]:
         for same in alike.values():
             starts = sum(turn.starts for turn in same)
             kind, count = ("rs", starts // 2) if starts else ("ag", len(same) // (places - 1))
-            found[len(found)] = same[0], kind, max(1, count)
-    for turn, kind, count in found.values():
+            found.append((same[0], kind, max(1, count)))
+    for turn, kind, count in found:
         one = turn.collective
         size, runs = one.bytes * count, one.count * count
         if kind == "ag":
@@ -272,7 +272,7 @@ def _groups(instruction: Instruction, opcode: str, devices: int) -> np.ndarray:
         return _mesh_groups(mesh)
     if iota := _IOTA.match(text):
         return _iota(iota)
-    return np.array(_attribute_list(rest, "replica_groups") or [range(devices)], dtype=int)
+    return np.array(_attribute_list(rest, "replica_groups") or [list(range(devices))], dtype=int)
 
 
 def _attribute_list(rest: str, key: str) -> list[list[int]]:
@@ -286,6 +286,7 @@ def _attribute_list(rest: str, key: str) -> list[list[int]]:
 def _iota(match: re.Match) -> np.ndarray:
     """``[4,2]<=[2,4]T(1,0)``: count through the right shape, transpose, reshape to the left one, or else flatten."""
     shape, dims, permutation = ([int(n) for n in part.split(",")] if part else None for part in match.groups())
+    assert dims is not None, "only the permutation may be left out"
     return np.arange(math.prod(dims)).reshape(dims).transpose(permutation).reshape(shape or [-1])
 
 
@@ -396,8 +397,8 @@ def source_lines(hlo_text: str) -> dict[int, str]:
             table[int(number)] = entry
 
     def place(frame: int) -> tuple[str, str]:
-        location = tables["FileLocations"][int(attribute(tables["StackFrames"][frame], "file_location_id"))]
-        file = tables["FileNames"][int(attribute(location, "file_name_id"))].strip('"')
+        location = tables["FileLocations"][int(said(tables["StackFrames"][frame], "file_location_id"))]
+        file = tables["FileNames"][int(said(location, "file_name_id"))].strip('"')
         return file, f"{file.rsplit('/', 1)[-1]}:{attribute(location, 'line')}"
 
     places = {}
@@ -409,7 +410,7 @@ def source_lines(hlo_text: str) -> dict[int, str]:
             if "site-packages" not in file:
                 places[frame] = line
                 break
-            caller = int(attribute(tables["StackFrames"][caller], "parent_frame_id")) - 1  # XLA counts these from 1 on
+            caller = int(said(tables["StackFrames"][caller], "parent_frame_id")) - 1  # XLA counts these from 1 on
     return places
 
 

@@ -93,22 +93,23 @@ class Module:
     def operand(self, instruction: Instruction, computation: str) -> Instruction:
         """What gives an instruction its first operand; itself if that is not of its computation."""
         name = next(iter(operands(instruction)), None)
-        return self.inside(computation).get(name, instruction)
+        return instruction if name is None else self.inside(computation).get(name, instruction)
 
     def callees(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
         """The computations an instruction runs, and how often each."""
         if instruction.opcode == "while":
-            condition, body = attribute(instruction.rest, "condition"), attribute(instruction.rest, "body")
+            condition, body = said(instruction.rest, "condition"), said(instruction.rest, "body")
             trips = self.turns[body] = self.trips(instruction, condition, body)
             yield from ((condition, trips), (body, trips))
         elif instruction.opcode == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
-            both = (attribute(instruction.rest, "true_computation"), attribute(instruction.rest, "false_computation"))
-            names = [name.strip().lstrip("%") for name in branches[1].split(",")] if branches else both
+            if branches:
+                names = [name.strip().lstrip("%") for name in branches[1].split(",")]
+            else:
+                names = [said(instruction.rest, f"{which}_computation") for which in ("true", "false")]
             yield from ((name, 1) for name in names)
         elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
-            callee = attribute(instruction.rest, "to_apply") or attribute(instruction.rest, "calls")
-            yield callee, 1
+            yield attribute(instruction.rest, "to_apply") or said(instruction.rest, "calls"), 1
 
     def trips(self, loop: Instruction, condition: str, body: str) -> int:
         """How often a loop runs: XLA's note, or the constant its counter is held against; 1 where neither is there."""
@@ -116,7 +117,7 @@ class Module:
             return int(known[1])
         compare = list(self.computations[condition])
         for fusion in [instruction for instruction in compare if instruction.opcode == "fusion"]:
-            compare += self.computations[attribute(fusion.rest, "calls")]
+            compare += self.computations[said(fusion.rest, "calls")]
         limits = [number for i in compare if (number := _scalar(i)) is not None]
         directions = [attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
         if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
@@ -127,7 +128,7 @@ class Module:
     def step(self, condition: str, body: str) -> int:
         """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""
         tests = self.computations[condition]
-        counters = {attribute(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
+        counters = {said(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
         inside = self.inside(body)
         root = self.computations[body][-1]
         if len(counters) != 1 or root.opcode != "tuple":
@@ -151,6 +152,13 @@ def attribute(rest: str, key: str) -> str | None:
     return match[1] if match else None
 
 
+def said(rest: str, key: str) -> str:
+    """An attribute that is there."""
+    found = attribute(rest, key)
+    assert found is not None, f"{key} is part of: {rest[:200]}"
+    return found
+
+
 def operands(instruction: Instruction) -> list[str]:
     return re.findall(r"%([^\s,()]+)", instruction.rest.partition(")")[0])
 
@@ -166,7 +174,9 @@ def dims_of(shape: str) -> list[int]:
     >>> dims_of("(bf16[8192,3072]{1,0}, s8[33554432]{0})")
     [8192, 3072]
     """
-    return _numbers(_ARRAY.search(shape)[2])
+    array = _ARRAY.search(shape)
+    assert array is not None, f"{shape} has an array"
+    return _numbers(array[2])
 
 
 def dtype_of(shape: str) -> str:
@@ -175,8 +185,11 @@ def dtype_of(shape: str) -> str:
     >>> dtype_of("bf16[8]{0}"), dtype_of("pred[]"), dtype_of("f8e4m3fn[2]")
     ('bfloat16', 'bool', 'float8_e4m3fn')
     """
-    dtype = _ARRAY.search(shape)[1]
-    kind, bits, rest = re.match(r"([a-z]+)(\d*)(\w*)", dtype).groups()
+    array = _ARRAY.search(shape)
+    assert array is not None, f"{shape} has an array"
+    parts = re.match(r"([a-z]+)(\d*)(\w*)", array[1])
+    assert parts is not None, "`_ARRAY` begins so"
+    kind, bits, rest = parts.groups()
     return (
         {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex", "pred": "bool"}[kind]
         + bits

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from autoshard.compiled.collectives import KINDS
-from autoshard.compiled.module import Instruction, Module, attribute, dims_of, dtype_of, operands, shape_bytes
+from autoshard.compiled.module import Instruction, Module, attribute, dims_of, dtype_of, operands, said, shape_bytes
 from autoshard.mesh.topology import Topology
 
 # what computes nothing, or is computed elsewhere
@@ -52,7 +52,7 @@ class Roofline:
             scratch = instruction.opcode == "custom-call" and instruction.shape.startswith("(")
             yield shape_bytes(instruction.shape.partition("]")[0] + "]" if scratch else instruction.shape)
             return
-        body = attribute(instruction.rest, "calls")
+        body = said(instruction.rest, "calls")
         inside = self.module.inside(body)
         yield from (self._read(one, inside) for one in inside.values() if one.opcode == "parameter")
         root = self.module.computations[body][-1]
@@ -81,7 +81,7 @@ class Roofline:
     def _computed(self, computation: str, instruction: Instruction) -> Iterator[float]:
         """Seconds of each product."""
         if instruction.opcode == "fusion":
-            body = attribute(instruction.rest, "calls")
+            body = said(instruction.rest, "calls")
             for one in self.module.computations[body]:
                 if one.opcode in ("dot", "convolution"):
                     yield from self._computed(body, one)
@@ -97,8 +97,10 @@ class Roofline:
 
     def _product(self, computation: str, instruction: Instruction) -> float:
         left = dims_of(self._given(computation, instruction)[0])
-        said = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', instruction.rest)  # not of outer products
-        summed = [left[int(n)] for n in re.findall(r"\d+", said[1])] if said else []
+        named = re.search(
+            r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', instruction.rest
+        )  # not of outer products
+        summed = [left[int(n)] for n in re.findall(r"\d+", named[1])] if named else []
         return 2.0 * math.prod(dims_of(instruction.shape)) * math.prod(summed)
 
     def _convolution(self, computation: str, instruction: Instruction, target: str) -> float:
@@ -108,5 +110,6 @@ class Roofline:
             made, kernel = second, result
         else:
             made, kernel = first if target.endswith("BackwardInput") else result, second
-        labels = re.search(r"dim_labels=\w+?_(\w+?)->", instruction.rest)[1]
-        return 2.0 * math.prod(made) * math.prod(kernel) / kernel[labels.index("o")]
+        labels = re.search(r"dim_labels=\w+?_(\w+?)->", instruction.rest)
+        assert labels is not None, "every convolution has them"
+        return 2.0 * math.prod(made) * math.prod(kernel) / kernel[labels[1].index("o")]

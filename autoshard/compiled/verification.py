@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,8 +106,8 @@ class Verification:
             rows.append((kind, ", ".join(axes), *self._beside(foreseen, found, foreseen == found)))
         rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
         if self.schedule:
-            foreseen = "" if self.unpredicted else seconds_text(self.predicted_seconds)
-            rows.append(("estimated time", "", foreseen, seconds_text(self.schedule.step_seconds), ""))
+            estimated = "" if self.unpredicted else seconds_text(self.predicted_seconds)
+            rows.append(("estimated time", "", estimated, seconds_text(self.schedule.step_seconds), ""))
         sections = [table_text(("Per step and device", "over axes", " predicted", " compiled", ""), rows)]
         if self.unpredicted:
             sections.append(f"Nothing is predicted: {self.unpredicted}")
@@ -133,7 +133,7 @@ def verification(
     Args:
         plain: whether it is a program under `jax.jit` alone, which XLA's partitioner finishes all sums of.
     """
-    foreseen = predicted.collectives if predicted else ()
+    foreseen: Sequence[Collective] = predicted.collectives if predicted else ()
     if plain and not backend_of(mesh).reduce_scatters:
         foreseen = as_all_reduces(foreseen, dict(mesh.shape))
     return Verification(
@@ -171,6 +171,7 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: To
     if mesh is None:
         raise MeshError("no argument or result of the function has a NamedSharding to take the mesh from; pass mesh=")
     text, log = program.as_text(), "".join(warnings)
+    assert text is not None, "XLA prints what it compiles for the platforms here"
     lines = source_lines(text) if _REMATERIALIZED.search(log) else {}
     device, schedule = mesh.devices.flat[0], None
     chip = chip_of(device.device_kind)

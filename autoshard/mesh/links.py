@@ -19,7 +19,7 @@ class Link:
     shared: bool = False  # the devices share one memory, so that an all_reduce is one pass, as an all_gather is
     parts: tuple[tuple[int, Link], ...] = ()  # (devices, link) of each, if the axis runs over several; see `join`
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.latency >= 0:
             raise MeshError(f"a link's latency is seconds, at least 0, not {self.latency!r}")
         if not self.bandwidth > 0:
@@ -57,6 +57,6 @@ class Cache:
     bytes: float  # read and written, of one operation
     bandwidth: float  # bytes/s
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (self.bytes > 0 and self.bandwidth > 0):
             raise MeshError(f"a cache has bytes and bytes/s, more than 0, not {self.bytes!r} and {self.bandwidth!r}")

@@ -61,7 +61,9 @@ def measure(
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(f"{mesh} has no devices to measure; give a jax.sharding.Mesh of some, or name the machine")
-    mesh = with_auto_axes(mesh)
+    on_auto = with_auto_axes(mesh)
+    assert isinstance(on_auto, Mesh), "one of devices stays one"
+    mesh = on_auto
     first = mesh.devices.flat[0]
     leads = first.process_index == jax.process_index()
     timer = _Timer(mesh, workload or (ON_CPU if first.platform == "cpu" else ON_ACCELERATORS))

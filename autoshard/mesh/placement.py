@@ -45,7 +45,7 @@ def _laid_out(chip: Chip, dims: Sequence[int], axes: MeshShape) -> dict[str, Par
         return {axis: owned[axis] for axis in axes if whole[axis]}
 
     # the inner axes are tried first for the inner wires; as many axes as possible get whole dims
-    choices = itertools.product([*reversed(axes), None], repeat=len(wires))
+    choices = itertools.product([*reversed(list(axes)), None], repeat=len(wires))
     best = max((laid(choice[::-1]) for choice in choices), key=len)
     return {axis: best.get(axis, [(size, chip.along())]) for axis, size in axes.items()}
 

@@ -27,6 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import overload
 
 import numpy as np
 
@@ -125,8 +126,8 @@ def _renamed(
             places = [place[name[axis]] for axis in axes]
             if places != sorted(places):
                 return (source, target), {axis: axis for axis in sizes}
-    renamed = tuple(tuple(tuple(name[axis] for axis in axes) for axes in layout) for layout in (source, target))
-    return renamed, {new: old for old, new in name.items()}
+    before, after = (tuple(tuple(name[axis] for axis in axes) for axes in layout) for layout in (source, target))
+    return (before, after), {new: old for old, new in name.items()}
 
 
 @cache
@@ -216,7 +217,13 @@ class _Group:
     axis_sizes: tuple[int, ...]
     told_apart: set[str]  # DIMS or DEVICES, once what is found depends on them
 
-    def reshard(self, source: _Tiling, target: _Tiling, rematerialize: bool = True) -> _Steps | None:
+    @overload
+    def reshard(self, source: _Tiling, target: _Tiling) -> _Steps: ...
+
+    @overload
+    def reshard(self, source: _Tiling, target: _Tiling, *, rematerialize: bool) -> _Steps | None: ...
+
+    def reshard(self, source: _Tiling, target: _Tiling, *, rematerialize: bool = True) -> _Steps | None:
         """ReshardNoCache; None only without `rematerialize`, where nothing but full replication would do."""
         if source.same(target) or source.replicated:
             return []
@@ -274,7 +281,9 @@ class _Group:
 
     def all_to_all(self, source: _Tiling, target: _Tiling, pairs: Sequence[tuple[int, int]]) -> _Steps:
         """ReshardWithAllToAll: pairs of dims that share no dim go together, any others one by one."""
-        together, later, seen = [], [], set()
+        together: list[tuple[int, int]] = []
+        later: list[tuple[int, int]] = []
+        seen: set[int] = set()
         for pair in sorted(pairs, key=lambda pair: pair[1]):
             (later if seen & set(pair) else together).append(pair)
             seen |= set(pair) if pair in together else set()
@@ -289,7 +298,7 @@ class _Group:
             for before, after in batch:
                 source = _swapped(source, before, after)
             devices = source.devices
-            minor = []
+            minor: list[int] = []
             for dim in sorted(factors, reverse=True):
                 devices = _Tiling(devices).split(dim, devices.shape[dim] // factors[dim]).devices
                 minor = [dim + 1, *(place + 1 for place in minor)]
@@ -358,8 +367,8 @@ class _Group:
         inner_source = _Tiling(np.arange(before.shape[-1]).reshape(_inside(source, counts)))
         inner_target = _Tiling(np.arange(before.shape[-1]).reshape(_inside(target, counts)))
         if (np.sort(before) == np.sort(after)).all():  # the same groups: number the target's members as the source's
-            order = np.argsort(before[0])
-            numbers = order[np.searchsorted(before[0][order], after[0])]
+            rising = np.argsort(before[0])
+            numbers = rising[np.searchsorted(before[0][rising], after[0])]
             inner_target = _Tiling(numbers.reshape(inner_target.devices.shape))
         inner = _Group(
             self.members[:, before].reshape(-1, before.shape[-1]),
@@ -372,8 +381,8 @@ class _Group:
         # [outer per dim..., inner per dim..., copies] -> [outer and inner of each dim..., copies]
         rank = len(counts)
         order = [place for dim in range(rank) for place in (dim, rank + dim)]
-        reached = _Tiling(reached.transpose(*order, 2 * rank).reshape(target.devices.shape))
-        return inner.reshard(inner_source, inner_target) + self.reshard(reached, target)
+        between = _Tiling(reached.transpose(*order, 2 * rank).reshape(target.devices.shape))
+        return inner.reshard(inner_source, inner_target) + self.reshard(between, target)
 
 
 def _inside(tiling: _Tiling, counts: Sequence[int]) -> list[int]:

@@ -95,7 +95,7 @@ def _tpus(machine: Machine) -> Sequence[jax.Device]:
     if jax.default_backend() != "tpu":  # libtpu looks for the machine it runs on, and there is none
         os.environ.update(_NO_MACHINE)
     chip = {"7x": "tpu7x"}.get(machine.chip, machine.chip)
-    options = {"num_slices": machine.slices} if machine.slices > 1 else {}
+    options: dict[str, int | str] = {"num_slices": machine.slices} if machine.slices > 1 else {}
     if machine.chip == "v4":  # whose two cores are one device
         options["chip_config_name"] = "megacore"
     return _described("tpu", f"{chip}:{'x'.join(map(str, machine.dims))}", machine, **options)

@@ -44,7 +44,7 @@ class Topology:
     flops: Mapping[str, float]  # dtype name -> FLOP/s of one device
     cache: Cache | None = None  # what the first bytes of an operation go through instead of memory
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "links", dict(self.links))
         object.__setattr__(self, "flops", {dtype: float(rate) for dtype, rate in self.flops.items()})
         numbers = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
@@ -156,10 +156,10 @@ class Topology:
             chip = CHIPS["v5e"]
             return cls.of_chip(chip, {axis: [(size, chip.link)] for axis, size in mesh.shape.items()})
         kind = mesh.devices.flat[0].device_kind
-        chip = chip_of(kind)
-        if chip is None:
+        known = chip_of(kind)
+        if known is None:
             warnings.warn(f"unknown device kind {kind!r}: costs of a CPU are assumed; pass topology=", stacklevel=2)
-            chip = CHIPS["cpu"]
+        chip = CHIPS["cpu"] if known is None else known
         return cls.of_chip(chip, parts_of_mesh(mesh, chip))
 
     @classmethod
@@ -174,4 +174,4 @@ class Topology:
 
 def _link(fields: Mapping[str, Any]) -> Link:
     """A link as `json` reads it."""
-    return Link(**fields | {"parts": tuple((devices, _link(part)) for devices, part in fields["parts"])})
+    return Link(**{**fields, "parts": tuple((devices, _link(part)) for devices, part in fields["parts"])})

@@ -56,7 +56,7 @@ from autoshard.model.lifetimes import (
 )
 from autoshard.model.precision import widths_of
 from autoshard.model.prices import Priced, Prices
-from autoshard.model.resharding_memory import Change, Reader
+from autoshard.model.resharding_memory import Change, Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
@@ -151,7 +151,7 @@ class Formulation:
         for group in reversed(self.groups):
             if group.repeated:
                 readers = ((made.value.id, reader) for made in group.made for reader in self.readers[made.value.id])
-                again = (last[reader.group.index] for value, reader in readers if (value, reader.node) not in moved)
+                again = (last[r.group.index] for value, r in readers if r.group and (value, r.node) not in moved)
                 last[group.index] = max(again, default=group.point)
         return last
 
@@ -238,6 +238,7 @@ class _Formulator:
         for argument, result in self.program.carried.items():
             value = self.program.results[result]
             if value is not self.program.arguments[argument]:
+                assert isinstance(value, Value), "a number takes no argument's place"
                 self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
         self._check_host_memory(homes)
         self._add_arguments(homes)
@@ -293,8 +294,8 @@ class _Formulator:
                     # ... but of one in whose shards it cannot compute: rows, of which it makes batches
                     unread = [want for want in elementwise if not any(_gathers_to(one, home) for one in want)]
                     copies = dict.fromkeys(itertools.chain(wanted, *unread))
-                    copies = [copy for copy in copies if _gathers_to(home, copy) or copy in reached]
-                    found += [Kept(home, copy) for copy in copies if copy != home]
+                    read = [copy for copy in copies if _gathers_to(home, copy) or copy in reached]
+                    found += [Kept(home, copy) for copy in read if copy != home]
             return tuple(found)
 
         what = value.shape, value.on_host, fixed, said, apart, tuple(homes)
@@ -352,9 +353,11 @@ class _Formulator:
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader))
             at_home = self.prices.sizes(value, self._homes_of(kepts))
             self.lives.append(Live(index, 0, len(self.program.equations), at_home))
-            uses = [(reader.group, reader.use) for reader in self.readers[value.id] if reader.use]
+            uses = uses_of(self.readers[value.id])
             if index in in_loops:  # a copy of it is the loop's own buffer
-                self._hold_copies(index, kepts, [use.equation.loop for _, use in uses], index in copied, None)
+                self._hold_copies(
+                    index, kepts, [loop for _, use in uses if (loop := use.equation.loop)], index in copied, None
+                )
             elif self.backend.transposes_operands and any(transposes(use) for _, use in uses):
                 self._hold_copies(index, kepts, [(0, 0), *itertools.starmap(use_span, uses)], True, None)
             elif self.backend.tile and (minor := next(filter(None, (image_dims_of(use) for _, use in uses)), None)):
@@ -404,7 +407,7 @@ class _Formulator:
         outputs = {
             value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
         }
-        in_place = {self.program.results[i].id for i in aliases}
+        in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
@@ -415,7 +418,7 @@ class _Formulator:
 
     def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
         readers = self.readers[value.id]
-        held = holding(value, group, [(reader.group, reader.use) for reader in readers if reader.use])
+        held = holding(value, group, uses_of(readers))
         kept = value.id in outputs or value.id in in_place  # a result, whose buffer is there all the time
         left = self.prices.sizes(value, leaves)
         self._hold_made(node, group, held, left, kept)
@@ -464,20 +467,24 @@ class _Formulator:
 
     def _hold_for_last(self, value: Value, group: Group, readers: Sequence[Reader], held: Holding) -> None:
         """What those that can wait still hold of a value, or of what it is made again of, once others have read it."""
-        waiting = [reader for reader in readers if reader.group and reader.group.can_wait]
+        waiting = [(reader, reader.group) for reader in readers if reader.group and reader.group.can_wait]
         if not waiting:
             return
-        reader = max(waiting, key=lambda reader: reader.group.point)
-        summed = self.prices.once(_finished, self._strategies(reader.group))
-        end = reader.group.ends if reader.group.ends is not None else len(self.program.equations)
+        reader, last = max(waiting, key=lambda one: one[1].point)
+        summed = self.prices.once(_finished, self._strategies(last))
+        end = last.ends if last.ends is not None else len(self.program.equations)
         for source in [value] if held.stored else self.prices.instead.get(value.id, ()):
             if source.shape == value.shape and not source.from_outside:
-                start = held.used[1] if held.stored else group.last + 1
+                start = group.last + 1
+                if held.stored:
+                    assert held.used is not None, "somebody waits for it"
+                    start = held.used[1]
                 self._hold(reader.node, start, end - 1, self.prices.sizes(source, reader.wants) * summed)
 
     def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
         """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
         axes = tuple(self.prices.mesh)
+        assert group.hoisted is not None, "only what is added up is asked for"
         again = self.prices.all_reduce(axes, value.bytes) * (group.trips - group.hoisted)
         return np.array([[0.0 if left == want else again for want in wants] for left in leaves])
 
@@ -517,7 +524,7 @@ class _Formulator:
             if apart and reader.group not in narrow:
                 table = self.prices.once(_without_copies_apart, table, reader.wants, apart)
             self._connect(holder, reader.node, table)
-            if reader.use is not None:
+            if reader.group is not None and reader.use is not None:
                 used = use_span(reader.group, reader.use)
                 hop = (holder, wants), (reader.node, reader.wants)
                 self.changes.append(Change(value, used, *hop, True, False, False, [reader], copied_for, made))

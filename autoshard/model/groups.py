@@ -74,12 +74,15 @@ def contracts(equation: Equation) -> bool:
     return equation.primitive == "conv_general_dilated" or is_matrix_product(equation)
 
 
+FactorDims = tuple[tuple[int, ...], ...]  # of one tensor: dim -> factors of its group, major to minor
+
+
 @dataclass(frozen=True)
 class Use:
     """One operand of a group: a value from outside it, and which factors its dims are."""
 
     value: Value
-    dims: Dims  # in the group's factors
+    dims: FactorDims  # in the group's factors
     equation: Equation
     operand: int  # which operand of `equation`
 
@@ -89,7 +92,7 @@ class Made:
     """One value that a group makes and others read."""
 
     value: Value
-    dims: Dims
+    dims: FactorDims
 
 
 @dataclass(eq=False)
@@ -103,8 +106,8 @@ class Group:
     reduction: frozenset[int]
     given: dict[int, tuple[str, ...]]  # factor -> the mesh axes that the user says
     beside: frozenset[str]  # mesh axes that may split given factors further, where no others may
-    operands: dict[int, list[Dims]]  # equation index -> dims of its operands
-    results: dict[int, list[Dims]]
+    operands: dict[int, list[FactorDims]]  # equation index -> dims of its operands
+    results: dict[int, list[FactorDims]]
     fuses: bool  # whether elementwise producers may join
     uses: list[Use] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
@@ -365,7 +368,7 @@ def _new_group(index: int, equation: Equation, rule: Rule) -> Group:
     )
 
 
-def _renamed(dims: Dims, number: dict[str, int]) -> Dims:
+def _renamed(dims: Dims, number: dict[str, int]) -> FactorDims:
     return tuple(tuple(number[factor] for factor in dim if factor in number) for dim in dims)
 
 
@@ -410,7 +413,7 @@ def _host(equation: Equation, rule: Rule, readers, home, backend: Backend, mesh:
     return host
 
 
-def _lies_as_given(tensors: Sequence[Dims], group: Group, mesh: MeshShape) -> bool:
+def _lies_as_given(tensors: Sequence[FactorDims], group: Group, mesh: MeshShape) -> bool:
     """Whether layouts of these tensors, in the group's factors, can say what the user says of the group.
 
     So the strategy that splits nothing else is one of every group.
@@ -429,7 +432,7 @@ def _reading(equation: Equation, readers, home) -> list[Group | None]:
     return list({id(group): group for group in found}.values())
 
 
-def _mapping(rule: Rule, read_as: list[Dims]) -> dict[str, int] | None:
+def _mapping(rule: Rule, read_as: list[FactorDims]) -> dict[str, int] | None:
     """The host's factor for each of the joining rule's, or None where the two don't correspond one to one."""
     (result,) = rule.results
     mapping: dict[str, int] = {}
@@ -461,8 +464,9 @@ def stacked_beside(program: Program) -> dict[int, int]:
     stacks: dict[tuple[int, int], list[Equation]] = defaultdict(list)
     for equation in program.equations:
         if equation.primitive == "scan_stack":
+            assert equation.loop is not None, "boundaries of loops know theirs"
             stacks[equation.loop].append(equation)
-    found = {}
+    found: dict[int, int] = {}
     for (start, end), stacked in sorted(stacks.items(), key=lambda item: (item[0][0], -item[0][1])):  # from outside in
         inside = (made for equation in program.equations[start:end] for made in equation.outputs)
         size = sum(equation.outputs[0].bytes for equation in stacked)
@@ -481,12 +485,14 @@ def kept_inside(program: Program, sums: bool) -> dict[int, int]:
     """
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
     for entering in _constants_of_loops(program):
+        assert entering.loop is not None, "boundaries of loops know theirs"
         values, sizes = found[entering.loop]
         (inside,) = entering.outputs
         sizes[inside.id] = inside.bytes
         values.add(inside.id)
     for carry, total, makers in _sums_in_loops(program, _read_once(program)) if sums else ():
         if is_matrix_product(makers[-1]) and total.outputs[0].bytes:
+            assert carry.loop is not None, "boundaries of loops know theirs"
             values, sizes = found[carry.loop]
             (product,) = makers[-1].outputs
             sizes[product.id] = product.bytes
@@ -502,6 +508,7 @@ def turns_that_read(program: Program) -> dict[int, int]:
     found: dict[int, int] = defaultdict(int)
     for entering in _constants_of_loops(program):
         (outside,), (inside,) = entering.inputs, entering.outputs
+        assert isinstance(outside, Value), "a number enters no loop as an array"
         found[outside.id] += inside.trips // outside.trips
     return dict(found)
 
@@ -580,7 +587,7 @@ def _note_summands(program: Program, read_once: set[int], home) -> None:
             parts = [summed.get(x.id) if isinstance(x, Value) else None for x in equation.inputs]
             if not all(parts):
                 continue
-            products = list(itertools.chain(*parts))
+            products = list(itertools.chain(*filter(None, parts)))
             for one in products:
                 one.summed, one.summands = made.id, len(products)
         if made.id in read_once:

@@ -77,8 +77,10 @@ def use_span(group: Group, use: Use, last: int | None = None) -> Span:
 def made_at(group: Group, equation: Equation, output: int) -> int:
     """The program point from which a result's buffer is taken."""
     if equation.primitive == "scan_stack":
+        assert equation.loop is not None, "boundaries of loops know theirs"
         return equation.loop[0]
     if equation.primitive == "scan_carry" and output == 1:
+        assert equation.loop is not None, "boundaries of loops know theirs"
         return equation.loop[1]
     return group.point
 

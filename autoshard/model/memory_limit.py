@@ -46,7 +46,9 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
     """
     usable = formulation.prices.backend.usable
-    given, limit, bound = formulation.problem.limit, formulation.problem.limit * usable, 0.0
+    given = formulation.problem.limit
+    assert given is not None, "there is a limit to stay within"
+    limit, bound = given * usable, 0.0
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
@@ -160,5 +162,6 @@ def _lean_solutions(
             last = _solved(formulation, leaner, changes, budget.part(1.0), iterations=LEAN_ITERATIONS, gap=ENOUGH)
             peak = formulation.peak_bytes(last.choice)
             yield last, peak
+    assert least.choice is not None, "`solve` says which choice needs so little"
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
     yield leanest, formulation.peak_bytes(leanest.choice)

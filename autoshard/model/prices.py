@@ -470,7 +470,7 @@ class Prices:
         """Of products that are added up before they are reduced each pays its part."""
         if finish.kind == ALL_REDUCE and group.summands > 1:
             return self._collective(finish.kind, finish.axes, size) / group.summands
-        among = finish.groups and finish.devices(self.mesh)
+        among = finish.devices(self.mesh) if finish.groups else None
         return self._collective(finish.kind, finish.axes, size, among, late=group.late)
 
     def _compute(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:

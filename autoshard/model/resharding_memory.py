@@ -32,6 +32,11 @@ class Reader:
     use: Use | None = None
 
 
+def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
+    """The groups among the readers, and what they use."""
+    return [(reader.group, reader.use) for reader in readers if reader.group and reader.use]
+
+
 class Extra(NamedTuple):
     """Bytes that a resharding holds beside what is counted anyway."""
 
@@ -86,7 +91,10 @@ class Change:
 
     def starts(self, extra: Extra) -> int:
         """The point at which a resharding that holds this starts."""
-        return min(self.used[0], self.made + 1) if extra.at_once else self.used[0]
+        if not extra.at_once:
+            return self.used[0]
+        assert self.made is not None, "`extra` looks"
+        return min(self.used[0], self.made + 1)
 
     def copied_to(self, choice: Sequence[int]) -> list[Reader]:
         """The users of the resharded copy: who wants the value as it is left reads that."""
@@ -95,18 +103,18 @@ class Change:
 
     def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
         """Past the last use by these users, with the last point at which each group runs."""
-        uses = ((reader.group, reader.use) for reader in users if reader.use)
+        uses = uses_of(users)
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
 
 def counted(problem: Problem, changes: Iterable[Change], prices: Prices) -> Problem:
     """The problem with a node for each of these changes behind its own. Never counts less than they hold."""
-    costs, edges, lives, names = map(list, (problem.costs, problem.edges, problem.lives, problem.names))
+    costs, edges, lives, names = list(problem.costs), list(problem.edges), list(problem.lives), list(problem.names)
     for change in changes:
         node, own = len(costs), prices.once(_node, change, prices)
         costs.append(own.costs)
         edges += [Edge(decides, node, table) for decides, table in own.agree.items()]
-        lives += [Live(node, *span, usage) for span, usage in own.lives]
+        lives += [Live(node, start, end, usage) for (start, end), usage in own.lives]
         names.append(f"resharding of {change.value}")
     return Problem(
         costs=tuple(costs),

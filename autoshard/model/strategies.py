@@ -15,9 +15,8 @@ from functools import cached_property
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shards
 from autoshard.mesh.backends import GPU, Backend
-from autoshard.model.groups import Group, folds_by_hand
+from autoshard.model.groups import FactorDims, Group, folds_by_hand
 from autoshard.propagation.projection import layout_of_factors
-from autoshard.propagation.rule import Dims
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all_gather", "all_reduce", "reduce_scatter"
 
@@ -88,7 +87,7 @@ def _assignments(group: Group, mesh: MeshShape) -> Iterator[dict[int, tuple[str,
             yield assignment
 
 
-def _layouts(tensors: list[Dims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:
+def _layouts(tensors: list[FactorDims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:
     """How the tensors lie when their factors are split so; None where no PartitionSpec in mesh order says it."""
     layouts = []
     for dims in tensors:

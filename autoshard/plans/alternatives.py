@@ -188,7 +188,7 @@ class _Problems:
         readers = self.formulation.readers[value.id]
         while readers and all(r.group and r.group.equations[0].primitive == "scan_slice" for r in readers):
             dim += 1
-            readers = [reader for r in readers for reader in self.formulation.readers[r.group.made[0].value.id]]
+            readers = [one for r in readers if r.group for one in self.formulation.readers[r.group.made[0].value.id]]
         return dim if dim < len(value.shape) else None
 
     def split_largest(self, argument: int) -> Layout:
@@ -284,7 +284,7 @@ def _of_state(formulation: Formulation) -> set[int]:
         if first.primitive == "scan_carry":
             is_state = isinstance(first.inputs[0], Value) and first.inputs[0].id in found
         else:
-            is_state = group.uses and not group.reduction and found.issuperset(use.value.id for use in group.uses)
+            is_state = bool(group.uses) and not group.reduction and found.issuperset(use.value.id for use in group.uses)
         if is_state:
             found.update(made.value.id for made in group.made)
     return found

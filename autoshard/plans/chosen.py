@@ -12,9 +12,9 @@ import numpy as np
 from autoshard.layout import Layout, axes_of, local_shape, spec_text
 from autoshard.mesh.collectives import Collective
 from autoshard.model.formulation import Formulation
-from autoshard.model.groups import Dims, Group
+from autoshard.model.groups import FactorDims, Group
 from autoshard.model.lifetimes import aliased
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray
@@ -70,7 +70,7 @@ class ChosenOptions:
         wants = {}
         for readers in self.formulation.readers.values():
             for reader in readers:
-                if reader.use is not None:
+                if reader.group is not None and reader.use is not None:
                     for equation in reader.group.equations:
                         for operand, value in enumerate(equation.inputs):
                             dims = reader.group.operands[equation.index][operand]
@@ -116,7 +116,7 @@ class ChosenOptions:
                 elif not strategy.finishes:
                     loose[value] = readers
         for value, readers in loose.items():
-            if any(r.group and self.is_split_by_others(r.group, r.use.dims, loose) for r in readers):
+            if any(self.is_split_by_others(group, use.dims, loose) for group, use in uses_of(readers)):
                 yield value
 
     def may_be_split_unevenly(self, value: Value) -> bool:
@@ -128,7 +128,7 @@ class ChosenOptions:
         idle = [n for axis, n in mesh.items() if axis not in axes_of(home)]
         return any(size > 1 and size % n for size in local_shape(value.shape, home, mesh) for n in idle)
 
-    def is_split_by_others(self, group: Group, dims: Dims, apart_from: Container[int] = ()) -> bool:
+    def is_split_by_others(self, group: Group, dims: FactorDims, apart_from: Container[int] = ()) -> bool:
         """Whether what a group reads, apart from these values, has all axes that split a tensor of these dims."""
         strategy = self.strategies[group.index]
         wants = zip(group.uses, strategy.wants, strict=True)
@@ -179,11 +179,11 @@ class ChosenOptions:
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
-            seconds = self.prices.resharding(value, source, target, readers) * value.trips
+            taken = self.prices.resharding(value, source, target, readers) * value.trips
             if steps:
-                communication += seconds
+                communication += taken
             else:  # a slice
-                compute += seconds
+                compute += taken
             hidden += self.prices.hidden(value, source, target, readers) * value.trips
             size = self.prices.widths.moving(value, readers)
             smaller = f" in {8 * size} bits" if size < value.itemsize else ""

@@ -77,7 +77,10 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
     alternatives = content["alternatives"] and {
         name: predicted and _prediction_from_json(predicted) for name, predicted in content["alternatives"].items()
     }
-    wants = {tuple(map(int, key.split("/"))): _layout(words) for key, words in content["wants"].items()}
+    wants = {}
+    for key, words in content["wants"].items():
+        equation, operand = map(int, key.split("/"))
+        wants[equation, operand] = _layout(words)
     plan = PlanData(
         name=content["name"],
         mesh=with_auto_axes(mesh),

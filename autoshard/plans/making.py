@@ -42,7 +42,7 @@ def make_plan(
         annotations=annotations,
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
-        axis_types=program.types and program.types.mesh.axis_types,
+        axis_types=None if program.types is None else program.types.mesh.axis_types,
     )
 
 
@@ -57,7 +57,7 @@ def _typed(
 
     def typed(one: PlacedArray, layout: Layout | None) -> PlacedArray:
         same = layout is not None and without_idle_axes(layout, several) == without_idle_axes(one.layout, several)
-        return replace(one, typed=True, layout=layout if same else one.layout)
+        return replace(one, typed=True, layout=layout if layout is not None and same else one.layout)
 
     pairs = zip(placed, getattr(program.types, side), strict=True)
     return tuple(typed(one, layout) if i in on_types else one for i, (one, layout) in enumerate(pairs))

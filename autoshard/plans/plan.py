@@ -97,18 +97,20 @@ class PlanData:
         return self.mesh if self.axis_types is None else with_axis_types(self.mesh, self.axis_types)
 
     @property
-    def in_shardings(self) -> tuple:
+    def in_shardings(self) -> tuple[Any, ...]:
         """A pytree of NamedSharding per positional argument, static arguments left out.
 
         Usable in `jax.jit(in_shardings=...)`, `jax.device_put` and orbax. Shardings of keyword arguments are in
         `keyword_shardings`.
         """
-        return self.argument_tree.filled(self.flat_in_shardings)[0]
+        positional: tuple[Any, ...] = self.argument_tree.filled(self.flat_in_shardings)[0]
+        return positional
 
     @property
-    def keyword_shardings(self) -> dict:
+    def keyword_shardings(self) -> dict[str, Any]:
         """A pytree of NamedSharding per keyword argument."""
-        return self.argument_tree.filled(self.flat_in_shardings)[1]
+        by_name: dict[str, Any] = self.argument_tree.filled(self.flat_in_shardings)[1]
+        return by_name
 
     @property
     def out_shardings(self) -> Any:

@@ -172,7 +172,7 @@ class Operations:
 
     def _find_chains(self, program: Program, said: Mapping[int, Sequence[Given]]) -> None:
         constraints = [equation for equation in program.equations if equation.primitive in CONSTRAINTS]
-        by_result = {equation.outputs[0].id: equation for equation in constraints}
+        by_result: dict[int | None, Equation] = {equation.outputs[0].id: equation for equation in constraints}
         readers = program.reads + Counter(x.id for x in program.results if isinstance(x, Value))
         for last in constraints:
             first = last

@@ -14,14 +14,20 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from autoshard.layout import Layout, MeshShape, shards
 from autoshard.propagation.rule import Dims
 
+Factor = TypeVar("Factor", str, int)  # a rule's have names, those of a group numbers
+
 
 def layout_of_factors(
-    dims: Dims, assignment: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], mesh: MeshShape
+    dims: Sequence[Sequence[Factor]],
+    assignment: Mapping[Factor, tuple[str, ...]],
+    sizes: Mapping[Factor, int],
+    mesh: MeshShape,
 ) -> Layout | None:
     """The layout of a tensor whose factors are split over these axes; None where no layout says so.
 

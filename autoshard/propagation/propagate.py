@@ -142,7 +142,7 @@ class _Spread:
     def __init__(self, operations: Operations, parts: Mapping[str, Mapping[_Part, int]]):
         self.operations = operations
         self.mesh = {part: size for of_axis in parts.values() for part, size in of_axis.items()}
-        self.layouts: dict[int, PartLayout] = {id_: replicated(ndim) for id_, ndim in operations.ndims.items()}
+        self.layouts: dict[int, PartLayout] = {id_: ((),) * ndim for id_, ndim in operations.ndims.items()}
         self.origins: dict[tuple[int, _Part], tuple[int, Equation | None]] = {}  # -> the id it started from, through
         for id_, given in operations.given.items():
             self.layouts[id_] = tuple(tuple(part for axis in axes for part in parts[axis]) for axes in given.layout)
@@ -165,7 +165,9 @@ class _Spread:
         while stack:
             index = stack.pop()
             waiting[index] = False
-            for changed in self.agree(spreading[index], directions[index]):
+            direction = directions[index]
+            assert direction is not None, "no other operation waits"
+            for changed in self.agree(spreading[index], direction):
                 for touched in self.touching.get(changed, ()):
                     if directions[touched] is not None and touched != index and not waiting[touched]:
                         waiting[touched] = True
@@ -280,7 +282,7 @@ def _in_order(
     wished: Mapping[str, Axes],
     projections: Sequence[_Projection],
     sizes: Mapping[str, int],
-    mesh: MeshShape,
+    mesh: Mapping[_Part, int],
     elementwise: bool,
 ) -> list[str]:
     """The factors to split, those first that win where two want the same axis.
@@ -308,7 +310,7 @@ def _grown(
     wished: Mapping[str, Axes],
     in_order: Sequence[str],
     sizes: Mapping[str, int],
-    mesh: MeshShape,
+    mesh: Mapping[_Part, int],
     limits: Sequence[Mapping[str, Axes]] = (),
 ) -> dict[str, Axes]:
     """The axes of one tensor's factors after each, in order, took what it wished for and may have.
@@ -358,7 +360,9 @@ def _common_axes(factor: str, sources: Sequence[_Projection], others: Sequence[_
     return common
 
 
-def _within_factor(factor: str, axes: Axes, projection: _Projection, sizes: Mapping[str, int], mesh: MeshShape) -> Axes:
+def _within_factor(
+    factor: str, axes: Axes, projection: _Projection, sizes: Mapping[str, int], mesh: Mapping[_Part, int]
+) -> Axes:
     """The prefix of `axes` that this tensor's factor has already or can take."""
     there = projection.axes[factor]
     if factor in projection.closed or factor in projection.overflow:
@@ -373,7 +377,7 @@ def _within_factor(factor: str, axes: Axes, projection: _Projection, sizes: Mapp
     return axes
 
 
-def _until(axes: Axes, taken: set[str]) -> Axes:
+def _until(axes: Axes, taken: set[_Part]) -> Axes:
     """`axes` up to the first that is taken."""
     for position, axis in enumerate(axes):
         if axis in taken:
@@ -386,8 +390,8 @@ def _layout(
     axes_of: Mapping[str, Axes],
     overflow: Mapping[str, Axes],
     sizes: Mapping[str, int],
-    mesh: MeshShape,
-) -> Layout:
+    mesh: Mapping[_Part, int],
+) -> PartLayout:
     """The layout that splits the factors so; minor factors of a dim stay whole where a major one is not used up."""
     layout = []
     for dim in dims:

@@ -70,7 +70,7 @@ def register_rule(
 
     >>> register_rule("fused_mlp", "b i, i j, j k -> b k", reduction="j", need_replication="i")
     """
-    said = {
+    said: dict[str, Any] = {
         "reduction": names_of(reduction),
         "need_replication": names_of(need_replication),
         "permutation": names_of(permutation),

@@ -263,7 +263,7 @@ class _Notation:
         known = self._sizes(tensors, shapes, kinds["permutation"], dict(sizes))
         factors = [tuple(dim.factors for dim in dims) for dims in tensors]
         ordered = {factor: known[factor] for factor in where}
-        return Rule(tuple(factors[: len(operands)]), tuple(factors[len(operands) :]), ordered, **kinds)
+        return Rule(tuple(factors[: len(operands)]), tuple(factors[len(operands) :]), ordered, **kinds)  # type: ignore[arg-type]  # three names, none of them `given`
 
     def check(
         self,

@@ -6,6 +6,7 @@ import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -66,10 +67,16 @@ def table_text(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         table.add_column(header.strip(), justify="right" if header.startswith(" ") else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    plain = {"color_system": None, "force_terminal": False, "force_jupyter": False, "legacy_windows": False}
-    console = Console(file=io.StringIO(), width=WIDTH, **plain)
+    plain: dict[str, Any] = {
+        "color_system": None,
+        "force_terminal": False,
+        "force_jupyter": False,
+        "legacy_windows": False,
+    }
+    printed = io.StringIO()
+    console = Console(file=printed, width=WIDTH, **plain)
     console.print(table)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 
 # Sections.
@@ -144,8 +151,8 @@ def _comparison(plan: PlanData, alternatives: Mapping[str, Prediction | None], a
 
 
 def _figures(name: str, predicted: Prediction, limit: float | None) -> tuple[str, ...]:
-    seconds = predicted.step_seconds, predicted.compute_seconds, predicted.communication_seconds
-    seconds += (predicted.exposed_seconds,)
+    busy = predicted.compute_seconds, predicted.communication_seconds, predicted.exposed_seconds
+    seconds = predicted.step_seconds, *busy
     over = limit is not None and predicted.peak_bytes > limit
     return (name, *map(seconds_text, seconds), bytes_text(predicted.peak_bytes), "over the limit" if over else "")
 

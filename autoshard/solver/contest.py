@@ -169,7 +169,9 @@ def _decode(data: bytes) -> Any:
 
 def _cut(data: bytes) -> tuple[bytes, dict[int, Rows]]:
     """The text with the tables that stand behind a colon, in as few characters as can be, replaced by numbers."""
-    rest, tables, done = [], {}, 0
+    rest: list[bytes] = []
+    tables: dict[int, Rows] = {}
+    done = 0
     start = data.find(b":[[")
     while start >= 0:
         end = data.find(b"]]", start)

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,8 @@ class LargeSearch:
                 cost = math.inf if first is None else self.cost(first)
                 for search in self.searches:
                     search.begin(first, cost, self.ascent)
-                other = None
+                other: Future[Any] | None = None
+                tasks: list[Future[Any]] = []
                 if not self.ascent.settled:
                     tasks = [pool.submit(self.ascent.round, cost, self.stop, ROUND)]
                 elif least is None:
@@ -116,13 +118,11 @@ class LargeSearch:
                 elif first is not None:
                     improve = self.neighbourhoods.improve
                     tasks = [other := pool.submit(improve, first, least < cost, left(), self.stop)]
-                else:
-                    tasks = []
                 long = least is not None and first is not None
                 work = LONG if long else ROUND
                 tasks += [pool.submit(search.round, self.stop, work) for search in self.searches]
                 waited_for(tasks, tick)
-                yield self.found(other.result() if long else None, work / ROUND)
+                yield self.found(other.result() if long and other else None, work / ROUND)
                 tick()
                 if self.ascent.settled and least is None and other:
                     least = other.result()
@@ -320,9 +320,13 @@ class Search:
         self.best: np.ndarray | None = None
         self.cost, self.until_restart, self.rise = math.inf, 0, 1.0  # the factor of prices that rise
         self.owed = 0.0  # work that rounds have asked for, less what was done
-        self.guide = np.zeros(0), np.zeros(0)  # prices, and a choice that is good under them
+        self.guide: tuple[np.ndarray, np.ndarray] = (
+            np.zeros(0),
+            np.zeros(0),
+        )  # prices, and a choice that is good under them
         self.settled = self.local = False  # the guide will not change; moves go on near the best choice
-        self.choice, self.prices = np.zeros(len(graph.offsets) - 1, dtype=np.int64), np.zeros(len(memory.room))
+        self.choice: np.ndarray = np.zeros(len(graph.offsets) - 1, dtype=np.int64)
+        self.prices: np.ndarray = np.zeros(len(memory.room))
         finite = graph.tables[graph.tables < np.inf] if len(graph.tables) else graph.costs[graph.costs < np.inf]
         mean = memory.usage.mean() if len(memory.usage) else 1.0
         self.typical_price = TYPICAL * np.abs(finite).max(initial=0.0) / mean
@@ -374,6 +378,7 @@ class Search:
         movable = np.zeros(nodes, dtype=bool)
         movable[near(self.graph, int(self.rng.integers(nodes)), size, self.rng)] = True
         plan = self.moves.plan(movable)
+        assert self.best is not None, "it is near the best that is looked"
         choice = self.best.copy()
         costs = message_passing_compiled.priced(self.graph, self.memory, self.between(LOW, HIGH) * self.guide[0])
         elimination_compiled.move(self.graph, costs, plan, choice)

@@ -81,7 +81,7 @@ class Problem:
     names: tuple[str, ...] = ()  # one per node, or none at all; for messages
     checked: InitVar[bool] = False  # whether it is made of the arrays of a problem, which need no second look
 
-    def __post_init__(self, checked: bool):
+    def __post_init__(self, checked: bool) -> None:
         if not checked:
             _validate(self)
 

@@ -152,7 +152,7 @@ def solve(
         search.check_time()
         if not (layered and search.solve_repeated(known)):
             search.solve(known, relax=True)
-            if layered and known.best:
+            if layered and known.choice is not None:
                 lean = leaner(problem, known.choice, seed)
                 if not accepts or search.rough or accepts(lean):
                     known.settle(lean)
@@ -346,7 +346,8 @@ class _Search:
     @property
     def rough(self) -> bool:
         """Whether the best choice is one that is not accepted."""
-        return self.accepts is not None and self.known.best is not None and not self.accepts(self.known.choice)
+        choice = self.known.choice
+        return self.accepts is not None and choice is not None and not self.accepts(choice)
 
     def tolerance(self) -> float:
         """How far from the best a choice of many options may be."""
@@ -392,8 +393,8 @@ class _Search:
         offered: list[tuple[tuple[int, ...], ...]] = []  # the last one
 
         def tell() -> None:
-            chosen = tuple(part.choice for part in parts)
-            if None not in chosen and [chosen] != offered:
+            chosen = tuple(part.choice for part in parts if part.choice is not None)
+            if len(chosen) == len(parts) and [chosen] != offered:
                 offered[:] = [chosen]
                 known.offer(small.invert(chosen))
             known.prove(small.constant + math.fsum(part.bound for part in parts))
@@ -519,7 +520,7 @@ class _Search:
             except _Nothing:
                 return False
             finally:
-                if small.best:
+                if small.choice is not None:
                     known.offer(one.expand(leaner(one.problem, small.choice, self.seed)))
             if one.fits(small.choice):
                 break
@@ -722,7 +723,7 @@ class _Search:
         fewer.tolerance, fewer.hasty = known.tolerance, known.hasty
 
         def tell() -> None:
-            if fewer.best:
+            if fewer.choice is not None:
                 known.offer(fewer.choice)
             known.prove(min(ceiling, fewer.bound))
 
@@ -852,7 +853,7 @@ def _leanest(problem: Problem, search: _Search) -> InfeasibleError:
     if max(map(_options, small.parts), default=0) > MANY_OPTIONS:
         raise _TimeUp
     ilp = search.programs() if small.parts else None
-    outcomes = [ilp.leanest(part, seed=search.seed, **search.limits()) for part in small.parts]
+    outcomes = [ilp.leanest(part, seed=search.seed, **search.limits()) for part in small.parts] if ilp else []
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     if any(outcome.bound == math.inf for outcome in outcomes):
@@ -864,6 +865,7 @@ def _leanest(problem: Problem, search: _Search) -> InfeasibleError:
     _, needed = verify(problem, choice)
     point, _ = _fullest(problem, [live.usage[choice[live.node]] for live in problem.lives])
     held = f"the least that one holds is {needed:.0f}, at point {point}"
+    assert problem.limit is not None, "without one every choice fits"
     message = f"no choice fits in {problem.limit:.0f} bytes; {held}"
     return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
 
@@ -891,6 +893,6 @@ def _fullest(problem: Problem, usages: Sequence[float]) -> tuple[int, float]:
     """The program point at which most is held, and how many bytes, when the lives hold this much."""
     ends = [[live.start for live in problem.lives], [live.end for live in problem.lives]]
     points, at = np.unique(np.array(ends, dtype=np.int64).ravel(), return_inverse=True)
-    usages = np.asarray(usages, dtype=np.float64)
-    held = np.bincount(at, np.concatenate([usages, -usages])).cumsum()
+    held_by = np.asarray(usages, dtype=np.float64)
+    held = np.bincount(at, np.concatenate([held_by, -held_by])).cumsum()
     return int(points[held.argmax()]), float(held.max())

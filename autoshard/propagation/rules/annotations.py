@@ -42,6 +42,7 @@ def shard_map(equation: Equation) -> Rule:
     ):
         for tensor, (shape, spec) in enumerate(zip(shapes, specs, strict=True)):
             for dim, (size, axes) in enumerate(zip(shape, layout_of(spec, len(shape)), strict=True)):
-                place = {"operands": [], "results": []} | {side: [(tensor, dim)]}
+                sides: dict[str, list[tuple[int, int]]] = {"operands": [], "results": []}
+                place = sides | {side: [(tensor, dim)]}
                 given[builder.factor(size, **place, kind="need_replication")] = axes
     return replace(builder.build(), given=given)

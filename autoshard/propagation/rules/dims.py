@@ -83,7 +83,8 @@ def _reshape(operand: Shape, result: Shape, order: tuple[int, ...]) -> Rule:
     if 0 in operand:  # no elements: nothing to split, and no products to compare
         for side, shape in enumerate((operand, result)):
             for dim, size in enumerate(shape):
-                builder.factor(size, *([[(0, dim)], []] if side == 0 else [[], [(0, dim)]]), "need_replication")
+                here, there = ([(0, dim)], []) if side == 0 else ([], [(0, dim)])
+                builder.factor(size, here, there, "need_replication")
         return builder.build()
     sources = [(dim, operand[dim]) for dim in order if operand[dim] > 1]
     targets = [(dim, size) for dim, size in enumerate(result) if size > 1]

@@ -14,6 +14,9 @@ from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of
 
+# A factor's size, and the (operand, dim) and (result, dim) pairs that have it.
+_Window = tuple[int, list[tuple[int, int]], list[tuple[int, int]]]
+
 
 @rule("conv_general_dilated")
 def conv_general_dilated(equation: Equation) -> Rule:
@@ -42,8 +45,8 @@ def _convolution(
     for dim, kernel_dim, out_dim in zip(spatial, window, out_spatial, strict=True):
         # The larger of the two is the major factor: a split of the images goes to the result, or, in the gradient of
         # a kernel, where the "kernel" is an image itself, to that.
-        positions = (result[out_dim], [], [(0, out_dim)])
-        taps = (kernel[kernel_dim], [(1, kernel_dim)], [])
+        positions: _Window = (result[out_dim], [], [(0, out_dim)])
+        taps: _Window = (kernel[kernel_dim], [(1, kernel_dim)], [])
         room = images[dim]
         for size, sources, targets in (positions, taps) if positions[0] >= taps[0] else (taps, positions):
             shared = min(room, size)

@@ -333,8 +333,9 @@ class Relaxation:
             spare = np.zeros(len(messages) if extras is not None else 0)
             offered = colour.least(total * colour.share, ahead) - messages[own] if colour.blocks[ahead] else None
             for block in colour.blocks[ahead]:
-                slots = block.slots[ahead]
-                paid = offered[slots.start - own.start : slots.stop - own.start].reshape(-1, len(block.edges))
+                within = block.slots[ahead]
+                assert offered is not None, "it is for these blocks"
+                paid = offered[within.start - own.start : within.stop - own.start].reshape(-1, len(block.edges))
                 message = _min_plus(block.tables[ahead], paid)
                 least = message.min(axis=0)
                 bound.append((least * block.times).sum())
@@ -343,7 +344,7 @@ class Relaxation:
                 if extras is not None:
                     # The bound counts `least` of what the edge and this share of the node cost together.
                     left = _min_plus(block.tables[behind], -message) - least
-                    spare[slots] = left.ravel() - messages[slots]
+                    spare[within] = left.ravel() - messages[within]
             if extras is not None:
                 extras[colour.options] = total + colour.spread @ spare
         return math.fsum(bound)
@@ -451,7 +452,9 @@ def _edges(lifted: Lifted, colour_of: np.ndarray) -> list[_Edge]:
         if key not in known:
             known[key] = small(edge.costs.T if turned else edge.costs)
         step = -1 if turned else 1
-        edges.append(_Edge((edge.i, edge.j)[::step], *known[key], times, tuple(roles[::step])))
+        (i, j), (role, other) = (edge.i, edge.j)[::step], roles[::step]
+        of_ends, table = known[key]
+        edges.append(_Edge((i, j), of_ends, table, times, (role, other)))
     return edges
 
 
@@ -490,7 +493,7 @@ def _merged(by_shape: Mapping[tuple[int, int], list[_Edge]]) -> dict[tuple[int, 
             both = max(shape[0], other[0]), max(shape[1], other[1])
             entries = math.prod(both) * (len(edges) + len(found))
             padded[other] = entries - math.prod(shape) * len(edges) - math.prod(other) * len(found), both
-        nearest = min(padded, key=padded.get, default=None)
+        nearest = min(padded, key=padded.__getitem__, default=None)
         if nearest is None or padded[nearest][0] > PADDED:
             merged[shape] = edges
         else:
@@ -559,7 +562,7 @@ class Prices:
         over[np.abs(over) <= SLACK * self._limit] = 0.0
         return over
 
-    def taken(self, choice: Sequence[int]) -> np.ndarray:
+    def taken(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """The shares of a choice: 1 of each option that is chosen."""
         shares = np.zeros(self._offsets[-1])
         shares[self._offsets[:-1] + np.asarray(choice, dtype=np.int64)] = 1.0

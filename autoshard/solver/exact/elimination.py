@@ -93,7 +93,7 @@ def _greedy(
 
     waiting = [(weight(node), node) for node in range(len(logs))]
     heapq.heapify(waiting)
-    now = dict(map(reversed, waiting))  # node -> its present weight
+    now = {node: value for value, node in waiting}  # node -> its present weight
     nodes, scopes, entries, left = [], [], 0, 0
     while waiting:
         value, node = heapq.heappop(waiting)
@@ -146,7 +146,7 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     chosen: dict[int, int] = {}
     for step in reversed(range(len(order.nodes))):
         node = order.nodes[step]
-        costs = sum(_at(table, nodes, node, chosen) for nodes, table in factors[step])
+        costs = np.asarray(sum(_at(table, nodes, node, chosen) for nodes, table in factors[step]))
         chosen[node] = int(costs.argmin())
     return tuple(chosen[node] for node in range(len(problem.costs)))
 

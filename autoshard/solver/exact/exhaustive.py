@@ -37,5 +37,6 @@ def exhaustive(problem: Problem) -> Solution:
     if best is not None:
         return Solution(best, least, bound=least, status="optimal")
     if needed < math.inf:
+        assert problem.limit is not None, "without one every choice fits"
         raise InfeasibleError(f"no choice fits in {problem.limit} bytes", limit=problem.limit, needed=needed)
     raise SolverError("every choice is forbidden")

@@ -402,7 +402,7 @@ class _Highs:
         self._highs.cbMipInterrupt += self._on_progress
         self._highs.cbMipImprovingSolution += self._on_solution
         self._highs.cbSimplexInterrupt += self._on_step
-        options = {
+        options: dict[str, str | int | float] = {
             "parallel": "off", "random_seed": seed,
             "mip_rel_gap": 0.0, "mip_abs_gap": gap, "mip_feasibility_tolerance": 1e-9,
             "presolve": "off" if count <= TINY else "choose", "presolve_rule_off": _DOUBLETON_EQUATIONS,
@@ -416,7 +416,7 @@ class _Highs:
         self.stopped = False  # by the clock, or
         self.interrupted = False  # by Ctrl-C
 
-    def add(self, rows: sparse.csr_array, upper: np.ndarray) -> None:
+    def add(self, rows: sparse.csr_array, upper: Sequence[float] | np.ndarray) -> None:
         """Adds ``rows @ values <= upper``."""
         for start, end, top in zip(rows.indptr[:-1], rows.indptr[1:], upper, strict=True):
             columns = self._columns[rows.indices[start:end]]

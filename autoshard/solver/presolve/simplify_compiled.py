@@ -27,7 +27,7 @@ class State(NamedTuple):
     """A problem on its way to being smaller. Options of a node are packed at its start; a removed node has none."""
 
     first: np.ndarray  # int64[nodes]: where the options of a node start
-    count: np.ndarray  # int64[nodes]: how many it has left
+    count: np.ndarray  # type: ignore[assignment]  # hides a method of tuples; int64[nodes]: how many it has left
     label: np.ndarray  # int64[options]: their numbers in the original problem
     cost: np.ndarray  # float64[options]
     end: np.ndarray  # int64[2 edges]: node of each half; -1: the edge is gone

@@ -104,10 +104,11 @@ def _result(state: State) -> Reduced:
             usage = state.pool[state.usage[life] : state.usage[life] + state.count[node]].copy()
             lives[node].append((int(state.start[life]), int(state.stop[life]), usage))
             life = state.later_life[life]
-    followed, at = [], 0
+    followed: list[Followed] = []
+    at = 0
     while at < state.top[simplify_compiled.LOG]:
-        node, into, pairs = map(int, state.log[at : at + 3])
-        followed.append(Followed(node, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
+        moved, into, pairs = map(int, state.log[at : at + 3])
+        followed.append(Followed(moved, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
         at += 3 + 2 * pairs
     return Reduced(
         labels=[state.label[span].copy() for span in spans],

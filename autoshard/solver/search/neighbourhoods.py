@@ -59,7 +59,7 @@ class Neighbourhoods:
 
         free = near(self.graph, int(self.rng.integers(len(choice))), int(self.size), self.rng)
         offsets = self.graph.offsets
-        options = {node: [option] for node, option in enumerate(choice)}
+        options: dict[int, Sequence[int] | np.ndarray] = {node: [option] for node, option in enumerate(choice)}
         for node in free:
             options[node] = np.union1d(np.flatnonzero(allowed[offsets[node] : offsets[node + 1]]), choice[node])
         try:
@@ -74,9 +74,8 @@ class Neighbourhoods:
             outcomes.append(cheapest(part, None, time_limit=left, seed=0, stop=stop, look=look))
         late = looks >= LOOKS if self.counted else time.monotonic() - started > limit
         self.size = max(LEAST, min(len(choice), self.size * (SMALLER if late else LARGER)))
-        if any(outcome.choice is None for outcome in outcomes):
-            return None
-        return small.invert([outcome.choice for outcome in outcomes])
+        choices = [outcome.choice for outcome in outcomes if outcome.choice is not None]
+        return None if len(choices) < len(outcomes) else small.invert(choices)
 
 
 def near(graph: Graph, root: int, size: int, rng: np.random.Generator) -> list[int]:

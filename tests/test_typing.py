@@ -1,0 +1,82 @@
+"""What a type checker, and so an editor, knows of a decorated step."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+STEPS = """
+import jax
+from jax.sharding import AbstractMesh
+from typing import Any, reveal_type
+
+from autoshard import autoshard
+
+mesh = AbstractMesh((8,), ("data",))
+
+
+@autoshard(mesh=mesh, donate_argnums=0)
+def step(weights: jax.Array, rate: float = 0.1, *, steps: int) -> tuple[jax.Array, float]:
+    return weights, rate
+
+
+def loss(weights: jax.Array) -> float:
+    return 0.0
+
+
+class Trainer:
+    @autoshard(mesh=mesh, static_argnums=0)
+    def step(self, batch: jax.Array) -> int:
+        return 0
+
+
+def calls(x: jax.Array, like: jax.ShapeDtypeStruct) -> None:
+    reveal_type(step)
+    reveal_type(step(x, steps=3))
+    reveal_type(step.plan(like, steps=3))
+    reveal_type(step.lower(like, steps=3))
+    reveal_type(step.trace(like, steps=3))
+    reveal_type(autoshard(loss, mesh=mesh)(x))
+    reveal_type(Trainer().step(x))
+    step(x)
+    step("x", steps=3)
+    step(x, steps=3, rates=0.1)
+    autoshard(loss, mesh=mesh)(x, x)
+    autoshard(loss)
+    Trainer().step()
+    step.plans(x)
+"""
+REVEALED = [
+    r"autoshard\.api\.Autosharded\[\[weights: jax\S*\.Array, rate: float =, \*, steps: int\], "
+    r"tuple\[jax\S*\.Array, float\]\]",
+    r"tuple\[jax\S*\.Array, float\]",
+    r"autoshard\.user_plan\.Plan",
+    r"jax\S*\.Lowered",
+    r"autoshard\.program\.Program",
+    r"float",
+    r"int",
+]
+ERRORS = ["call-arg", "arg-type", "call-arg", "call-arg", "call-overload", "call-arg", "attr-defined"]
+
+
+def test_a_decorated_step_keeps_its_signature_and_has_methods(tmp_path):
+    """Each line of `calls` is said to be of its type, or to be wrong in its way."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    root = Path(__file__).parents[1]
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nmypy_path = {root}\nfollow_imports = silent\n")
+    options = [
+        "--config-file",
+        "mypy.ini",
+        "--ignore-missing-imports",
+        "--cache-dir",
+        str(root / ".mypy_cache" / "tests"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "steps.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    revealed = re.findall(r'note: Revealed type is "(.*)"', done.stdout)
+    errors = re.findall(r"error: .*\[(.*)\]$", done.stdout, flags=re.MULTILINE)
+    assert errors == ERRORS, done.stdout + done.stderr
+    assert len(revealed) == len(REVEALED), done.stdout
+    for found, expected in zip(revealed, REVEALED, strict=True):
+        assert re.fullmatch(expected, found.replace("builtins.", "")), found
