@@ -23,7 +23,8 @@ from autoshard.lower import annotated
 from autoshard.mesh.backends import CPU
 from autoshard.model.groups import Group, groups_of
 from autoshard.model.strategies import Strategy, strategies_of
-from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.plans.annotations import Annotations
+from autoshard.plans.chosen import scatter_of
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 
@@ -142,7 +143,7 @@ class Alone:
         return cls(program, groups[0], tuple(arrays))
 
     def annotations(self, strategy: Strategy) -> Annotations:
-        (equation,), scatter = self.program.equations, Scatter.of(self.group, strategy)
+        (equation,), scatter = self.program.equations, scatter_of(self.group, strategy)
         wants = {(use.value.id, use.operand): want for use, want in zip(self.group.uses, strategy.wants, strict=True)}
         by_value = {value: want for (value, _), want in wants.items()}
         operands = [(i, x.id) for i, x in enumerate(equation.inputs) if isinstance(x, Value)]

@@ -17,7 +17,8 @@ from autoshard.lower import annotated
 from autoshard.mesh.backends import CPU, TPU
 from autoshard.model.groups import Group
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy, strategies_of
-from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.plans.annotations import Annotations
+from autoshard.plans.chosen import scatter_of
 
 
 def convolved(x, kernel):
@@ -50,7 +51,7 @@ MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x4": {"x": 2, "y": 4}, "2x2x
 
 def lowered_as(strategy: Strategy, fn, group: Group, axes: dict[str, int]):
     """The function as a plan with this strategy lowers it, the sharding of its result, and random operands."""
-    mesh, scatter = mesh_of(axes), Scatter.of(group, strategy)
+    mesh, scatter = mesh_of(axes), scatter_of(group, strategy)
     program = traced(fn, *(jax.ShapeDtypeStruct(use.value.shape, use.value.dtype) for use in group.uses))
     (equation,), left = program.equations, strategy.leaves[-1]
     annotations = Annotations(
