@@ -55,7 +55,7 @@ class Plan(PlanData):
         """What a step costs in data parallel, FSDP and tensor parallel form; None for what `absent` names.
 
         Found when first asked for, which takes seconds; empty if the plan was loaded and saved without them. What each
-        of them means exactly: `autoshard.report.alternatives`.
+        of them means exactly: `autoshard.plans.alternatives`.
         """
         return self.comparison()
 
