@@ -43,6 +43,7 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.layout import Layout, spec_of
+from autoshard.mesh.resharding import stops
 from autoshard.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.plan import PlacedArray, PlanData
@@ -72,7 +73,8 @@ class Step:
 
     def __init__(self, program: Program, plan: PlanData, **jit_keywords: Any):
         self._program, self._plan = program, plan
-        self._emitter = emitter = _Emitter(program, plan.annotations, plan.mesh)
+        results = [placed.layout for placed in plan.results]
+        self._emitter = emitter = _Emitter(program, plan.annotations, plan.mesh, results)
 
         def run(*arguments: Any) -> tuple:
             return _typed(emitter.run(*map(emitter.untyped, arguments)), plan)
@@ -205,8 +207,14 @@ def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractM
 
 
 class _Emitter:
-    def __init__(self, program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh):
-        self.program, self.annotations, self.mesh = program, annotations, mesh
+    def __init__(
+        self,
+        program: Program,
+        annotations: Annotations,
+        mesh: Mesh | AbstractMesh,
+        results: Sequence[Layout] | None = None,  # where they are to lie, if anywhere else than made
+    ):
+        self.program, self.annotations, self.mesh, self.wanted = program, annotations, mesh, results
         self.equations: Mapping[tuple, Equation] = {equation.path: equation for equation in program.equations}
         self.pins = _pins(program, annotations)
 
@@ -225,7 +233,10 @@ class _Emitter:
             var: self.held(value.id, self.untyped(array))
             for var, value, array in zip(closed.jaxpr.constvars, self.program.constants, closed.consts, strict=True)
         }
-        return [held.array for held in self.body(closed, env, ())]
+        made = self.body(closed, env, ())
+        if self.wanted is None:
+            return [held.array for held in made]
+        return [self.on_the_way(held, want) for held, want in zip(made, self.wanted, strict=True)]
 
     # Arrays and their shardings.
 
@@ -250,13 +261,25 @@ class _Emitter:
         ours = NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)
         return jax.lax.with_sharding_constraint(array, ours)
 
+    def resharded(self, array: Any, source: Layout | None, target: Layout | None) -> Any:
+        """An array from one layout to another, by way of those that XLA needs; from None: it may lie in any."""
+        if source and target and is_array(jax.typeof(array)):
+            for stop in stops(source, target, self.mesh.shape):
+                array = self.constrained(array, stop)
+        return self.constrained(array, target)
+
+    def on_the_way(self, held: _Held, want: Layout) -> Any:
+        """A result where `out_shardings` can take it from."""
+        if held.layout and is_array(jax.typeof(held.array)) and (way := stops(held.layout, want, self.mesh.shape)):
+            return self.resharded(held.array, held.layout, way[-1])
+        return held.array
+
     def held(self, value: int, array: Any) -> _Held:
         """The array of a value, pinned to the layout it is made in, and its shared copy."""
-        home = self.annotations.homes.get(value)
-        array = self.constrained(array, self.annotations.sums.get(value))
-        array = self.constrained(array, self.pins.get(value))
+        home, pin, made_in = self.annotations.homes.get(value), self.pins.get(value), self.annotations.sums.get(value)
+        array = self.resharded(self.constrained(array, made_in), made_in, pin)
         copy_layout = self.annotations.copies.get(value)
-        copy = None if copy_layout is None else self.constrained(array, copy_layout)
+        copy = None if copy_layout is None else self.resharded(array, home, copy_layout)
         return _Held(array, home, copy, copy_layout)
 
     def read(self, held: _Held, equation: Equation | None, operand: int) -> Any:
@@ -265,8 +288,8 @@ class _Emitter:
         if want is None or want == held.layout:
             return held.array
         if held.copy_layout is None:
-            return self.constrained(held.array, want)
-        return held.copy if want == held.copy_layout else self.constrained(held.copy, want)
+            return self.resharded(held.array, held.layout, want)
+        return held.copy if want == held.copy_layout else self.resharded(held.copy, held.copy_layout, want)
 
     def behind_barrier(self, operands: Sequence[_Held]) -> list[_Held]:
         """All of them behind one barrier: what is computed from one waits for the others.

@@ -54,9 +54,10 @@ class Operation:
         """Why it can differ on several devices without a fault of ours; None if it must not."""
         if self.eqn.primitive.name in ("mulhi", "philox2x32", "philox4x32") or "key<phx" in self.text:
             return _NOT_LOWERED
+        if self.eqn.primitive.name != "reduce_sum":
+            return None
         dtype = self.eqn.outvars[0].aval.dtype
-        few = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        return _FEW_BITS if few and self.eqn.primitive.name == "reduce_sum" else None
+        return _FEW_BITS if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else None
 
     def __call__(self, *operands: Any) -> list:
         return run(self.eqn, operands)

@@ -12,6 +12,7 @@ from jax.experimental import pallas
 from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips
 
 import autoshard
@@ -337,3 +338,18 @@ def test_what_is_said_around_an_equation_holds(fn, text, loop):
     np.testing.assert_allclose(sharded(x), jax.jit(step)(x), rtol=1e-6)
     assert text in jax.jit(step).lower(x).as_text()
     assert text in sharded.lower(x).as_text()
+
+
+@pytest.mark.parametrize("rows, columns", [(("x",), ("x", "y")), (("x", "y"), ("y",)), (("y",), ("y", "x"))])
+def test_axes_of_unlike_sizes(rows, columns):
+    """Arguments, an inner constraint and results all lie as XLA cannot reshard in one step."""
+    mesh = mesh_of({"x": 3, "y": 2})
+    before, after = P(rows), P(None, columns)
+
+    def fn(x):
+        y = jax.lax.with_sharding_constraint(2 * x, NamedSharding(mesh, after))
+        return jax.lax.with_sharding_constraint(y + 1, NamedSharding(mesh, before)).T
+
+    step = autoshard.autoshard(fn, mesh=mesh, topology=slow_chips(mesh.shape), fixed={"x": before})
+    x = np.arange(144, dtype=np.float32).reshape(12, 12)
+    np.testing.assert_array_equal(step(x), (2 * x + 1).T)

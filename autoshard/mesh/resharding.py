@@ -23,6 +23,7 @@ devices, with axes in any order and counts of three.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,9 +74,62 @@ def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[s
     (('all_to_all', ('x',), 4),)
     """
     mesh = tuple(mesh_shape.items())
+    layouts = (source, *stops(source, target, mesh_shape), target)
+    return tuple(step for hop in itertools.pairwise(layouts) for step in _hop(*hop, mesh)[0])
+
+
+def stops(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[Layout, ...]:
+    """The layouts by way of which an array goes from `source` to `target`; none where XLA takes it there itself.
+
+    On axes whose sizes are not powers of one prime, XLA since JAX 0.11.1 ends the process where it would cut a dim
+    between devices that no axis tells apart ("Could not slice dimension"): it is handed only what needs no such cut.
+
+    >>> stops((("x",), ()), ((), ("x", "y")), {"x": 3, "y": 2})
+    (((), ('x',)),)
+    """
+    mesh = tuple(mesh_shape.items())
+    if source == target or _of_one_prime(mesh):
+        return ()
+    return _stops(source, target, mesh)
+
+
+@cache
+def _of_one_prime(mesh: tuple[tuple[str, int], ...]) -> bool:
+    sizes = [size for _, size in mesh if size > 1]
+    least = [next(n for n in range(2, size + 1) if size % n == 0) for size in sizes]
+    return all(least[0] ** round(math.log(size, least[0])) == size for size in sizes)
+
+
+@cache
+def _stops(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[Layout, ...]:
+    """The way with the fewest bytes of: gather some axes of the source, move others, cut by some of the target.
+
+    There is one: what is split alike stays, the rest is gathered, then cut.
+    """
+    best, ways = math.inf, itertools.product(_coarser(source), _coarser(target))
+    found: tuple[Layout, ...] = ()
+    for way in itertools.chain([()], ways):
+        layouts = [layout for layout, _ in itertools.groupby((source, *way, target))]
+        hops = [_hop(*hop, mesh) for hop in itertools.pairwise(layouts)]
+        if any(CUTS in told_apart for _, told_apart in hops):
+            continue
+        moved = sum(1 / tiles for steps, _ in hops for _, _, tiles in steps)
+        if moved < best:
+            best, found = moved, tuple(layouts[1:-1])
+    assert best < math.inf, (source, target, mesh)
+    return found
+
+
+def _coarser(layout: Layout) -> list[Layout]:
+    """A layout, and what is left of it where the minor axes of some dims are gathered."""
+    return list(itertools.product(*([axes[:kept] for kept in range(len(axes) + 1)] for axes in layout)))
+
+
+def _hop(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
+    """From one layout straight to another."""
     small = _without_whole_dims(source, target)
-    found, told_apart = _path_by_any_names(*small, mesh)
-    return _path(source, target, mesh)[0] if DIMS in told_apart and small != (source, target) else found
+    found = _path_by_any_names(*small, mesh)
+    return _path(source, target, mesh) if DIMS in found[1] and small != (source, target) else found
 
 
 def reshard_seconds(
@@ -96,9 +150,9 @@ _Steps = list[_Collective]
 
 
 # What the way from one layout to another may depend on beside which axes go from where to where: where dims stand that
-# are whole in both, and the order of devices.
-DIMS, DEVICES = "dims", "devices"
-_Path = tuple[tuple[_Collective, ...], frozenset[str]]  # the collectives, and which of these they may depend on
+# are whole in both, and the order of devices. And that it may cut dims otherwise than axes do.
+DIMS, DEVICES, CUTS = "dims", "devices", "cuts"
+_Path = tuple[tuple[_Collective, ...], frozenset[str]]  # the collectives, and which of these are true of it
 
 
 def _without_whole_dims(source: Layout, target: Layout) -> tuple[Layout, Layout]:
@@ -215,7 +269,7 @@ class _Group:
     tiles: int  # into how many tiles the dims outside the groups are cut
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
-    told_apart: set[str]  # DIMS or DEVICES, once what is found depends on them
+    told_apart: set[str]  # which of DIMS, DEVICES and CUTS are true of what was found so far
 
     @overload
     def reshard(self, source: _Tiling, target: _Tiling) -> _Steps: ...
@@ -245,6 +299,7 @@ class _Group:
             if steps is not None:
                 return steps
         if not target.replicated:
+            self.told_apart.add(CUTS)
             steps = self.in_two(source, target)
             if steps is None:
                 steps = self.in_groups(source, target)
@@ -308,13 +363,26 @@ class _Group:
 
     def slice_copies(self, source: _Tiling, target: _Tiling) -> _Steps | None:
         """ReshardFromPartialReplicateWithDynamicSlice."""
-        reached = _compatible(source, target)
+        reached = self.compatible(source, target)
         return None if reached is None else self.permute(reached, target)
 
     def gather_copies(self, source: _Tiling, target: _Tiling) -> _Steps | None:
         """ReshardToPartialReplicateWithAllGather."""
-        start = _compatible(target, source)
+        start = self.compatible(target, source)
         return None if start is None else self.permute(source, start) + self.gather(start, target.tiles)
+
+    def compatible(self, coarse: _Tiling, fine: _Tiling) -> _Tiling | None:
+        """PartialReplicateReshardCompatibleSharding: `fine`'s counts, each tile on devices that hold it in `coarse`."""
+        if not coarse.partial or any(n % m for n, m in zip(fine.tiles, coarse.tiles, strict=True)):
+            return None
+        factors = [n // m for n, m in zip(fine.tiles, coarse.tiles, strict=True)]
+        if (fine.coordinates() // factors == coarse.coordinates()).all():
+            return fine
+        self.told_apart.add(CUTS)
+        rank = len(factors)
+        order = [place for dim in range(rank) for place in (dim, rank + dim)]
+        devices = coarse.devices.reshape(*coarse.tiles, *factors, fine.copies)
+        return _Tiling(devices.transpose(*order, 2 * rank).reshape(fine.devices.shape))
 
     def shifted_all_to_all(self, source: _Tiling, target: _Tiling) -> _Steps | None:
         """ReshardPartialReplicateWithAllToAll: [1,2,3 copies] to [2,3] and back, tile counts shifted by one dim."""
@@ -325,7 +393,7 @@ class _Group:
             return None
         if (copied.devices.ravel() != tiled.devices.ravel()).any():
             return None
-        self.told_apart.update((DIMS, DEVICES))
+        self.told_apart.update((DIMS, DEVICES, CUTS))
         last = max(dim for dim, count in enumerate(tiled.tiles) if count > 1)
         between = _copy_dim(tiled, last)
         if source.partial:
@@ -448,19 +516,6 @@ def _swapped(tiling: _Tiling, before: int, after: int) -> _Tiling:
         places[dim] = len(split) - 1
     shape[before], shape[after] = shape[after], shape[before]
     return _Tiling(np.swapaxes(tiling.devices.reshape(split), places[before], places[after]).reshape(shape))
-
-
-def _compatible(coarse: _Tiling, fine: _Tiling) -> _Tiling | None:
-    """PartialReplicateReshardCompatibleSharding: `fine`'s counts, each tile on devices that hold it in `coarse`."""
-    if not coarse.partial or any(n % m for n, m in zip(fine.tiles, coarse.tiles, strict=True)):
-        return None
-    factors = [n // m for n, m in zip(fine.tiles, coarse.tiles, strict=True)]
-    if (fine.coordinates() // factors == coarse.coordinates()).all():
-        return fine
-    rank = len(factors)
-    order = [place for dim in range(rank) for place in (dim, rank + dim)]
-    devices = coarse.devices.reshape(*coarse.tiles, *factors, fine.copies)
-    return _Tiling(devices.transpose(*order, 2 * rank).reshape(fine.devices.shape))
 
 
 def _copy_dim(tiling: _Tiling, dim: int) -> _Tiling:

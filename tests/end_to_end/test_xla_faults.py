@@ -124,7 +124,14 @@ TWO_BITS = """
 ones = jnp.ones(8, jnp.uint2)
 assert (jax.jit(lambda x: x, out_shardings=whole)(jax.device_put(ones, split)).astype(jnp.int32) == 1).all()
 """
+UNLIKE_AXES = """
+import numpy as np
+six = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ('x', 'y'))
+before, after = jax.NamedSharding(six, jax.P('x')), jax.NamedSharding(six, jax.P(None, ('x', 'y')))
+jax.jit(lambda x: 2 * x, in_shardings=before, out_shardings=after)(jnp.ones((6, 6)))
+"""
 SCRIPTS = {"reduction of one's own in bfloat16": LOG_SUM, "integers of two bits": TWO_BITS}
+SINCE = {"axes of unlike sizes": UNLIKE_AXES}  # JAX 0.11.1
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=IDS)
@@ -148,6 +155,12 @@ def assert_right(case: Case, mesh: str) -> None:
 def test_xla_still_ends_the_process(name):
     ended = subprocess.run([sys.executable, "-c", SPLIT + SCRIPTS[name]], capture_output=True, text=True)
     assert ended.returncode, "XLA has mended this"
+
+
+@pytest.mark.parametrize("name", SINCE)
+def test_xla_ends_the_process_since_a_release(name):
+    ended = subprocess.run([sys.executable, "-c", SPLIT + SINCE[name]], capture_output=True, text=True)
+    assert bool(ended.returncode) == (jax.__version_info__ >= (0, 11, 1)), "XLA has mended this"
 
 
 def test_such_a_script_can_pass():
@@ -207,7 +220,7 @@ def test_halving_folds_each_element_once(count):
 
 
 def test_the_page_lists_the_faults():
-    assert set(re.findall(r"^\| ([^|]+?) \|", PAGE.read_text(), re.M)) >= {*IDS, *SCRIPTS}
+    assert set(re.findall(r"^\| ([^|]+?) \|", PAGE.read_text(), re.M)) >= {*IDS, *SCRIPTS, *SINCE}
 
 
 def test_a_right_program_is_no_fault():
