@@ -12,22 +12,35 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.solver.bounds.prices import Prices
+from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
+from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.search.forest_moves import Moves, move_seconds
 from autoshard.solver.tables import summed
+from autoshard.solver.verify import verify
 
+
+@dataclass(frozen=True)
+class OrderSettings:
+    """How an elimination order is looked for, and what one takes."""
+
+    most_kept: int = 1 << 26  # entries of all tables together after the minimum is taken, 8 bytes each
+    dimensions: int = 24  # of a table, at most; NumPy takes 32
+    tries: int = 6  # orders, some of them at random
+    noise: float = 0.3  # of logarithms of entries, in those
+    far: int = 30  # times too many entries, in a first order: from there others are not tried
+    seconds_per_entry: float = 4e-9  # of a quiet core
+    seconds_per_node: float = 1e-4  # of a quiet core: NumPy's calls, and finding the node's place in one order
+
+
+ORDERS = OrderSettings()
 MOST_ENTRIES = 1 << 28  # of all tables together, before the minimum is taken: what takes a second
-MOST_KEPT = 1 << 26  # of those that are left after it is, 8 bytes each
-DIMENSIONS = 24  # of a table, at most; NumPy takes 32
 FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
-TRIES = 6  # orders that are tried, some of them at random
-NOISE = 0.3  # of logarithms of entries, in those
-FAR = 30  # times too many entries, in a first order: from there others are not tried
-SECONDS_PER_ENTRY = 4e-9  # on a quiet core
-SECONDS_PER_NODE = 1e-4  # of NumPy's calls, and of finding its place in one order
 
 
 _Factor = tuple[tuple[int, ...], np.ndarray]  # nodes, and a table over their options
@@ -44,7 +57,7 @@ class Order:
     @property
     def seconds(self) -> float:
         """About what it takes on a quiet core."""
-        return SECONDS_PER_ENTRY * self.entries + SECONDS_PER_NODE * len(self.nodes)
+        return ORDERS.seconds_per_entry * self.entries + ORDERS.seconds_per_node * len(self.nodes)
 
 
 def order_of(problem: Problem, most: int = MOST_ENTRIES) -> Order | None:
@@ -57,12 +70,16 @@ def order_of(problem: Problem, most: int = MOST_ENTRIES) -> Order | None:
     """
     logs = np.log2([len(costs) for costs in problem.costs])
     found, rng = None, np.random.default_rng(0)
-    for turn in range(TRIES):
-        noise = (NOISE * rng.random(len(logs)) if turn > 1 else np.zeros(len(logs))).tolist()
-        order = _greedy(problem, logs.tolist(), noise, most if found or turn > 1 else FAR * most, filling=turn != 1)
+    for turn in range(ORDERS.tries):
+        noise = (ORDERS.noise * rng.random(len(logs)) if turn > 1 else np.zeros(len(logs))).tolist()
+        order = _greedy(
+            problem, logs.tolist(), noise, most if found or turn > 1 else ORDERS.far * most, filling=turn != 1
+        )
         if order is not None and (found is None or order.entries < found.entries):
             found, most = order, min(most, order.entries)
-        if turn and (found is None or found.entries * SECONDS_PER_ENTRY < turn * len(logs) * SECONDS_PER_NODE):
+        if turn and (
+            found is None or found.entries * ORDERS.seconds_per_entry < turn * len(logs) * ORDERS.seconds_per_node
+        ):
             break  # none is near, or another one takes longer than it can save
     return found if found and found.entries <= most else None
 
@@ -104,7 +121,7 @@ def _greedy(
         kept = math.prod(len(problem.costs[other]) for other in scope)
         left += kept
         entries += kept * len(problem.costs[node])
-        if entries > most or left > MOST_KEPT or len(scope) >= DIMENSIONS:
+        if entries > most or left > ORDERS.most_kept or len(scope) >= ORDERS.dimensions:
             return None
         nodes.append(node)
         scopes.append(tuple(scope))
@@ -187,3 +204,57 @@ def _spread(own: Sequence[int], table: np.ndarray, nodes: Sequence[int]) -> np.n
 def _at(table: np.ndarray, nodes: tuple[int, ...], node: int, chosen: Mapping[int, int]) -> np.ndarray:
     """The costs of a node's options, where the other nodes of a table are chosen."""
     return table[tuple(slice(None) if other == node else chosen[other] for other in nodes)]
+
+
+@dataclass(frozen=True)
+class Elimination:
+    """Bucket elimination of narrow parts, memory aside: an algorithm of the table.
+
+    Where the cheapest choice does not fit, its cost is still a bound, and elimination at prices of memory gives choices
+    that do.
+    """
+
+    most_entries: int = MOST_ENTRIES  # of all tables together
+    most_options: int = 20_000
+    priced_turns: int = 20  # of elimination at prices of memory
+    priced_seconds: float = 0.03  # of a quiet core, that each of these may take
+
+    def applies(self, part: Part, run: Run) -> bool:
+        return not run.is_large(part.problem) and part.options <= self.most_options
+
+    def improve(self, part: Part, run: Run) -> bool:
+        incumbent, most = part.incumbent, float(self.most_entries)
+        if run.clock.iterations is None:
+            most = min(most, run.clock.left() / ORDERS.seconds_per_entry)
+        order = order_of(part.problem, int(most))
+        run.clock.spend(ORDERS.seconds_per_node * len(part.problem.costs))
+        if order is None:
+            return False
+        with run.report.during("elimination"):
+            choice = cheapest(part.problem, order)
+            run.clock.budget.spend(order.seconds)
+        if choice is None:
+            raise NoChoice
+        incumbent.offer(choice)
+        incumbent.prove(verify(part.problem, choice)[0])
+        if not incumbent.is_solved and order.seconds < self.priced_seconds:
+            self._improve_priced(incumbent, order, run)
+        return incumbent.is_solved
+
+    def _improve_priced(self, incumbent: Incumbent, order: Order, run: Run) -> None:
+        """Offers the cheapest choices at prices of memory that rise until one fits, and fall again."""
+        problem = incumbent.problem
+        moves = Moves(problem, np.random.default_rng(run.seed))
+        prices = Prices(problem)
+        ends = np.cumsum(list(map(len, problem.costs)))[:-1]
+        with run.report.during("elimination"):
+            for _ in range(self.priced_turns):
+                prices.set(moves.prices)
+                costs = tuple(np.split(prices.costs, ends))
+                choice = cheapest(replace(problem, costs=costs, checked=True), order)
+                assert choice is not None, "prices forbid nothing"
+                run.clock.spend(order.seconds + move_seconds(problem))
+                moves.choice = np.array(choice)
+                if moves.adjust_prices():
+                    moves.descend()
+                    incumbent.offer(moves.choice.tolist())

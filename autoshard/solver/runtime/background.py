@@ -11,10 +11,10 @@ T = TypeVar("T")
 EVERY = 0.1  # s between two ticks
 
 
-def aside(work: Callable[[], T], tick: Callable[[], None]) -> T:
+def in_background(work: Callable[[], T], tick: Callable[[], None]) -> T:
     """What some work returns or raises, done in a thread of its own.
 
-    >>> aside(lambda: 6 * 7, tick=lambda: None)
+    >>> in_background(lambda: 6 * 7, tick=lambda: None)
     42
 
     Args:
