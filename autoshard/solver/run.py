@@ -209,7 +209,7 @@ def count_options(problem: Problem) -> int:
 
 @functools.cache  # asked again, a process that has compiled would start another one to compile
 def _load_compiled() -> ModuleType:
-    large = importlib.import_module("autoshard.solver.large")  # needs numba, which takes its time
+    large = importlib.import_module("autoshard.solver.search.large_search")  # needs numba, which takes its time
     large.warm_up()
     return large
 

@@ -1,20 +1,29 @@
 """Problems that repeat themselves, solved with one option for what is alike."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem
+from autoshard.solver.method import Method
+from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem, Solution
+from autoshard.solver.run import Run
+from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
 from autoshard.solver.symmetry.layers import tied
 from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 from autoshard.solver.verify import verify
 
-module = import_module("autoshard.solver.solve")
+CLOSE = 0.01  # the gap with which nodes alike may keep one option
+GOAL = Goal(gap=CLOSE, priced_gap=CLOSE / 2, repeated_gap=CLOSE, prefers_lean=True)
+METHOD = Method(repeated_nodes=RepeatedNodes(least_options=0))  # however few they are
+
+
+def solve_repeated(problem: Problem) -> Solution:
+    return solve(problem, goal=GOAL, method=METHOD)
 
 
 def chain(layers: int, seed: int, limit: float | None = None, options: int = 3) -> Problem:
@@ -81,14 +90,8 @@ def test_bounds_of_the_finite_problem_hold(seed):
             assert relaxation.sweep(forward=forward) <= best * (1 + 1e-12)
 
 
-@pytest.fixture
-def repeated(monkeypatch):
-    """Every problem counts as one large enough to be solved as one."""
-    monkeypatch.setattr(module, "REPEATED", 0)
-
-
 @pytest.mark.parametrize("seed", range(30))
-def test_within_a_percent_of_every_choice(repeated, seed):
+def test_within_a_percent_of_every_choice(seed):
     rng = np.random.default_rng(seed)
     free = chain(3, seed)
     best = exhaustive(free)
@@ -99,31 +102,31 @@ def test_within_a_percent_of_every_choice(repeated, seed):
             expected = exhaustive(problem).cost
         except InfeasibleError:
             with pytest.raises(InfeasibleError):
-                solve(problem, layered=True)
+                solve_repeated(problem)
             continue
-        found = solve(problem, layered=True)
+        found = solve_repeated(problem)
         assert found.bound <= expected * (1 + 1e-9) <= found.cost * (1 + 2e-9)
-        assert found.cost <= expected * (1 + module.CLOSE)
+        assert found.cost <= expected * (1 + CLOSE)
 
 
-def test_what_is_alike_may_differ_where_that_pays(repeated):
+def test_what_is_alike_may_differ_where_that_pays():
     """Two layers have room for one of the two fast options."""
     fast = np.array([1.0, 10.0])
     lives = tuple(Live(node, 0, 1, np.array([8.0, 0.0])) for node in range(4))
     problem = Problem((fast,) * 4, (), lives, 24.0)
-    assert sorted(solve(problem, layered=True).choice) == [0, 0, 0, 1]
+    assert sorted(solve_repeated(problem).choice) == [0, 0, 0, 1]
 
 
-def test_a_large_problem_is_solved_as_one(repeated, monkeypatch):
+def test_a_large_problem_is_solved_as_one(monkeypatch):
     """Nothing else is asked of a problem whose layers are alike: neither its own parts nor the integer program."""
     sizes = []
-    whole = module._Search.solve
+    whole = Run.solve
 
-    def noted(self, known, **options):
-        sizes.append(len(known.problem.costs))
-        return whole(self, known, **options)
+    def noted(self, incumbent, **options):
+        sizes.append(len(incumbent.problem.costs))
+        return whole(self, incumbent, **options)
 
-    monkeypatch.setattr(module._Search, "solve", noted)
+    monkeypatch.setattr(Run, "solve", noted)
     problem = chain(200, 3)
-    found = solve(problem, layered=True)
-    assert max(sizes) < 20 and found.gap <= module.CLOSE
+    found = solve_repeated(problem)
+    assert max(sizes) < 20 and found.gap <= CLOSE

@@ -1,16 +1,18 @@
 """Bounds from one node per kind, held against the best choice of the whole problem."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 from autoshard.solver.bounds.message_passing import Relaxation
+from autoshard.solver.method import Method
 from autoshard.solver.problem import Edge, Problem
+from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
 from autoshard.solver.symmetry.lifted import ALONE, lifted
 from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 
 SWEEPS = 40
 ROUNDING = 1e-9
@@ -107,9 +109,9 @@ def test_what_is_left_out_at_one_end_is_at_the_other(seed, far, monkeypatch):
     assert max(bounds(Relaxation(lifted(Alike(problem))))) <= best.cost + ROUNDING
 
 
-def test_the_way_down_is_found_and_proven(monkeypatch):
-    monkeypatch.setattr(import_module("autoshard.solver.solve"), "REPEATED", 100)
-    solution = solve(stairs(100), layered=True)
+def test_the_way_down_is_found_and_proven():
+    method = Method(repeated_nodes=RepeatedNodes(least_options=100))
+    solution = solve(stairs(100), goal=Goal(gap=0.01, priced_gap=0.01, repeated_gap=0.01), method=method)
     assert solution.bound <= 10.0 <= solution.cost <= 10.0 * 1.01
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STEP_ENTRIES = 5e4  # of tables, as compiled code counts its work: what the calls of one step take
+
 
 @dataclass(frozen=True)
 class PriceSettings:
@@ -50,3 +52,25 @@ class RelaxationSettings:
 
 
 RELAXATION = RelaxationSettings()
+
+
+@dataclass(frozen=True)
+class AscentSettings:
+    """How far the compiled ascent steps. Its aim moves by what a step gains, so that it needs no schedule."""
+
+    prices: PriceSettings = PriceSettings()
+    unpriced_sweeps: int = 30  # pairs, before memory gets its first price
+    step: float = 0.5  # length of Polyak's steps
+    first_aim: float = 0.05  # of the bound: how far the first steps aim above the best one
+    farther: float = 1.5  # factor of the aim when a step gains much: ...
+    large_gain: float = 0.12  # ... this share of the aim
+    nearer: float = 0.7  # factor of the aim after `patience` steps that gain nothing
+    patience: int = 3
+    settled_aim: float = 2e-4  # of the bound: with a smaller aim it will hardly rise further
+    finest_aim: float = 1e-6  # of the first aim: the same
+    second_aim: float = 0.003  # of the bound: how far shorter steps aim, once it has settled under bold ones
+    new_price: float = 0.02  # of the largest price: how fast prices of points that have none yet rise, beside it
+    sweep_entries: float = 2.0  # of a block move, for an entry of a table in a pair of sweeps
+
+
+ASCENT = AscentSettings()

@@ -13,9 +13,10 @@ from autoshard.solver.bounds.forbid_options import CEILINGS, solve_below
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import SOLVED_GAP, Incumbent, most_sum
 from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.search.settings import ROUNDS, RoundSettings
 
 if TYPE_CHECKING:
-    from autoshard.solver.large import Found
+    from autoshard.solver.search.large_search import RoundResult
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class CompiledSearch:
     """
 
     program_share: float = 0.3  # of the time left: what an integer program gets in turn with searches
+    rounds: RoundSettings = ROUNDS
     program: IntegerProgram = field(default_factory=IntegerProgram)
 
     def applies(self, part: Part, run: Run) -> bool:
@@ -39,14 +41,16 @@ class CompiledSearch:
 
     def _improve(self, part: Part, run: Run) -> None:
         incumbent, large = part.incumbent, run.load_compiled()
-        search = large.LargeSearch(part.problem, seed=run.seed, threads=run.threads, counted=not run.clock.is_timed)
+        search = large.LargeSearch(
+            part.problem, seed=run.seed, threads=run.threads, counted=not run.clock.is_timed, settings=self.rounds
+        )
         most, has_fixed = most_sum(part.problem), False
         with run.report.during("search"):
             try:
                 for found in search.rounds(lambda: incumbent.choice, run.clock.left, run.clock.check):
                     _learn(incumbent, found)
                     run.clock.count(found.iterations)
-                    run.clock.budget.spend(large.SECONDS_PER_ROUND * found.iterations)
+                    run.clock.budget.spend(self.rounds.seconds * found.iterations)
                     if incumbent.bound > most + SOLVED_GAP * abs(most):
                         raise NoChoice
                     if found.settled and not has_fixed and not incumbent.is_solved:
@@ -77,7 +81,7 @@ class CompiledSearch:
                 self.program.improve(part, run)
 
 
-def _learn(incumbent: Incumbent, found: Found) -> None:
+def _learn(incumbent: Incumbent, found: RoundResult) -> None:
     if found.choice is not None:
         incumbent.offer(found.choice)
     incumbent.prove(found.bound)
