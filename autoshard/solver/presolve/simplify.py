@@ -22,14 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.errors import SolverError
+from autoshard.solver.presolve.settings import PRESOLVE
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.tables import min_plus, split
 from autoshard.solver.verify import ROUNDING
 
-LARGEST_FILL = 1024  # entries of a table that elimination may make where there was none, if it saves none
-LARGEST_COMPARISON = 1 << 18  # entries; dominance is not tried beyond
 LEAST = -1e300  # stands for minus infinity where that may meet infinity
-GLANCES = 4  # columns of each table that are looked at first: they show that most pairs of options are not ordered
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +279,7 @@ class _Graph:
         elif len(neighbours) == 2:
             (j, left), (k, right) = neighbours
             size = left.shape[1] * right.shape[1]
-            if k not in self.tables[j] and size > max(LARGEST_FILL, left.size + right.size):
+            if k not in self.tables[j] and size > max(PRESOLVE.largest_fill, left.size + right.size):
                 return
             self.join(j, k, min_plus((left + costs[:, None]).T, right))
         else:
@@ -292,7 +290,10 @@ class _Graph:
         """Forbids each option that another one beats whatever the neighbours choose."""
         costs, tables = self.costs[node], self.tables[node]
         count = len(costs)
-        if count < 2 or count**2 * max((table.shape[1] for table in tables.values()), default=1) > LARGEST_COMPARISON:
+        if (
+            count < 2
+            or count**2 * max((table.shape[1] for table in tables.values()), default=1) > PRESOLVE.largest_comparison
+        ):
             return
         worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a, at least
         np.fill_diagonal(worse, np.inf)
@@ -424,7 +425,7 @@ def _pair(i: int, j: int) -> tuple[int, int]:
 
 def _glance(table: np.ndarray) -> np.ndarray:
     """[a, b]: by how much row b is more than row a in some columns, at most."""
-    columns = table.T[:: -(-table.shape[1] // GLANCES)]
+    columns = table.T[:: -(-table.shape[1] // PRESOLVE.glances)]
     return _more(columns[:, :, None], columns[:, None, :]).max(axis=0)
 
 

@@ -1,4 +1,4 @@
-"""A large `Problem` in, what `reduction` leaves of it out, in Python's own terms, with the way back."""
+"""A large `Problem` in, what the compiled reductions leave of it out, in Python's own terms, with the way back."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver.arrays import starts_of, summed_edges
-from autoshard.solver.presolve import simplify_compiled
+from autoshard.solver.presolve import simplify_compiled, state_compiled
+from autoshard.solver.presolve.settings import PRESOLVE
 from autoshard.solver.presolve.simplify import Followed, Reduced
-from autoshard.solver.presolve.simplify_compiled import FULL, MORE, State
+from autoshard.solver.presolve.simplify_compiled import FULL, MORE
+from autoshard.solver.presolve.state_compiled import State
 from autoshard.solver.problem import Problem
-
-STEPS = 20_000  # between two looks at the clock
-SPARE = 4  # times what a problem takes: the room that it gets, ...
-LEAST_SPARE = 100_000  # ... and as many entries more
 
 
 def reduce(problem: Problem, tick: Callable[[], None]) -> Reduced:
@@ -25,7 +23,7 @@ def reduce(problem: Problem, tick: Callable[[], None]) -> Reduced:
         SolverError: every choice is forbidden.
     """
     state = _state(problem)
-    while (status := simplify_compiled.reduce(state, STEPS)) in (FULL, MORE):
+    while (status := simplify_compiled.reduce(state, PRESOLVE.steps)) in (FULL, MORE):
         tick()
         if status == FULL:
             state = _roomier(state)
@@ -44,7 +42,7 @@ def _state(problem: Problem) -> State:
     usages = [live.usage.astype(np.float64) for live in lives]
     filled = np.concatenate([np.zeros(0), *tables, *usages])
     at = starts_of(np.array([len(part) for part in [*tables, *usages]], dtype=np.int64))
-    pool = np.empty(SPARE * len(filled) + LEAST_SPARE)
+    pool = np.empty(PRESOLVE.spare * len(filled) + PRESOLVE.least_spare)
     pool[: len(filled)] = filled
     start, stop = (
         np.searchsorted(points, np.array([getattr(live, side) for live in lives], dtype=np.int64)).astype(np.int64)
@@ -70,7 +68,7 @@ def _state(problem: Problem) -> State:
         usage=at[len(edges) : len(edges) + len(lives)].copy(),
         pool=pool,
         fixed=np.zeros(len(points) + 1),
-        log=np.empty(SPARE * int(count.sum()) + LEAST_SPARE, dtype=np.int64),
+        log=np.empty(PRESOLVE.spare * int(count.sum()) + PRESOLVE.least_spare, dtype=np.int64),
         constants=np.empty(nodes),
         queue=np.empty(nodes, dtype=np.int64),
         queued=np.zeros(nodes, dtype=bool),
@@ -78,10 +76,10 @@ def _state(problem: Problem) -> State:
         to_compare=np.zeros(nodes, dtype=bool),
         top=np.zeros(7, dtype=np.int64),
     )
-    state.top[simplify_compiled.POOL] = len(filled)
+    state.top[state_compiled.POOL] = len(filled)
     pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
     owners = np.array([live.node for live in lives], dtype=np.int64)
-    simplify_compiled.fill(state, pairs, owners)
+    state_compiled.fill(state, pairs, owners)
     return state
 
 
@@ -106,7 +104,7 @@ def _result(state: State) -> Reduced:
             life = state.later_life[life]
     followed: list[Followed] = []
     at = 0
-    while at < state.top[simplify_compiled.LOG]:
+    while at < state.top[state_compiled.LOG]:
         moved, into, pairs = map(int, state.log[at : at + 3])
         followed.append(Followed(moved, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
         at += 3 + 2 * pairs
@@ -116,6 +114,6 @@ def _result(state: State) -> Reduced:
         tables=tables,
         lives=lives,
         fixed=state.fixed.cumsum()[:-1],
-        constants=state.constants[: state.top[simplify_compiled.CONSTANTS]].tolist(),
+        constants=state.constants[: state.top[state_compiled.CONSTANTS]].tolist(),
         followed=followed,
     )
