@@ -18,7 +18,7 @@ from typing import Protocol
 
 from autoshard.errors import SolverError
 from autoshard.solver.incumbent import Incumbent, least_sum
-from autoshard.solver.presolve.simplify import Simplified, simplify
+from autoshard.solver.presolve.simplify import Simplification, simplify
 from autoshard.solver.problem import Problem
 from autoshard.solver.progress import Progress, Report
 from autoshard.solver.runtime.background import in_background
@@ -136,7 +136,7 @@ class Run:
             )
             large -= large_now
 
-    def _incumbents(self, whole: Incumbent, small: Simplified) -> list[Incumbent]:
+    def _incumbents(self, whole: Incumbent, small: Simplification) -> list[Incumbent]:
         """Those of the parts, from which the whole learns."""
         parts: list[Incumbent] = []
         last: tuple[tuple[int, ...], ...] | None = None  # what was offered
@@ -163,7 +163,7 @@ class Run:
             if algorithm.applies(part, self) and algorithm.improve(part, self):
                 return
 
-    def simplified(self, problem: Problem) -> Simplified:
+    def simplified(self, problem: Problem) -> Simplification:
         """A problem in its smallest equal parts.
 
         Raises:

@@ -19,7 +19,7 @@ from autoshard.solver.progress import Progress
 from autoshard.solver.run import NoChoice, Run
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.clock import TimeUp
-from autoshard.solver.search.reduce_memory import leaner
+from autoshard.solver.search.reduce_memory import leaner_choice
 from autoshard.solver.settings import PROVEN, Goal
 from autoshard.solver.verify import OPTIMAL_GAP, check
 
@@ -126,7 +126,7 @@ def _take_leaner(run: Run) -> None:
     incumbent = run.incumbent
     if incumbent.choice is None:
         return
-    lean = leaner(incumbent.problem, incumbent.choice, run.seed)
+    lean = leaner_choice(incumbent.problem, incumbent.choice, run.seed)
     if run.clock.accepts is None or run.clock.is_rejected or run.clock.accepts(lean):
         incumbent.replace(lean)
 

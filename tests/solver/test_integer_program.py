@@ -120,7 +120,7 @@ def never_ends(self):
     print("runs")
     time.sleep(1000)
 
-integer_program._Silent.run, integer_program.LAST_WORDS, integer_program.LEFT_BEHIND = never_ends, 0.1, 0.1
+integer_program._SilentHighs.run, integer_program.LAST_WORDS, integer_program.LEFT_BEHIND = never_ends, 0.1, 0.1
 print(integer_program.cheapest(hard_problem(), None, time_limit=2.0, seed=0).choice)
 """
     command = [sys.executable, "-c", script, str(Path(__file__).parents[1])]

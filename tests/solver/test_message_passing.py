@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from problems import random_problem
 
-import autoshard.solver.symmetry.lifted
+import autoshard.solver.symmetry.lifted_problem
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, solve
 from autoshard.solver.bounds import message_passing
@@ -17,8 +17,8 @@ from autoshard.solver.bounds.prices import Prices
 from autoshard.solver.bounds.settings import RELAXATION, BlockSettings
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.problem import Edge, Live
-from autoshard.solver.symmetry.lifted import lifted
-from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.lifted_problem import lifted_problem
+from autoshard.solver.symmetry.node_kinds import NodeKinds
 from autoshard.solver.verify import fits, verify
 
 
@@ -132,9 +132,9 @@ def layers_of_all_sizes(seed: int, layers: int = 12) -> Problem:
 @pytest.mark.parametrize("seed", range(5))
 def test_padding_changes_nothing(seed, whole, monkeypatch):
     """Tables stand side by side with larger ones; nodes alike have one message over tables that are padded apart."""
-    monkeypatch.setattr(autoshard.solver.symmetry.lifted, "FAR", 1)
+    monkeypatch.setattr(autoshard.solver.symmetry.lifted_problem, "FAR", 1)
     problem = layers_of_all_sizes(seed)
-    small = problem if whole else lifted(Alike(problem))
+    small = problem if whole else lifted_problem(NodeKinds(problem))
     padded = Relaxation(small)
     plain = Relaxation(small, replace(RELAXATION, blocks=BlockSettings(padded_entries=-1)))
     assert blocks(padded) < blocks(plain) / 2

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.solver.bounds.settings import BlockSettings
-from autoshard.solver.symmetry.lifted import Lifted
+from autoshard.solver.symmetry.lifted_problem import LiftedProblem
 from autoshard.solver.tables import classes
 
 
@@ -51,7 +51,7 @@ class EdgeBlock:
         return table[chosen, :, np.arange(len(chosen)) if table.shape[2] > 1 else 0].T
 
 
-def edges_of(lifted: Lifted, colour_of: np.ndarray) -> list[ClassedEdge]:
+def edges_of(lifted: LiftedProblem, colour_of: np.ndarray) -> list[ClassedEdge]:
     """The edges with their options in classes."""
     known: dict[tuple[int, bool], tuple] = {}  # tables that are one object, as they are or turned -> classes, small
     equal: dict[tuple, np.ndarray] = {}

@@ -26,7 +26,7 @@ from autoshard.solver.bounds.edge_blocks import ClassedEdge, EdgeBlock, blocks_o
 from autoshard.solver.bounds.prices import Prices
 from autoshard.solver.bounds.settings import RELAXATION, RelaxationSettings
 from autoshard.solver.problem import Edge, Problem
-from autoshard.solver.symmetry.lifted import ALONE, Lifted, unlifted
+from autoshard.solver.symmetry.lifted_problem import ALONE, LiftedProblem, unlifted_problem
 
 LONG_ROW = 1000  # entries of tables side by side, from which on an operation takes their rows one by one
 SECONDS_PER_ENTRY = 2e-9  # of a quiet core, in one sweep, for an entry of a table, ...
@@ -78,13 +78,13 @@ class Relaxation:
     >>> Relaxation(problem).sweep()
     3.0
 
-    Every option must have a finite cost, and a finite pair over every edge; `simplify` sees to that. For a `Lifted`
-    problem the bounds of `sweep` are those of what it stands for; all else means nothing.
+    Every option must have a finite cost, and a finite pair over every edge; `simplify` sees to that. For a
+    `LiftedProblem` the bounds of `sweep` are those of what it stands for; all else means nothing.
     """
 
-    def __init__(self, problem: Problem | Lifted, settings: RelaxationSettings = RELAXATION):
+    def __init__(self, problem: Problem | LiftedProblem, settings: RelaxationSettings = RELAXATION):
         self.settings = settings
-        lifted = problem if isinstance(problem, Lifted) else unlifted(problem)
+        lifted = problem if isinstance(problem, LiftedProblem) else unlifted_problem(problem)
         self.problem = problem = lifted.problem
         self._rest = lifted.rest
         sizes = np.array([len(costs) for costs in problem.costs])

@@ -356,7 +356,7 @@ class _Rows:
         return sparse.csr_array(entries, shape=(len(self.ends) - 1, width))
 
 
-class _Silent(highspy.Highs):
+class _SilentHighs(highspy.Highs):
     """HiGHS that prints nothing. As it is made it enables its callbacks, where release 1.16.0 prints its name."""
 
     def enableCallbacks(self) -> None:
@@ -398,7 +398,7 @@ class _Highs:
         matrix = data["A"].tocsc()
         lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-        self._highs = _Silent()
+        self._highs = _SilentHighs()
         self._highs.cbMipInterrupt += self._on_progress
         self._highs.cbMipImprovingSolution += self._on_solution
         self._highs.cbSimplexInterrupt += self._on_step

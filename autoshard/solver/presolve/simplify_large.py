@@ -10,13 +10,13 @@ from autoshard.errors import SolverError
 from autoshard.solver.arrays import starts_of, summed_edges
 from autoshard.solver.presolve import simplify_compiled, state_compiled
 from autoshard.solver.presolve.settings import PRESOLVE
-from autoshard.solver.presolve.simplify import Followed, Reduced
+from autoshard.solver.presolve.simplify import NodeMerge, ReducedProblem
 from autoshard.solver.presolve.simplify_compiled import FULL, MORE
 from autoshard.solver.presolve.state_compiled import State
 from autoshard.solver.problem import Problem
 
 
-def reduce(problem: Problem, tick: Callable[[], None]) -> Reduced:
+def reduce(problem: Problem, tick: Callable[[], None]) -> ReducedProblem:
     """Reduces a problem with compiled code.
 
     Raises:
@@ -88,7 +88,7 @@ def _roomier(state: State) -> State:
     return state._replace(pool=np.append(state.pool, state.pool), log=np.append(state.log, state.log))
 
 
-def _result(state: State) -> Reduced:
+def _result(state: State) -> ReducedProblem:
     spans = [slice(first, first + count) for first, count in zip(state.first, state.count, strict=True)]
     tables = {}
     for edge in np.flatnonzero(state.end[::2] >= 0):
@@ -102,13 +102,13 @@ def _result(state: State) -> Reduced:
             usage = state.pool[state.usage[life] : state.usage[life] + state.count[node]].copy()
             lives[node].append((int(state.start[life]), int(state.stop[life]), usage))
             life = state.later_life[life]
-    followed: list[Followed] = []
+    followed: list[NodeMerge] = []
     at = 0
     while at < state.top[state_compiled.LOG]:
         moved, into, pairs = map(int, state.log[at : at + 3])
-        followed.append(Followed(moved, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
+        followed.append(NodeMerge(moved, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
         at += 3 + 2 * pairs
-    return Reduced(
+    return ReducedProblem(
         labels=[state.label[span].copy() for span in spans],
         costs=[state.cost[span].copy() for span in spans],
         tables=tables,

@@ -20,12 +20,12 @@ TIE = 0.1 * OPTIMAL_GAP  # of what the choice costs: what all that it holds is w
 STAY = 0.01  # of that: what it is worth, over all nodes, that an option stays
 
 
-def leaner(problem: Problem, choice: Sequence[int], seed: int) -> tuple[int, ...]:
+def leaner_choice(problem: Problem, choice: Sequence[int], seed: int) -> tuple[int, ...]:
     """The choice, or one that costs no more but rounding and holds fewer byte points.
 
     >>> from autoshard.solver.problem import Live
     >>> either = Problem((np.array([1.0, 1.0]),), (), (Live(0, 0, 3, np.array([8, 2])),), None)
-    >>> leaner(either, (0,), seed=0)
+    >>> leaner_choice(either, (0,), seed=0)
     (1,)
     """
     held = [np.zeros(len(costs)) for costs in problem.costs]

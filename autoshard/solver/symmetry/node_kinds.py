@@ -12,7 +12,7 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.tables import summed
 
 
-class Alike:
+class NodeKinds:
     """The nodes of a problem, with what tells them apart numbered: equal costs, lives and tables have one number."""
 
     def __init__(self, problem: Problem):

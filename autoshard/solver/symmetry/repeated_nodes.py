@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.incumbent import Incumbent, least_sum
 from autoshard.solver.run import NoChoice, Run, count_options
-from autoshard.solver.search.reduce_memory import leaner
-from autoshard.solver.symmetry.layers import Tied, tied
-from autoshard.solver.symmetry.lifted import lifted
-from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.search.reduce_memory import leaner_choice
+from autoshard.solver.symmetry.kind_problem import KindProblem, kind_problem
+from autoshard.solver.symmetry.lifted_problem import lifted_problem
+from autoshard.solver.symmetry.node_kinds import NodeKinds
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class RepeatedNodes:
             return False
         with run.report.during("layers"):
             run.clock.spend(self.comparing_seconds * (len(problem.costs) + len(problem.edges)))
-            alike = Alike(problem)
-            small = tied(alike)
+            node_kinds = NodeKinds(problem)
+            small = kind_problem(node_kinds)
         share = len(small.problem.costs) / len(problem.costs)
         if share > self.kinds_share:
             return False
@@ -58,10 +58,10 @@ class RepeatedNodes:
         else:
             return False
         with run.report.during("bounds"):
-            self._prove(incumbent, alike, small if limit is not None else None, run)
+            self._prove(incumbent, node_kinds, small if limit is not None else None, run)
         return incumbent.gap <= run.goal.repeated_gap
 
-    def _solve_kinds(self, incumbent: Incumbent, small: Tied, limit: float | None, run: Run) -> Incumbent:
+    def _solve_kinds(self, incumbent: Incumbent, small: KindProblem, limit: float | None, run: Run) -> Incumbent:
         """Solves the problem of the kinds within this limit, and offers its choice to the whole."""
         kinds = Incumbent(replace(small.problem, limit=limit, checked=True))
         kinds.prove(least_sum(kinds.problem))
@@ -73,17 +73,17 @@ class RepeatedNodes:
                 run.solve(kinds, bounds_pay=True)
         finally:
             if kinds.choice is not None:
-                incumbent.offer(small.expand(leaner(small.problem, kinds.choice, run.seed)))
+                incumbent.offer(small.expand(leaner_choice(small.problem, kinds.choice, run.seed)))
         return kinds
 
-    def _prove(self, incumbent: Incumbent, alike: Alike, priced: Tied | None, run: Run) -> None:
+    def _prove(self, incumbent: Incumbent, node_kinds: NodeKinds, priced: KindProblem | None, run: Run) -> None:
         """Raises the bound of the whole, and offers choices in which nodes alike differ.
 
         Args:
             priced: the problem of the kinds if memory binds: it has the same points, and prices are found there.
         """
         dear = 2 * abs(incumbent.cost)
-        few = None if priced else lifted(alike, self.lifted_kinds_share * len(incumbent.problem.costs))
+        few = None if priced else lifted_problem(node_kinds, self.lifted_kinds_share * len(incumbent.problem.costs))
         if few:
             relaxation = Relaxation(replace(few, problem=finite(few.problem, dear)))
             self._raise_bound(incumbent, relaxation, run, choose=False)

@@ -12,8 +12,8 @@ from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem, Solut
 from autoshard.solver.run import Run
 from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
-from autoshard.solver.symmetry.layers import tied
-from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.kind_problem import kind_problem
+from autoshard.solver.symmetry.node_kinds import NodeKinds
 from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 from autoshard.solver.verify import verify
 
@@ -44,7 +44,7 @@ def chain(layers: int, seed: int, limit: float | None = None, options: int = 3) 
 @pytest.mark.parametrize("seed", range(20))
 def test_choices_of_kinds_cost_and_hold_the_same(seed):
     problem, rng = chain(6, seed), np.random.default_rng(seed)
-    small = tied(Alike(problem))
+    small = kind_problem(NodeKinds(problem))
     assert len(small.problem.costs) < len(problem.costs)
     for _ in range(20):
         choice = [int(rng.integers(len(costs))) for costs in small.problem.costs]
@@ -53,14 +53,14 @@ def test_choices_of_kinds_cost_and_hold_the_same(seed):
 
 
 def test_more_layers_are_no_more_kinds():
-    counts = {len(tied(Alike(chain(layers, 0))).problem.costs) for layers in (5, 10, 40)}
+    counts = {len(kind_problem(NodeKinds(chain(layers, 0))).problem.costs) for layers in (5, 10, 40)}
     assert len(counts) == 1
 
 
 def test_pressure_points_are_the_same():
     """Prices that are found on the small problem are those of the whole one's points."""
     problem = chain(8, 1, limit=20.0)
-    np.testing.assert_array_equal(tied(Alike(problem)).problem.pressure_points(), problem.pressure_points())
+    np.testing.assert_array_equal(kind_problem(NodeKinds(problem)).problem.pressure_points(), problem.pressure_points())
 
 
 @pytest.mark.parametrize("change", ["costs", "usage", "table", "direction"])
@@ -75,8 +75,8 @@ def test_what_differs_is_not_alike(change):
         edges[2] = replace(edges[2], costs=edges[2].costs + 1)
     if change == "direction":
         edges[2] = replace(edges[2], costs=edges[2].costs.T)
-    kind = tied(Alike(replace(problem, costs=tuple(nodes), edges=tuple(edges), lives=tuple(lives)))).kind
-    assert tied(Alike(problem)).kind[4] == tied(Alike(problem)).kind[2]
+    kind = kind_problem(NodeKinds(replace(problem, costs=tuple(nodes), edges=tuple(edges), lives=tuple(lives)))).kind
+    assert kind_problem(NodeKinds(problem)).kind[4] == kind_problem(NodeKinds(problem)).kind[2]
     assert kind[4] not in kind[[2, 6]]
 
 
