@@ -145,7 +145,7 @@ def test_nothing_gets_lost(problem):
     small = lifted_problem(alike)
     assert small.node_times.sum() == len(problem.costs)
     left = len(alike.ends) - int(small.edge_times.sum())
-    kind, _ = alike.kinds(8, held=False)
+    kind, _ = alike.numbers(8, held=False)
     within = int((kind[alike.ends[:, 0]] == kind[alike.ends[:, 1]]).sum())
     assert left >= within  # those of one role with them are left out, too
     assert (left > 0) == (within > 0)

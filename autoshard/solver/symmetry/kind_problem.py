@@ -44,7 +44,7 @@ def kind_problem(kinds: NodeKinds) -> KindProblem:
     >>> len(small.problem.costs), small.expand([0, 1, 0])
     (3, [0, 1, 1, 1, 1, 1, 1, 1, 0])
     """
-    problem, (kind, _) = kinds.problem, kinds.kinds(FAR, held=True)
+    problem, (kind, _) = kinds.problem, kinds.numbers(FAR, held=True)
     first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
     costs = [problem.costs[node] * n for node, n in zip(first.tolist(), counts.tolist(), strict=True)]
     sums: dict[tuple[int, int], np.ndarray] = {}

@@ -63,7 +63,7 @@ def lifted_problem(kinds: NodeKinds, most: float = math.inf) -> LiftedProblem | 
     >>> len(small.problem.costs), int(small.node_times.sum())
     (18, 100)
     """
-    kind, before = kinds.kinds(FAR, held=False)
+    kind, before = kinds.numbers(FAR, held=False)
     first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
     if len(first) > most:
         return None
@@ -121,7 +121,7 @@ def coloured(nodes: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
 
 def _colours(kinds: NodeKinds, kind: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Kind -> number of its colour: one for all that look alike nearby, unless there are edges among these."""
-    near, _ = kinds.kinds(NEAR, held=False)
+    near, _ = kinds.numbers(NEAR, held=False)
     pairs = np.unique(near[kinds.ends], axis=0)
     if (pairs[:, 0] != pairs[:, 1]).all():
         return coloured(int(near.max()) + 1, pairs.tolist())[near[first]]
