@@ -2,14 +2,13 @@
 
 Dechter, "Bucket elimination: a unifying framework for reasoning", 1999; also known as nonserial dynamic programming
 (Bertele and Brioschi, 1972). A node is minimised out into a table over its neighbours, which are neighbours of each
-other from then on. What that takes is known beforehand: the order of the nodes is found from the numbers of their
-options alone. Chains of layers with residual connections are narrow, however many layers there are, and their linear
-relaxation is loose: an integer program would have to branch layer by layer.
+other from then on. What that takes is known beforehand (`elimination_order.py`). Chains of layers with residual
+connections are narrow, however many layers there are, and their linear relaxation is loose: an integer program would
+have to branch layer by layer.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.solver.bounds.prices import Prices
+from autoshard.solver.exact.elimination_order import MOST_ENTRIES, ORDERS, Order, order_of
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import NoChoice, Part, Run
@@ -25,120 +25,11 @@ from autoshard.solver.search.forest_moves import Moves, move_seconds
 from autoshard.solver.tables import summed
 from autoshard.solver.verify import verify
 
-
-@dataclass(frozen=True)
-class OrderSettings:
-    """How an elimination order is looked for, and what one takes."""
-
-    most_kept: int = 1 << 26  # entries of all tables together after the minimum is taken, 8 bytes each
-    dimensions: int = 24  # of a table, at most; NumPy takes 32
-    tries: int = 6  # orders, some of them at random
-    noise: float = 0.3  # of logarithms of entries, in those
-    far: int = 30  # times too many entries, in a first order: from there others are not tried
-    seconds_per_entry: float = 4e-9  # of a quiet core
-    seconds_per_node: float = 1e-4  # of a quiet core: NumPy's calls, and finding the node's place in one order
-
-
-ORDERS = OrderSettings()
-MOST_ENTRIES = 1 << 28  # of all tables together, before the minimum is taken: what takes a second
 BLOCK_ENTRIES = 1 << 18  # of a table that are added up at once, 8 bytes each: what a core's cache holds
 FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
 
 
 _Factor = tuple[tuple[int, ...], np.ndarray]  # nodes, and a table over their options
-
-
-@dataclass(frozen=True)
-class Order:
-    """In which order to minimise nodes out, and what that takes."""
-
-    nodes: tuple[int, ...]
-    scopes: tuple[tuple[int, ...], ...]  # per step, the nodes that its table is over besides its own
-    entries: int  # of all tables before the minimum is taken
-
-    @property
-    def seconds(self) -> float:
-        """About what it takes on a quiet core."""
-        return ORDERS.seconds_per_entry * self.entries + ORDERS.seconds_per_node * len(self.nodes)
-
-
-def order_of(problem: Problem, most: int = MOST_ENTRIES) -> Order | None:
-    """The best order found in which all tables together have no more entries; None if none was found.
-
-    >>> from autoshard.solver.problem import Edge
-    >>> chain = tuple(Edge(i, i + 1, np.zeros((2, 2))) for i in range(3))
-    >>> order_of(Problem((np.zeros(2),) * 4, chain, (), None)).entries
-    14
-    """
-    logs = np.log2([len(costs) for costs in problem.costs])
-    found, rng = None, np.random.default_rng(0)
-    for turn in range(ORDERS.tries):
-        noise = (ORDERS.noise * rng.random(len(logs)) if turn > 1 else np.zeros(len(logs))).tolist()
-        order = _greedy(
-            problem, logs.tolist(), noise, most if found or turn > 1 else ORDERS.far * most, filling=turn != 1
-        )
-        if order is not None and (found is None or order.entries < found.entries):
-            found, most = order, min(most, order.entries)
-        if turn and (
-            found is None or found.entries * ORDERS.seconds_per_entry < turn * len(logs) * ORDERS.seconds_per_node
-        ):
-            break  # none is near, or another one takes longer than it can save
-    return found if found and found.entries <= most else None
-
-
-def _greedy(
-    problem: Problem, logs: Sequence[float], noise: Sequence[float], most: int, *, filling: bool
-) -> Order | None:
-    """The order in which the node of least weight goes next; None if its tables have more entries.
-
-    Args:
-        logs: node -> the logarithm of the number of its options.
-        noise: added to the logarithms of weights.
-        filling: whether the weight is the entries of the edges that a node leaves, rather than of its table.
-    """
-    beside: list[set[int]] = [set() for _ in logs]
-    for edge in problem.edges:
-        beside[edge.i].add(edge.j)
-        beside[edge.j].add(edge.i)
-
-    def weight(node: int) -> float:
-        table = logs[node] + sum(logs[other] for other in beside[node])
-        if not filling:
-            return table + noise[node]
-        around, added = sorted(beside[node]), 0.0
-        for place, i in enumerate(around):
-            added += sum(2.0 ** (logs[i] + logs[j]) for j in around[place + 1 :] if j not in beside[i])
-        return math.log2(1 + added) + noise[node] + 1e-3 * table
-
-    waiting = [(weight(node), node) for node in range(len(logs))]
-    heapq.heapify(waiting)
-    now = {node: value for value, node in waiting}  # node -> its present weight
-    nodes, scopes, entries, left = [], [], 0, 0
-    while waiting:
-        value, node = heapq.heappop(waiting)
-        if now.get(node) != value:
-            continue
-        del now[node]
-        scope = sorted(beside[node])
-        kept = math.prod(len(problem.costs[other]) for other in scope)
-        left += kept
-        entries += kept * len(problem.costs[node])
-        if entries > most or left > ORDERS.most_kept or len(scope) >= ORDERS.dimensions:
-            return None
-        nodes.append(node)
-        scopes.append(tuple(scope))
-        near = set(scope)
-        for other in scope:
-            if filling:
-                near |= beside[other]
-            beside[other] |= beside[node]
-            beside[other] -= {node, other}
-        for other in near - {node}:
-            changed = weight(other)
-            if changed != now[other]:
-                now[other] = changed
-                heapq.heappush(waiting, (changed, other))
-    return Order(tuple(nodes), tuple(scopes), entries)
 
 
 def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
