@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autoshard.solver.problem import relative_gap
 
-EVERY = 0.4  # s between two reports of progress, if nothing changes
+REPORT_SECONDS = 0.4  # between two reports of progress, if nothing changes
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Report:
 
     def tick(self) -> None:
         """Calls `progress` if it was not called for a while."""
-        if self.progress and time.monotonic() - self.last > EVERY:
+        if self.progress and time.monotonic() - self.last > REPORT_SECONDS:
             self.tell()
 
     def tell(self) -> None:

@@ -84,7 +84,7 @@ def bounds(relaxation: Relaxation) -> list[float]:
 @pytest.mark.parametrize("far", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(12))
 def test_no_choice_costs_less(seed, far, monkeypatch):
-    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.FAR", far)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", far)
     for problem in (chain(24, seed), comb(seed), row(seed)):
         best = solve(problem)
         assert best.status == "optimal"
@@ -102,7 +102,7 @@ def test_what_lies_beyond_sight_is_not_forgotten(nodes):
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_left_out_at_one_end_is_at_the_other(seed, far, monkeypatch):
     """Some nodes of a kind would otherwise get a message that others, whose edge was left out, do not."""
-    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.FAR", far)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", far)
     problem = stairwells(seed)
     best = solve(problem)
     assert best.status == "optimal"
@@ -117,7 +117,7 @@ def test_the_way_down_is_found_and_proven():
 
 def test_messages_of_one_role_have_to_be_one(monkeypatch):
     """With messages of their own, all nodes of a kind are offered what only some of them get."""
-    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.FAR", 1)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", 1)
     too_high = 0
     for seed in range(10):
         small = lifted_problem(NodeKinds(comb(seed)))

@@ -132,7 +132,7 @@ def layers_of_all_sizes(seed: int, layers: int = 12) -> Problem:
 @pytest.mark.parametrize("seed", range(5))
 def test_padding_changes_nothing(seed, whole, monkeypatch):
     """Tables stand side by side with larger ones; nodes alike have one message over tables that are padded apart."""
-    monkeypatch.setattr(autoshard.solver.symmetry.lifted_problem, "FAR", 1)
+    monkeypatch.setattr(autoshard.solver.symmetry.lifted_problem, "LIFTED_RADIUS", 1)
     problem = layers_of_all_sizes(seed)
     small = problem if whole else lifted_problem(NodeKinds(problem))
     padded = Relaxation(small)

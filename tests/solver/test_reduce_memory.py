@@ -9,7 +9,7 @@ from problems import answer, random_problem
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.search import reduce_memory
-from autoshard.solver.search.reduce_memory import TIE, leaner_choice
+from autoshard.solver.search.reduce_memory import LEAN, leaner_choice
 from autoshard.solver.verify import fits, verify
 
 
@@ -21,7 +21,7 @@ def assert_leaner(problem: Problem, choice) -> bool:
     """Whether what is leaner differs."""
     found = leaner_choice(problem, choice, seed=0)
     (cost, _), (before, _) = verify(problem, found), verify(problem, choice)
-    assert cost <= before + TIE * abs(before)
+    assert cost <= before + reduce_memory.LEAN.memory_value * abs(before)
     assert fits(verify(problem, found)[1], problem.limit)
     assert cost < before or byte_points(problem, found) <= byte_points(problem, choice)
     return found != tuple(choice)
@@ -64,7 +64,9 @@ def test_the_limit_holds():
 
 
 def test_the_oracle_can_fail(monkeypatch):
-    monkeypatch.setattr(reduce_memory, "TIE", 10.0)  # memory is worth more than what choices cost
+    monkeypatch.setattr(
+        reduce_memory, "LEAN", replace(LEAN, memory_value=10.0)
+    )  # memory is worth more than what choices cost
     monkeypatch.setattr(reduce_memory, "fits", lambda *_: True)
     with pytest.raises(AssertionError):
         test_never_worse()

@@ -21,7 +21,7 @@ from autoshard.solver import Problem, infeasibility, progress, run, solve
 from autoshard.solver.bounds.forbid_options import OptionBounds
 from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.bounds.settings import RELAXATION
-from autoshard.solver.exact import integer_program
+from autoshard.solver.exact import highs, integer_program
 from autoshard.solver.exact.elimination import Elimination
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.exact.programs import IntegerProgram
@@ -317,7 +317,7 @@ def test_iterations_do_not_look_at_the_clock(monkeypatch, compiled, nodes, itera
     problem = hard_problem(nodes=nodes)
     first = solve(problem, iterations=iterations, seed=1, threads=2, method=method)
     hasty = types.SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())
-    for user in (clock, progress, run, integer_program, neighbourhoods):
+    for user in (clock, progress, run, highs, integer_program, neighbourhoods):
         monkeypatch.setattr(user, "time", hasty)
     with busy_cores(2):
         assert solve(problem, iterations=iterations, seed=1, threads=3, method=method) == first

@@ -17,8 +17,8 @@ from autoshard.solver.arrays import Graph, Memory
 from autoshard.solver.bounds import message_passing_compiled as kernels
 from autoshard.solver.bounds.settings import ASCENT, STEP_ENTRIES
 
-TINY = 1e-300  # instead of 0, to divide by
-GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
+LEAST_TEMPERATURE = 1e-300  # instead of 0, to divide by
+PRICE_GRID = 2.0**-52  # relative; prices are rounded so that their sums are exact
 
 
 class Ascent:
@@ -61,7 +61,7 @@ class Ascent:
             if self.idle == ASCENT.patience:
                 self.aim, self.idle = ASCENT.nearer * gap, 0
         nodes = len(self.choice)
-        temperature = max(ASCENT.prices.temperature * gap / nodes, TINY)
+        temperature = max(ASCENT.prices.temperature * gap / nodes, LEAST_TEMPERATURE)
         over = kernels.expected_over(self.graph, self.memory, self.extra, temperature)
         smoothing = ASCENT.prices.smoothing
         slope = np.where((over < 0) & (self.prices <= 0), 0.0, over)
@@ -103,7 +103,7 @@ class Ascent:
     def set_prices(self, prices: np.ndarray) -> None:
         total = prices.sum()
         if total > 0:
-            grid = 2.0 ** math.ceil(math.log2(total)) * GRID
+            grid = 2.0 ** math.ceil(math.log2(total)) * PRICE_GRID
             prices = np.round(prices / grid) * grid
         self.prices = prices
         self.costs = kernels.priced(self.graph, self.memory, prices)

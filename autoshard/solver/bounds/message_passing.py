@@ -24,14 +24,9 @@ from scipy import sparse
 
 from autoshard.solver.bounds.edge_blocks import ClassedEdge, EdgeBlock, blocks_of, edges_of
 from autoshard.solver.bounds.prices import Prices
-from autoshard.solver.bounds.settings import RELAXATION, RelaxationSettings
+from autoshard.solver.bounds.settings import RELAXATION, SWEEP, RelaxationSettings
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.symmetry.lifted_problem import ALONE, LiftedProblem, unlifted_problem
-
-LONG_ROW = 1000  # entries of tables side by side, from which on an operation takes their rows one by one
-SECONDS_PER_ENTRY = 2e-9  # of a quiet core, in one sweep, for an entry of a table, ...
-SECONDS_PER_MESSAGE = 2e-8  # ... for a message, ...
-SECONDS_PER_BLOCK, SECONDS_PER_COLOUR = 4e-5, 6e-5  # ... and for the calls of NumPy
 
 
 @dataclass
@@ -104,10 +99,10 @@ class Relaxation:
         blocks = [block for colour in self._colours for block in colour.blocks[0]]
         entries = sum(math.prod(block.tables[0].shape[:2]) * len(block.edges) for block in blocks)
         self.seconds = (  # about what a sweep takes on a quiet core
-            SECONDS_PER_ENTRY * entries
-            + SECONDS_PER_MESSAGE * len(self._messages)
-            + SECONDS_PER_BLOCK * len(blocks)
-            + SECONDS_PER_COLOUR * len(self._colours)
+            SWEEP.seconds_per_entry * entries
+            + SWEEP.seconds_per_message * len(self._messages)
+            + SWEEP.seconds_per_block * len(blocks)
+            + SWEEP.seconds_per_colour * len(self._colours)
         )
         self._spread = max(float(np.ptp(costs)) for costs in problem.costs)
         self.prices = Prices(problem)
@@ -372,7 +367,7 @@ def _places_within(sizes: np.ndarray) -> np.ndarray:
 
 def _min_plus(table: np.ndarray, paid: np.ndarray) -> np.ndarray:
     """[class at the other end, edge]: the least over the classes here of what they pay and the edge costs."""
-    if table.shape[1] * paid.shape[1] < LONG_ROW:
+    if table.shape[1] * paid.shape[1] < SWEEP.long_row:
         return (table + paid[:, None]).min(axis=0)
     result = table[0] + paid[0]
     for own, costs in zip(table[1:], paid[1:], strict=True):

@@ -25,6 +25,17 @@ class BlockSettings:
 
 
 @dataclass(frozen=True)
+class SweepSettings:
+    """How a sweep of the NumPy version works, and its seconds of a quiet core."""
+
+    long_row: int = 1000  # entries of tables side by side, from which on their rows are taken one by one
+    seconds_per_entry: float = 2e-9  # of a table
+    seconds_per_message: float = 2e-8
+    seconds_per_block: float = 4e-5  # of the calls of NumPy
+    seconds_per_colour: float = 6e-5  # of the same
+
+
+@dataclass(frozen=True)
 class RelaxationSettings:
     """When `Relaxation.rounds` sets prices, how far they move, and when it ends. A round is two sweeps."""
 
@@ -51,6 +62,7 @@ class RelaxationSettings:
     descent_passes: int = 4  # ... so many times
 
 
+SWEEP = SweepSettings()
 RELAXATION = RelaxationSettings()
 
 

@@ -27,7 +27,7 @@ from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.tables import min_plus, split
 from autoshard.solver.verify import ROUNDING
 
-LEAST = -1e300  # stands for minus infinity where that may meet infinity
+LOWEST = -1e300  # stands for minus infinity where that may meet infinity
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,7 +431,7 @@ def _glance(table: np.ndarray) -> np.ndarray:
 
 def _more(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """By how much b is more than a; nothing is more than what is forbidden."""
-    return np.subtract(b, a, where=np.isfinite(a), out=np.full(np.broadcast(a, b).shape, LEAST))
+    return np.subtract(b, a, where=np.isfinite(a), out=np.full(np.broadcast(a, b).shape, LOWEST))
 
 
 class _Queue:

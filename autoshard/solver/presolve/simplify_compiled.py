@@ -34,7 +34,7 @@ from autoshard.solver.presolve.state_compiled import (
     unlink,
 )
 from autoshard.solver.runtime.compilation import inner, kernel
-from autoshard.solver.tables import ROUNDING as NOISE  # of a table's largest entry: what is left where costs fall apart
+from autoshard.solver.tables import TABLE_NOISE
 
 DONE, FULL, MORE = -1, -2, -3  # how `reduce` ends, but for the node that has no option left
 LARGEST_COMPARISON = PRESOLVE.largest_compiled_comparison  # compiled code takes numbers, not fields
@@ -162,7 +162,7 @@ def _separate(state, half):
     for a in range(rows):
         for b in range(columns):
             rest = (pool[table + a * own + b * its] - pool[table + a * own]) - (pool[table + b * its] - pool[table])
-            if abs(rest) > NOISE * largest:
+            if abs(rest) > TABLE_NOISE * largest:
                 return
     for a in range(rows):
         state.cost[state.first[node] + a] += pool[table + a * own]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
-EVERY = 0.1  # s between two ticks
+TICK_SECONDS = 0.1  # between two calls of `tick`
 
 
 def in_background(work: Callable[[], T], tick: Callable[[], None]) -> T:
@@ -29,6 +29,6 @@ def in_background(work: Callable[[], T], tick: Callable[[], None]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    while wait([future], timeout=EVERY).not_done:
+    while wait([future], timeout=TICK_SECONDS).not_done:
         tick()
     return future.result()

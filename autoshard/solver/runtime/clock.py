@@ -7,15 +7,24 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.settings import Goal
 
-GRACE = 3.0  # s, or iterations, past the limit to find a first choice
-VERIFYING_TIMES = 3.0  # times what it takes to verify a choice: what is left for the end, ...
-VERIFYING_SHARE = 0.2  # ... but no more than this of the time limit
+
+@dataclass(frozen=True)
+class ClockSettings:
+    """What is kept for the end of a run, and what it may take past it."""
+
+    grace: float = 3.0  # s, or iterations, past the limit to find a first choice
+    verifying_times: float = 3.0  # times what it takes to verify a choice: what is left for the end, ...
+    verifying_share: float = 0.2  # ... but no more than this of the time limit
+
+
+CLOCK = ClockSettings()
 
 
 class TimeUp(Exception):
@@ -49,7 +58,7 @@ class Clock:
         self.latest = budget.until
         self.deadline = budget.work if iterations is None else float(iterations)
         self.rejected_until = math.inf  # until when a choice that is not accepted is improved
-        self.grace = GRACE
+        self.grace = CLOCK.grace
 
     def begin(self, first: Callable[[], None]) -> None:
         """Runs what finds a first choice, and sets time aside for what comes when time is up."""
@@ -57,7 +66,7 @@ class Clock:
         first()
         if self.iterations is None:
             left = max(0.0, self.latest - time.monotonic())
-            self.latest -= min(VERIFYING_TIMES * (time.monotonic() - start), VERIFYING_SHARE * left)
+            self.latest -= min(CLOCK.verifying_times * (time.monotonic() - start), CLOCK.verifying_share * left)
         if self.is_timed:
             self.deadline = self.latest
         self.rejected_until = self.now() + self.rejected_share * self.left()

@@ -19,7 +19,7 @@ from autoshard.solver.bounds.ascent import Ascent
 from autoshard.solver.bounds.settings import STEP_ENTRIES
 from autoshard.solver.search import elimination_compiled, local_search_compiled
 from autoshard.solver.search.neighbourhoods import near
-from autoshard.solver.search.settings import BLOCK_SEARCH
+from autoshard.solver.search.settings import BLOCK_SEARCH, MOVES
 
 
 class BlockMoves:
@@ -76,7 +76,7 @@ class BlockSearch:
         self.prices: np.ndarray = np.zeros(len(memory.room))
         finite = graph.tables[graph.tables < np.inf] if len(graph.tables) else graph.costs[graph.costs < np.inf]
         mean = memory.usage.mean() if len(memory.usage) else 1.0
-        self.typical_price = BLOCK_SEARCH.first_price * np.abs(finite).max(initial=0.0) / mean
+        self.typical_price = MOVES.first_price * np.abs(finite).max(initial=0.0) / mean
 
     def begin(self, known: Sequence[int] | None, cost: float, ascent: Ascent) -> None:
         """Takes over what others found before a round."""
@@ -160,7 +160,7 @@ class BlockSearch:
         """Lets prices rise where so many bytes are over the limit, or fall if none are."""
         more = np.maximum(over, 0.0)
         if self.best is None:  # anything that fits is welcome
-            self.prices = np.where(over > 0, BLOCK_SEARCH.first_rise * self.prices + self.typical_price, self.prices)
+            self.prices = np.where(over > 0, MOVES.price_rise * self.prices + self.typical_price, self.prices)
         elif more.any():
             added = BLOCK_SEARCH.added_share * self.prices.sum() * more / more.sum()
             self.prices = np.where(over > 0, BLOCK_SEARCH.price_rise * self.prices, self.prices) + added

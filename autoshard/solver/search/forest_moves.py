@@ -17,12 +17,8 @@ import numpy as np
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import Part, Run
+from autoshard.solver.search.settings import MOVES
 from autoshard.solver.verify import ROUNDING, verify
-
-RISE, FALL = 1.5, 0.8  # factors of prices: where the choice is over the limit, and where all of it fits
-FIRST_PRICE = 0.1  # of what a byte costs on average: what is added to a price that rises
-SECONDS_PER_NODE, SECONDS_PER_EDGE = 1.5e-5, 5e-6  # of a quiet core, for one move, ...
-SECONDS_PER_LIFE = 5e-6  # ... and to see whether what comes of it fits
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,8 @@ class ForestMoves:
 def move_seconds(problem: Problem) -> float:
     """About what a move takes on a quiet core."""
     lives = len(problem.lives) if problem.limit is not None else 0
-    return SECONDS_PER_NODE * len(problem.costs) + SECONDS_PER_EDGE * len(problem.edges) + SECONDS_PER_LIFE * lives
+    graph = MOVES.seconds_per_node * len(problem.costs) + MOVES.seconds_per_edge * len(problem.edges)
+    return graph + MOVES.seconds_per_life * lives
 
 
 class Moves:
@@ -180,9 +177,9 @@ class Moves:
             return True
         over = self.held() > self.limit * (1 + ROUNDING)
         if over.any():
-            self.prices[over] = RISE * self.prices[over] + FIRST_PRICE * self.typical_price
+            self.prices[over] = MOVES.price_rise * self.prices[over] + MOVES.first_price * self.typical_price
         else:
-            self.prices *= FALL
+            self.prices *= MOVES.price_fall
         return not over.any()
 
     def held(self) -> np.ndarray:

@@ -25,7 +25,7 @@ from autoshard.solver.bounds import message_passing_compiled as kernels
 from autoshard.solver.bounds.ascent import Ascent
 from autoshard.solver.presolve.simplify_large import reduce
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.runtime.background import EVERY
+from autoshard.solver.runtime.background import TICK_SECONDS
 from autoshard.solver.search.block_moves import BlockSearch
 from autoshard.solver.search.neighbourhoods import Neighbourhoods
 from autoshard.solver.search.settings import ROUNDS, RoundSettings
@@ -123,7 +123,7 @@ class LargeSearch:
 
 def _wait_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
     """Returns when all tasks are done; raises what one of them raised."""
-    while wait(tasks, timeout=EVERY).not_done:
+    while wait(tasks, timeout=TICK_SECONDS).not_done:
         tick()
     for task in tasks:
         task.result()

@@ -1,8 +1,21 @@
-"""The numbers of the compiled searches. They stand apart from the code, which takes seconds to load."""
+"""The numbers of moves and of the compiled searches, apart from compiled code, which takes seconds to load."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MoveSettings:
+    """Prices of memory under moves while no choice fits, in the NumPy version and the compiled one; and their work."""
+
+    price_rise: float = 1.5  # factor where memory is over the limit, ...
+    first_price: float = 0.1  # ... and what is added, in what a byte may cost on average
+    price_fall: float = 0.8  # factor where all fits; compiled moves have a slower one, as they go on for longer
+    # Seconds of a quiet core, of one move of the NumPy version: per node, edge and life.
+    seconds_per_node: float = 1.5e-5
+    seconds_per_edge: float = 5e-6
+    seconds_per_life: float = 5e-6
 
 
 @dataclass(frozen=True)
@@ -12,12 +25,10 @@ class BlockSearchSettings:
     table_entries: float = 1e4  # of a table in a block move, at most
     plans: int = 24  # of block moves, per search
     repaired_nodes: int = 100  # that change to make a choice fit, at most
-    # Prices that follow the choice.
+    # Prices that follow the choice, once one is known.
     price_rise: float = 1.03  # factor where memory is over the limit
     price_fall: float = 0.97  # factor where all fits
     added_share: float = 0.02  # of all prices together: what is spread over what is over the limit
-    first_rise: float = 1.5  # factor while no choice is known, ...
-    first_price: float = 0.1  # ... and what is added, in what a byte may cost on average
     # Moves in a row.
     following_moves: int = 10  # under prices that follow the choice
     rising_moves: int = 12  # under prices that rise before it ...
@@ -51,6 +62,7 @@ class NeighbourhoodSettings:
     looks: int = 15  # ... or so many looks of HiGHS at whether to stop
 
 
+MOVES = MoveSettings()
 BLOCK_SEARCH = BlockSearchSettings()
 ROUNDS = RoundSettings()
 NEIGHBOURHOODS = NeighbourhoodSettings()

@@ -16,7 +16,7 @@ from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.symmetry.node_kinds import NodeKinds
 from autoshard.solver.verify import fits, verify
 
-FAR = 1  # edges: how far nodes look; if further, more of the first and last layers differ from the others
+KIND_RADIUS = 1  # edges: how far nodes look; if further, more of the first and last layers differ from the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ def kind_problem(kinds: NodeKinds) -> KindProblem:
     >>> len(small.problem.costs), small.expand([0, 1, 0])
     (3, [0, 1, 1, 1, 1, 1, 1, 1, 0])
     """
-    problem, (kind, _) = kinds.problem, kinds.numbers(FAR, held=True)
+    problem, (kind, _) = kinds.problem, kinds.numbers(KIND_RADIUS, held=True)
     first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
     costs = [problem.costs[node] * n for node, n in zip(first.tolist(), counts.tolist(), strict=True)]
     sums: dict[tuple[int, int], np.ndarray] = {}

@@ -1,8 +1,9 @@
 """A `Problem` that repeats itself in, a small one out whose relaxation proves bounds for the whole.
 
-Nodes of one kind look alike, as far as `FAR` edges around them. If all of them get the same messages they add the same
-to the bound: one per kind is dealt with, and counts as often as there are nodes of it (Kersting, Ahmadi and Natarajan,
-"Counting belief propagation", UAI 2009; Mladenov, Ahmadi and Kersting, "Lifted linear programming", AISTATS 2012).
+Nodes of one kind look alike, as far as `LIFTED_RADIUS` edges around them. If all of them get the same messages they add
+the same to the bound: one per kind is dealt with, and counts as often as there are nodes of it (Kersting, Ahmadi and
+Natarajan, "Counting belief propagation", UAI 2009; Mladenov, Ahmadi and Kersting, "Lifted linear programming", AISTATS
+2012).
 What lies further away does differ, towards the first and last layers: there, a node's neighbours in one *role*, the
 same as far as it sees, are of different kinds. Their messages to it have to be one, the least of them, and what the
 bound loses by that gets less with the distance. Edges within a kind have no messages, nor have others in their roles,
@@ -24,8 +25,9 @@ from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.symmetry.node_kinds import NodeKinds
 from autoshard.solver.tables import summed
 
-FAR = 8  # edges: how far nodes look
-NEAR = 1  # the same for colours: neighbours in one role then have one, and all come before a node or all after it
+LIFTED_RADIUS = 8  # edges: how far nodes look
+# The same for colours: neighbours in one role then have one colour, and all come before a node or all after it.
+COLOUR_RADIUS = 1
 ALONE = -1  # the role of an edge that has messages of its own
 
 
@@ -63,7 +65,7 @@ def lifted_problem(kinds: NodeKinds, most: float = math.inf) -> LiftedProblem | 
     >>> len(small.problem.costs), int(small.node_times.sum())
     (18, 100)
     """
-    kind, before = kinds.numbers(FAR, held=False)
+    kind, before = kinds.numbers(LIFTED_RADIUS, held=False)
     first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
     if len(first) > most:
         return None
@@ -121,7 +123,7 @@ def coloured(nodes: int, pairs: Iterable[tuple[int, int]]) -> np.ndarray:
 
 def _colours(kinds: NodeKinds, kind: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Kind -> number of its colour: one for all that look alike nearby, unless there are edges among these."""
-    near, _ = kinds.numbers(NEAR, held=False)
+    near, _ = kinds.numbers(COLOUR_RADIUS, held=False)
     pairs = np.unique(near[kinds.ends], axis=0)
     if (pairs[:, 0] != pairs[:, 1]).all():
         return coloured(int(near.max()) + 1, pairs.tolist())[near[first]]
