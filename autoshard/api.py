@@ -44,7 +44,7 @@ from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Program, Value, context, named_refusal, trace
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
-from autoshard.report.text import bytes_text
+from autoshard.report.units import bytes_text
 from autoshard.signature import Arguments, Chosen, join
 from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.solver.runtime.garbage_collection import uncollected
@@ -506,11 +506,14 @@ def evaluate(
         for i, layout in result_layouts(program, out_shardings, mesh_shape).items()
         if i not in program.carried.values() and isinstance(result := program.results[i], Value)
     }
-    formulation = formulate(program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend)
+    formulated = functools.partial(
+        formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
+    )
+    formulation = formulated()
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
-    warnings, comparison = _remarks(formulation, mesh_shape)
-    made = Plan.of(make_plan(formulation, solution, options.mesh, warnings), comparison)
+    warnings = _unused_axes(program, mesh_shape)
+    made = Plan.of(make_plan(formulation, solution, options.mesh, warnings), _comparison(formulated))
     return step.finish(program, replace(made, memory=options.memory)).plan
 
 
@@ -649,8 +652,7 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, finish:
     key = key_of(program, rules, options)
     found = find(options.cache, key, program, options)
     if found is not None:
-        others = Comparison(lambda: alternatives_of(_formulated(program, rules, options)))
-        return replace(found, comparison=others)
+        return replace(found, comparison=_comparison(functools.partial(_formulated, program, rules, options)))
     made = _made(program, rules, options, finish)
     keep(options.cache, key, made)
     return made
@@ -692,7 +694,8 @@ def _made(program: Program, rules: Sequence[Rule], options: Options, finish: _Fi
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
-    warnings, comparison = _remarks(formulation, dict(options.mesh.shape))
+    warnings = _unused_axes(program, dict(options.mesh.shape))
+    comparison = _comparison(functools.partial(_formulated, program, rules, options))
 
     def planned(solution: Solution) -> Plan:
         return Plan.of(make_plan(formulation, solution, options.mesh, warnings), comparison)
@@ -712,10 +715,9 @@ def _rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
     return rules
 
 
-def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:
-    """What a plan says beside its figures: warnings, and what it is compared with."""
-    comparison = Comparison(functools.partial(alternatives_of, formulation))
-    return _unused_axes(formulation.program, mesh), comparison
+def _comparison(formulated: Callable[[], Formulation]) -> Comparison:
+    """What a plan is compared with. It formulates the step anew: a formulation takes megabytes, and a plan may stay."""
+    return Comparison(lambda: alternatives_of(formulated()))
 
 
 def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:

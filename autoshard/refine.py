@@ -29,7 +29,7 @@ from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
 from autoshard.plans.alternatives import solutions_of
 from autoshard.plans.chosen import prediction_of
-from autoshard.report.text import seconds_text
+from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
