@@ -21,7 +21,6 @@ from autoshard.plans.prediction import Prediction
 from autoshard.report.plan_sections import plan_sections
 from autoshard.report.text import text_of
 
-
 Figures = Mapping[str, Prediction | str]  # of other ways to shard a step, or why one has none
 
 

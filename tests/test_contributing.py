@@ -47,7 +47,7 @@ def follow(text: str, folder: Path, also: str = "") -> subprocess.CompletedProce
             (folder / title).write_text(before)
 
 
-EXAMPLES = [("Add a sharding rule", FACTS), ("Add a chip", "")]
+EXAMPLES = [("Add a sharding rule", FACTS), ("Add a chip", ""), ("Add a section of the report", "")]
 
 
 @pytest.mark.parametrize("title, also", EXAMPLES)
@@ -60,6 +60,8 @@ PLANTED = [  # section, what it says, what is planted, the error
     ("Add a sharding rule", "results, (1,), 1)", "results, (), 1)", "RuleError|ValueError|IndexError"),
     ("Add a sharding rule", '("reduce reduce_xor sum_of_squares"', '("reduce reduce_xor"', "AssertionError"),
     ("Add a chip", '("example-1",), 48,', '("example-1",), 47,', "AssertionError"),
+    ("Add a section of the report", "+        traffic(plan),\n", "", "ValueError"),
+    ("Add a section of the report", "+= collective.bytes", "+= 1", "AssertionError"),
 ]
 
 

@@ -26,9 +26,9 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
         alternatives: the figures that it is compared with, or why there are none; None if they have not been found.
     """
     annotations = plan.annotations
-    figures = alternatives and {
-        name: None if isinstance(one, str) else asdict(one) for name, one in alternatives.items()
-    }
+    figures: dict[str, Any] | None = None
+    if alternatives is not None:
+        figures = {name: None if isinstance(one, str) else asdict(one) for name, one in alternatives.items()}
     reasons = {name: one for name, one in (alternatives or {}).items() if isinstance(one, str)}
     return {
         "format": _FORMAT,
@@ -78,10 +78,15 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
     arguments = tuple(_placed_from_json(entry) for entry in content["arguments"])
     results = tuple(_placed_from_json(entry) for entry in content["results"])
     reasons = content.get("absent", {})  # older files have none
-    alternatives = content["alternatives"] and {
-        name: _prediction_from_json(one) if one else reasons.get(name, "no such sharding")
-        for name, one in content["alternatives"].items()
-    }
+    found = content["alternatives"]
+    alternatives = (
+        None
+        if found is None
+        else {
+            name: _prediction_from_json(one) if one else reasons.get(name, "no such sharding")
+            for name, one in found.items()
+        }
+    )
     wants = {}
     for key, words in content["wants"].items():
         equation, operand = map(int, key.split("/"))
