@@ -33,11 +33,11 @@ from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import calls_back
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering, Step, named_refusals
+from autoshard.lower.on_shards import check_plan
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulation import Formulation, formulate
 from autoshard.model.given_layouts import as_propagated
 from autoshard.model.memory_limit import solve_within
-from autoshard.on_shards import check_plan
 from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, options_of
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.making import make_plan

@@ -415,9 +415,9 @@ def source_lines(hlo_text: str) -> dict[int, str]:
 
 
 def _source_line(rest: str, lines: dict[int, str]) -> str:
-    if labels := _LABEL.findall(rest):  # written by lower.py
+    if labels := _LABEL.findall(rest):  # written by lower/emitter.py
         return labels[-1][0]
-    if re.search(r'op_name="[^"]*\b(arguments|args)\[\d+\]', rest):  # by lower.py, what comes before all lines
+    if re.search(r'op_name="[^"]*\b(arguments|args)\[\d+\]', rest):  # by lower/emitter.py, what comes before all lines
         return "unknown line"
     if file := re.search(r'source_file="([^"]*)"', rest):
         return f"{file[1].rsplit('/', 1)[-1]}:{attribute(rest, 'source_line')}"

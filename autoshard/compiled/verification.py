@@ -250,7 +250,7 @@ def _named(one: Collective, program: Program) -> Collective:
 
 
 def _argument_of(name: str, program: Program) -> str | None:
-    """The argument that lower.py, and XLA after it, calls so."""
+    """The argument that `lower/emitter.py`, and XLA after it, calls so."""
     found = re.search(r"\barguments\[(\d+)\]", name)
     return program.arguments[int(found[1])].name if found else None
 
