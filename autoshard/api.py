@@ -29,7 +29,6 @@ from autoshard.arguments import (
 from autoshard.cache import find, keep, key_of
 from autoshard.compiled.verification import Verification, compiled, mesh_of, verification
 from autoshard.errors import ArgumentError, AutoshardError, ConflictError, MemoryLimitError, MeshError
-from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import calls_back
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering, Step, named_refusals
@@ -42,10 +41,11 @@ from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, optio
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Program, Value, context, named_refusal, trace
+from autoshard.program.explicit import is_explicit, type_sharding
+from autoshard.program.signature import Arguments, Chosen, join
 from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
 from autoshard.report.units import bytes_text
-from autoshard.signature import Arguments, Chosen, join
 from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.specs import argument_layouts, check_annotations, check_jit_takes, fixed_layouts, result_layouts, whole

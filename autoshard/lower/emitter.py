@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.explicit import open_axes, type_sharding
 from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
@@ -44,6 +43,7 @@ from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.mesh.resharding import stops
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program
+from autoshard.program.explicit import open_axes, type_sharding
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from autoshard.mesh.collectives import Collective
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
-from autoshard.trees import Tree
+from autoshard.program.trees import Tree
 
 _FORMAT = 4
 
