@@ -32,7 +32,7 @@ ROOMS = {
     "user_plan": ["autoshard.user_plan"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
-        *("autoshard.refine", "autoshard.api", "autoshard.__init__"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
     ],
 }
 
@@ -274,7 +274,7 @@ def undocumented(module: str, names: Iterable[str]) -> list[str]:
 
 ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
 PUBLIC = [("autoshard", autoshard.__all__), ("autoshard.solver", autoshard.solver.__all__)]
-PUBLIC += [("autoshard.api", ["Autosharded"]), ("autoshard.errors", ERRORS)]
+PUBLIC += [("autoshard.decorated", ["ShardedFunction"]), ("autoshard.errors", ERRORS)]
 
 
 @pytest.mark.parametrize("module, names", PUBLIC, ids=[module for module, _ in PUBLIC])

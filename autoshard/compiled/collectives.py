@@ -88,14 +88,14 @@ def read_collectives(
     """
     module = Module.of(hlo_text)
     found: dict[Any, Collective] = {}
-    products: dict[tuple, dict[Any, _Turn]] = defaultdict(dict)  # name, place and axes -> by channel
+    products: dict[tuple, dict[Any, _WindowStep]] = defaultdict(dict)  # name, place and axes -> by channel
     for part in collectives_in(module, hlo_text, mesh_shape, device_order, device_ids):
         one, computation = part.collective, part.computation
         if part.is_turn:
             loop = _WINDOWED.search(computation)
             times = one.count // module.turns[computation] if loop else one.count
             turns = products[one.why, part.frame, one.axes]
-            turns[part.key or len(turns)] = _Turn(
+            turns[part.key or len(turns)] = _WindowStep(
                 replace(one, bytes=one.bytes // one.count * times, count=times),
                 loop and (computation, loop["kind"]),
                 module.operand(part.instruction, computation).opcode == "broadcast",
@@ -193,7 +193,7 @@ def collectives_in(
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _WindowStep:
     """One collective-permute of a windowed einsum: every device hands on what it has to the next."""
 
     collective: Collective  # in one run of its loop
@@ -201,7 +201,7 @@ class _Turn:
     starts: bool  # whether it sends zeros, the sum before anything is added
 
 
-def _windowed(turns: Sequence[_Turn], places: int) -> Iterator[Collective]:
+def _windowed(turns: Sequence[_WindowStep], places: int) -> Iterator[Collective]:
     """The all_gathers and reduce_scatters that the turns of a product, or of several products alike, stand for.
 
     Turns before and after a loop belong to it. Without one, a gathered operand takes a turn less than there are

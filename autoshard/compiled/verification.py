@@ -52,7 +52,7 @@ class Rematerialization:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledProgram:
     """What one step of a compiled program does on each device."""
 
     program: jax.stages.Compiled
@@ -62,7 +62,7 @@ class Compiled:
     rematerializations: tuple[Rematerialization, ...]
     schedule: Schedule | None  # of TPU and GPU programs
 
-    def named(self, program: Program) -> Compiled:
+    def named(self, program: Program) -> CompiledProgram:
         """The same with reasons in the words of the program that was compiled."""
         return replace(
             self,
@@ -137,7 +137,7 @@ class Verification:
 
 
 def verification(
-    predicted: Prediction | None, found: Compiled, mesh: Mesh, *, plain: bool = False, unpredicted: str = ""
+    predicted: Prediction | None, found: CompiledProgram, mesh: Mesh, *, plain: bool = False, unpredicted: str = ""
 ) -> Verification:
     """What was predicted for a program, if it was, beside what was compiled for `mesh`.
 
@@ -166,7 +166,9 @@ def mesh_of(shardings: Any) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: Topology | None = None) -> Compiled:
+def compiled(
+    lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: Topology | None = None
+) -> CompiledProgram:
     """What XLA makes of a program that was lowered for `mesh`; by default that of the shardings it is jitted with.
 
     Args:
@@ -189,7 +191,7 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: To
     shape, ids = dict(mesh.shape), [device.id for device in mesh.devices.flat]
     if chip and (chip.clock or not chip.torus_dims) and device.platform != "cpu":
         schedule = schedule_of(text, shape, topology or Topology.of(mesh), chip.clock, ids)
-    return Compiled(
+    return CompiledProgram(
         program=program,
         mesh=mesh,
         collectives=read_collectives(text, shape, device_ids=ids),

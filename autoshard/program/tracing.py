@@ -17,8 +17,8 @@ from autoshard.program.explicit import Types, on_auto_axes, types_of
 from autoshard.program.paths import carried_results, slashed
 from autoshard.program.program import Program
 from autoshard.program.reader import Reader, kind_of
-from autoshard.program.signature import Chosen, join, signature_without
-from autoshard.program.trees import Boxed, Tree
+from autoshard.program.signature import ArgumentSelection, join, signature_without
+from autoshard.program.trees import Box, Tree
 
 
 def trace(
@@ -44,17 +44,17 @@ def trace(
         UserWarning: `fn` changes an argument in place, say an nnx module, and does not return what it changed.
     """
     jax.jit(fn, **jit_keywords)  # checks the keywords
-    chosen = Chosen.of(fn, jit_keywords, "static")
+    chosen = ArgumentSelection.of(fn, jit_keywords, "static")
     static, dynamic = chosen.split(args, dict(kwargs))
-    donating = Chosen.of(fn, jit_keywords, "donate")
+    donating = ArgumentSelection.of(fn, jit_keywords, "donate")
     positions = [i for i in range(len(args)) if i not in chosen]
     given = [(i in donating, arg) for i, arg in zip(positions, dynamic[0], strict=True)]
     given += [(name in donating, dynamic[1][name]) for name in sorted(dynamic[1])]
     flags = [donated for donated, arg in given for _ in jax.tree.leaves(arg)]
-    boxed = [Boxed.of(arg) for _, arg in given]
+    boxed = [Box.of(arg) for _, arg in given]
     if leaves is not None:
         left = iter(leaves)
-        boxed = [Boxed(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
+        boxed = [Box(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
     count = len(positions)
     closed, result = jax.make_jaxpr(_watched(fn, static), return_shape=True)(
         *boxed[:count], **dict(zip(sorted(dynamic[1]), boxed[count:], strict=True))
@@ -95,11 +95,11 @@ def _watched(fn: Callable, static: tuple) -> Callable:
     """
 
     @functools.wraps(fn)
-    def watched(*args: Boxed, **kwargs: Boxed) -> Boxed:
+    def watched(*args: Box, **kwargs: Box) -> Box:
         opened = tuple(box.opened() for box in args), {name: box.opened() for name, box in kwargs.items()}
         before = jax.tree.leaves(opened)
         args, kwargs = join(static, opened)
-        result = Boxed.of(fn(*args, **kwargs))
+        result = Box.of(fn(*args, **kwargs))
         after, _ = tree_flatten_with_path(opened)
         returned = set(map(id, result.leaves))
         changed = [
