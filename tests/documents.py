@@ -2,8 +2,8 @@
 
 A `python` block is run in the namespace that the blocks before it on the page have filled. A `text` block right after
 it is what the block prints; `...` stands for anything. A `diff` block whose title is a file changes that file: lines
-with a space or a minus must stand there once, in a row. A comment `<!-- needs NAME -->` before a block says that it
-runs only where the package NAME is installed.
+with a space or a minus must stand there once, in a row. A file that does not exist is made of lines with a plus. A
+comment `<!-- needs NAME -->` before a block says that it runs only where the package NAME is installed.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ def apply_diff(diff: str, root: Path, title: str) -> None:
     old = "".join(line[1:] for line in lines if line[0] in " -")
     new = "".join(line[1:] for line in lines if line[0] in " +")
     file = root / title
+    if not file.exists():
+        assert not old, f"{title} does not exist, and the diff takes lines from it:\n{old}"
+        file.write_text(new)
+        return
     text = file.read_text()
     assert text.count(old) == 1, f"{title} has these lines {text.count(old)} times, not once:\n{old}"
     file.write_text(text.replace(old, new))

@@ -32,7 +32,8 @@ def package(tmp_path_factory) -> Path:
 def follow(text: str, folder: Path, also: str = "") -> subprocess.CompletedProcess:
     """Makes the changes of a section, runs its code in a new process, and undoes the changes."""
     blocks = blocks_of(text)
-    changed = {block.title: (folder / block.title).read_text() for block in blocks if block.language == "diff"}
+    titles = {block.title for block in blocks if block.language == "diff"}
+    changed = {title: (folder / title).read_text() if (folder / title).exists() else None for title in titles}
     assert 1 <= len(changed) <= 2, f"it changes {len(changed)} files"
     try:
         for block in blocks:
@@ -44,10 +45,18 @@ def follow(text: str, folder: Path, also: str = "") -> subprocess.CompletedProce
         return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     finally:
         for title, before in changed.items():
-            (folder / title).write_text(before)
+            if before is None:
+                (folder / title).unlink(missing_ok=True)
+            else:
+                (folder / title).write_text(before)
 
 
-EXAMPLES = [("Add a sharding rule", FACTS), ("Add a chip", ""), ("Add a section of the report", "")]
+EXAMPLES = [
+    ("Add a sharding rule", FACTS),
+    ("Add a chip", ""),
+    ("Add a search algorithm", ""),
+    ("Add a section of the report", ""),
+]
 
 
 @pytest.mark.parametrize("title, also", EXAMPLES)
@@ -59,6 +68,8 @@ def test_the_example_does_what_it_promises(package, title, also):
 PLANTED = [  # section, what it says, what is planted, the error
     ("Add a sharding rule", "results, (1,), 1)", "results, (), 1)", "RuleError|ValueError|IndexError"),
     ("Add a sharding rule", '("reduce reduce_xor sum_of_squares"', '("reduce reduce_xor"', "AssertionError"),
+    ("Add a search algorithm", "+    Annealing(),\n", "", "AssertionError"),
+    ("Add a search algorithm", "+                    incumbent.offer(choice)\n", "", "AssertionError"),
     ("Add a chip", '("example-1",), 48,', '("example-1",), 47,', "AssertionError"),
     ("Add a section of the report", "+        traffic(plan),\n", "", "ValueError"),
     ("Add a section of the report", "+= collective.bytes", "+= 1", "AssertionError"),

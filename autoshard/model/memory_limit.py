@@ -13,9 +13,10 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Change, counted
+from autoshard.model.search_policy import solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.runtime.budget import Budget
-from autoshard.solver.solve import solve, with_bound
+from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving with more and more reshardings counted, ...
@@ -120,7 +121,7 @@ def _solved(
 ) -> Solution:
     """A solution of the problem with these changes counted."""
     counting = counted(problem, changes, formulation.prices)
-    solution = solve(counting, layered=True, time_limit=budget.seconds, budget=budget, **limits)
+    solution = solve_for_plan(counting, time_limit=budget.seconds, budget=budget, **limits)
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 
 
@@ -139,7 +140,7 @@ def _lean_solutions(
     """
     first = budget.part(LEAST_SHARE)
     try:
-        solution = solve(replace(problem, limit=0.0), layered=True, time_limit=first.seconds, budget=first)
+        solution = solve_for_plan(replace(problem, limit=0.0), time_limit=first.seconds, budget=first)
         yield solution, formulation.peak_bytes(solution.choice)
         return
     except ForbiddenError:

@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.solver.problem import Edge
 
-ROUNDING = 1e-12  # of the largest entry; what is smaller is noise from earlier sums
+TABLE_NOISE = 1e-12  # of the largest entry; what is smaller is noise from earlier sums
 
 
 def split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -27,7 +27,7 @@ def split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rest -= np.where(np.isfinite(columns), columns, 0.0)
     largest = np.abs(table, where=np.isfinite(table), out=np.zeros_like(table)).max()
     if largest > 0:
-        grid = largest * ROUNDING
+        grid = largest * TABLE_NOISE
         rest = np.round(rest / grid) * grid
     return rows, columns, rest
 

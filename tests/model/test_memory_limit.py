@@ -153,7 +153,7 @@ def test_reshardings_count(monkeypatch):
 
 def test_what_searches_are_told(monkeypatch):
     """Whether a choice fits with all that it holds, reshardings too; and how long lean ones may take."""
-    needed, said, real = least("two layers"), [], memory_limit.solve
+    needed, said, real = least("two layers"), [], memory_limit.solve_for_plan
 
     def told(problem, *, accepts=None, **keywords):
         assert keywords["time_limit"] <= SECONDS
@@ -164,7 +164,7 @@ def test_what_searches_are_told(monkeypatch):
             assert said[-1] == (peak <= CPU.usable * formulation.problem.limit)
         return solution
 
-    monkeypatch.setattr(memory_limit, "solve", told)
+    monkeypatch.setattr(memory_limit, "solve_for_plan", told)
     for share in (0.9, 1.0, 1.2, 1.4, 1.6):
         formulation = formulation_of("two layers", share * needed)
         with contextlib.suppress(InfeasibleError):
@@ -205,7 +205,7 @@ def test_lean_choices_where_what_is_found_is_far_from_its_bound(monkeypatch):
         yield replace(best, bound=0.5 * best.cost), formulation.peak_bytes(best.choice)
         raise SolverError("not found in time")
 
-    monkeypatch.setattr(memory_limit, "solve", solve_badly)
+    monkeypatch.setattr(memory_limit, "solve_for_plan", solve_badly)
     monkeypatch.setattr(memory_limit, "_lean_solutions", lean)
     found = solve_within(formulation, SECONDS)
     assert (found.choice, found.bound, found.status) == (best.choice, 0.5 * best.cost, "feasible")
@@ -218,7 +218,7 @@ def test_no_lean_choice_in_time_says_what_to_do(monkeypatch):
     def slow(problem, **keywords):
         raise SolverError("not found in time")
 
-    monkeypatch.setattr(memory_limit, "solve", slow)
+    monkeypatch.setattr(memory_limit, "solve_for_plan", slow)
     with pytest.raises(SolverError, match="how much memory it takes was not found in 3 s; raise time_limit"):
         solve_within(formulation_of("two layers", 1e9), 3.0)
 
@@ -232,7 +232,7 @@ def test_what_is_wholly_forbidden_says_so():
 
 def test_all_rounds_share_one_budget(monkeypatch):
     """However much each of them does, nothing is over the limit for longer than the time that was given."""
-    needed, done, real = least("two layers"), [], memory_limit.solve
+    needed, done, real = least("two layers"), [], memory_limit.solve_for_plan
 
     def greedy(problem, *, budget, **keywords):
         try:
@@ -241,7 +241,7 @@ def test_all_rounds_share_one_budget(monkeypatch):
             done.append(budget.left)
             budget.spend(budget.left)
 
-    monkeypatch.setattr(memory_limit, "solve", greedy)
+    monkeypatch.setattr(memory_limit, "solve_for_plan", greedy)
     with contextlib.suppress(SolverError):
         solve_within(formulation_of("two layers", 0.8 * needed), SECONDS)
     assert len(done) > 2 and sum(done) <= QUIET_SHARE * SECONDS * 1.001
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_all_rounds(monkeypatch):
         budget.interrupt()
         return replace(best, bound=0.5 * best.cost, status="feasible")
 
-    monkeypatch.setattr(memory_limit, "solve", pressed)
+    monkeypatch.setattr(memory_limit, "solve_for_plan", pressed)
     assert solve_within(formulation, SECONDS).choice == best.choice and len(asked) == 1
     with pytest.raises(KeyboardInterrupt):
         solve_within(formulation_of("two layers", 1.0), SECONDS)

@@ -21,7 +21,7 @@ from problems import answer, answer_of_every_choice, assert_same, binding_proble
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, Progress, Solution, solve
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.presolve.simplify import Simplified, simplify
+from autoshard.solver.presolve.simplify import Simplification, simplify
 from autoshard.solver.problem import InfeasibleError
 from autoshard.solver.verify import fits, verify
 
@@ -65,7 +65,7 @@ def assert_solved(solver: Callable[[Problem], Solution], seeds: range) -> None:
         assert_same(answer(solver, problem), expected)
 
 
-def assert_simplified(simplifier: Callable[[Problem], Simplified], seeds: range) -> None:
+def assert_simplified(simplifier: Callable[[Problem], Simplification], seeds: range) -> None:
     """The parts and their way back have the problem's optimum, or no choice where it has none."""
     for seed in seeds:
         problem, expected = case(seed)
@@ -79,7 +79,7 @@ def assert_simplified(simplifier: Callable[[Problem], Simplified], seeds: range)
                 by_parts(problem, simplifier)
 
 
-def by_parts(problem: Problem, simplifier: Callable[[Problem], Simplified]) -> Solution:
+def by_parts(problem: Problem, simplifier: Callable[[Problem], Simplification]) -> Solution:
     """The best choice of each part, led back, and what they cost by the parts' own account."""
     small = simplifier(problem)
     if not fits(small.rest, problem.limit):

@@ -9,8 +9,9 @@ from problems import random_problem
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, solve
-from autoshard.solver.exact import elimination
-from autoshard.solver.exact.elimination import cheapest, order_of
+from autoshard.solver.exact import elimination, elimination_order
+from autoshard.solver.exact.elimination import cheapest
+from autoshard.solver.exact.elimination_order import _is_wider, order_of
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import Edge
 from autoshard.solver.verify import verify
@@ -73,3 +74,30 @@ def test_what_is_too_wide_is_left_alone():
 def test_long_ladders_are_solved_at_once():
     solution = solve(ladder(200, 8))
     assert solution.status == "optimal" and "integer program" not in solution.seconds
+
+
+def widest_table(problem: Problem) -> float:
+    """The logarithm of the entries of the largest table in the best order that is found without a limit."""
+    order = order_of(problem, 1 << 62)
+    tables = zip(order.nodes, order.scopes, strict=True)
+    return max(sum(math.log2(len(problem.costs[node])) for node in (own, *scope)) for own, scope in tables)
+
+
+def test_no_order_is_called_too_wide_that_is_not():
+    noticed = 0
+    for seed in range(400):
+        problem = replace(random_problem(seed, nodes=12, options=4), lives=(), limit=None)
+        logs = [math.log2(len(costs)) for costs in problem.costs]
+        width = widest_table(problem)
+        assert not _is_wider(problem, logs, width)
+        noticed += _is_wider(problem, logs, width - 1.5)
+    assert noticed > 100, noticed
+
+
+def test_what_is_wide_is_told_without_a_search(monkeypatch):
+    """Nodes in a row, each with edges to the next six, but only one edge at either end."""
+    pairs = [(i, i + step) for step in range(1, 7) for i in range(94 - step)]
+    pairs += [(94, 0), (95, 93)]
+    band = Problem((np.zeros(32),) * 96, tuple(Edge(i, j, np.zeros((32, 32))) for i, j in pairs), (), None)
+    monkeypatch.setattr(elimination_order, "_greedy", None)
+    assert order_of(band) is None

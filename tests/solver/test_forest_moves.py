@@ -6,7 +6,7 @@ import numpy as np
 from problems import answer, hard_problem, random_problem
 
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.search.forest_moves import Moves, good_choices
+from autoshard.solver.search.forest_moves import ForestMoves, Moves
 from autoshard.solver.verify import fits, verify
 
 RNG, NONE = np.random.default_rng, np.zeros(0)
@@ -18,7 +18,7 @@ def test_choices_hold():
         problem = random_problem(seed)
         kind, value = answer(exhaustive, problem)
         last = np.inf
-        for choice in good_choices(problem, seed=0):
+        for choice in ForestMoves().choices(problem, seed=0):
             if choice is not None:
                 cost, peak = verify(problem, choice)
                 assert cost < np.inf and fits(peak, problem.limit)
@@ -33,7 +33,7 @@ def test_choices_hold():
 
 def test_same_seed_same_choices():
     problem = hard_problem(nodes=30)
-    assert list(good_choices(problem, seed=1)) == list(good_choices(problem, seed=1))
+    assert list(ForestMoves().choices(problem, seed=1)) == list(ForestMoves().choices(problem, seed=1))
 
 
 def test_a_choice_from_elsewhere_gets_better_or_stays():
@@ -46,12 +46,12 @@ def test_a_choice_from_elsewhere_gets_better_or_stays():
         if kind != "costs":
             continue
         start = [0] * len(problem.costs)
-        before, after = (verify(free, choice)[0] for choice in (start, Moves(free, RNG(seed)).improved(start, NONE)))
+        before, after = (verify(free, choice)[0] for choice in (start, Moves(free, RNG(seed)).improved(start, NONE, 2)))
         assert value * (1 - 1e-9) <= after <= before * (1 + 1e-9)
         better += after < before
         if problem.limit is not None:
             moves = Moves(problem, RNG(seed))
             for price in (0.0, 1e-6, 1.0):
-                choice = moves.improved(start, np.full(len(moves.prices), price))
+                choice = moves.improved(start, np.full(len(moves.prices), price), 2)
                 assert choice is None or fits(verify(problem, choice)[1], problem.limit)
     assert better > 20

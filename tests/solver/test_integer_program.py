@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +29,11 @@ def assert_optimal(problem: Problem, first=None) -> None:
     np.testing.assert_allclose(outcome.bound, value, rtol=1e-6, atol=1e-9 * value)
 
 
-@pytest.mark.parametrize("few_entries", [integer_program.FEW_ENTRIES, 0])
+@pytest.mark.parametrize("few_entries", [integer_program.PROGRAM.few_entries, 0])
 def test_cheapest(monkeypatch, few_entries):
     """With the rows of all pressure points, and with rows added as solutions violate them."""
-    monkeypatch.setattr(integer_program, "FEW_ENTRIES", few_entries)
-    monkeypatch.setattr(integer_program, "ROWS_ADDED", 2)
+    settings = replace(integer_program.PROGRAM, few_entries=few_entries, added_rows=2)
+    monkeypatch.setattr(integer_program, "PROGRAM", settings)
     for seed in range(200):
         assert_optimal(random_problem(seed, nodes=5))
 
@@ -49,10 +50,10 @@ def test_cheapest_from_a_known_choice():
             assert_optimal(problem, first=known[0] if known else exhaustive(problem).choice)
 
 
-@pytest.mark.parametrize("few_entries", [integer_program.FEW_ENTRIES, 0])
+@pytest.mark.parametrize("few_entries", [integer_program.PROGRAM.few_entries, 0])
 def test_leanest(monkeypatch, few_entries):
-    monkeypatch.setattr(integer_program, "FEW_ENTRIES", few_entries)
-    monkeypatch.setattr(integer_program, "ROWS_ADDED", 2)
+    settings = replace(integer_program.PROGRAM, few_entries=few_entries, added_rows=2)
+    monkeypatch.setattr(integer_program, "PROGRAM", settings)
     for seed in range(100):
         problem = random_problem(seed, nodes=5)
         starved = Problem(problem.costs, problem.edges, problem.lives, limit=0.0)
@@ -114,13 +115,14 @@ def test_a_highs_that_never_stops_does_not_keep_the_process():
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from problems import hard_problem
-from autoshard.solver.exact import integer_program
+from autoshard.solver.exact import highs, integer_program
 
 def never_ends(self):
     print("runs")
     time.sleep(1000)
 
-integer_program._Silent.run, integer_program.LAST_WORDS, integer_program.LEFT_BEHIND = never_ends, 0.1, 0.1
+highs._SilentHighs.run = never_ends
+highs.HIGHS = highs.HighsSettings(ending_seconds=0.1, abandoned_seconds=0.1)
 print(integer_program.cheapest(hard_problem(), None, time_limit=2.0, seed=0).choice)
 """
     command = [sys.executable, "-c", script, str(Path(__file__).parents[1])]

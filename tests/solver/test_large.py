@@ -9,14 +9,17 @@ import pytest
 from problems import binding_problem, hard_problem, random_problem
 from test_message_passing import parts
 
-from autoshard.solver import Problem, large
+from autoshard.solver import Problem
 from autoshard.solver.arrays import graph_of, memory_of
 from autoshard.solver.bounds import message_passing_compiled
+from autoshard.solver.bounds.ascent import Ascent
 from autoshard.solver.exact.integer_program import cheapest
-from autoshard.solver.large import LargeSearch, Search
 from autoshard.solver.problem import Edge, Live
 from autoshard.solver.search import elimination_compiled, local_search_compiled
+from autoshard.solver.search.block_moves import BlockSearch
+from autoshard.solver.search.large_search import LargeSearch
 from autoshard.solver.search.neighbourhoods import Neighbourhoods
+from autoshard.solver.search.settings import RoundSettings
 from autoshard.solver.verify import fits, verify
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -49,11 +52,11 @@ def test_bounds_hold():
 
 
 def test_a_refund_that_is_forgotten_is_caught(monkeypatch):
-    def no_refund(self, prices, original=large.Ascent.set_prices):
+    def no_refund(self, prices, original=Ascent.set_prices):
         original(self, prices)
         self.refund = 0.0
 
-    monkeypatch.setattr(large.Ascent, "set_prices", no_refund)
+    monkeypatch.setattr(Ascent, "set_prices", no_refund)
     with pytest.raises(AssertionError):
         assert_bounds(range(800))
 
@@ -129,7 +132,7 @@ def test_repaired_choices_fit_and_descent_never_loses():
     for seed in range(300):
         problem = binding_problem(seed)
         graph, memory = graph_of(problem), memory_of(problem)
-        search = Search(graph, memory, (seed,))
+        search = BlockSearch(graph, memory, (seed,))
         choice = np.array([int(costs.argmin()) for costs in problem.costs])
         over = message_passing_compiled.over(memory, choice)
         tried += over.max(initial=0.0) > 0
@@ -148,16 +151,16 @@ def test_repaired_choices_fit_and_descent_never_loses():
 
 def answers(problem: Problem, rounds: int, threads: int) -> list[tuple[tuple[int, ...] | None, float]]:
     """What each of the first rounds of a search says."""
-    search, seen = LargeSearch(problem, seed=1, threads=threads), [(None, -math.inf)]
+    rounds_of = RoundSettings(entries=3e5, long_entries=3e5)
+    search = LargeSearch(problem, seed=1, threads=threads, settings=rounds_of)
+    seen = [(None, -math.inf)]
     for found in itertools.islice(search.rounds(lambda: seen[-1][0], lambda: 100.0, lambda: None), rounds):
         seen.append((found.choice, found.bound))
     return seen
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_same_seed_same_rounds(monkeypatch, threads):
-    monkeypatch.setattr(large, "ROUND", 3e5)
-    monkeypatch.setattr(large, "LONG", 3e5)
+def test_same_seed_same_rounds(threads):
     problem = hard_problem(nodes=40)
     first, second = answers(problem, 25, threads), answers(problem, 25, threads)
     assert first == second

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 from problems import random_problem
 
-import autoshard.solver.symmetry.lifted
+import autoshard.solver.symmetry.lifted_problem
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, solve
 from autoshard.solver.bounds import message_passing
-from autoshard.solver.bounds.message_passing import Prices, Relaxation
+from autoshard.solver.bounds.message_passing import Relaxation
+from autoshard.solver.bounds.prices import Prices
+from autoshard.solver.bounds.settings import RELAXATION, BlockSettings
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.problem import Edge, Live
-from autoshard.solver.symmetry.lifted import lifted
-from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.lifted_problem import lifted_problem
+from autoshard.solver.symmetry.node_kinds import NodeKinds
 from autoshard.solver.verify import fits, verify
 
 
@@ -77,10 +79,10 @@ def test_the_oracle_can_fail(monkeypatch, fault):
         monkeypatch.setattr(Prices, "set", no_refund)
     else:  # what a node has to share is spent twice
 
-        def twice(self, costs, end, original=message_passing._Colour.least):
+        def twice(self, costs, end, original=message_passing.ColourClass.least):
             return 2 * original(self, costs, end)
 
-        monkeypatch.setattr(message_passing._Colour, "least", twice)
+        monkeypatch.setattr(message_passing.ColourClass, "least", twice)
     with pytest.raises(AssertionError):
         assert_bounds(range(1000))
 
@@ -130,12 +132,11 @@ def layers_of_all_sizes(seed: int, layers: int = 12) -> Problem:
 @pytest.mark.parametrize("seed", range(5))
 def test_padding_changes_nothing(seed, whole, monkeypatch):
     """Tables stand side by side with larger ones; nodes alike have one message over tables that are padded apart."""
-    monkeypatch.setattr(autoshard.solver.symmetry.lifted, "FAR", 1)
+    monkeypatch.setattr(autoshard.solver.symmetry.lifted_problem, "LIFTED_RADIUS", 1)
     problem = layers_of_all_sizes(seed)
-    small = problem if whole else lifted(Alike(problem))
+    small = problem if whole else lifted_problem(NodeKinds(problem))
     padded = Relaxation(small)
-    monkeypatch.setattr(message_passing, "PADDED", -1)
-    plain = Relaxation(small)
+    plain = Relaxation(small, replace(RELAXATION, blocks=BlockSettings(padded_entries=-1)))
     assert blocks(padded) < blocks(plain) / 2
     for turn in range(20):
         forward = turn % 2 == 0

@@ -9,7 +9,7 @@ from problems import answer, random_problem
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.search import reduce_memory
-from autoshard.solver.search.reduce_memory import TIE, leaner
+from autoshard.solver.search.reduce_memory import LEAN, leaner_choice
 from autoshard.solver.verify import fits, verify
 
 
@@ -19,9 +19,9 @@ def byte_points(problem: Problem, choice) -> float:
 
 def assert_leaner(problem: Problem, choice) -> bool:
     """Whether what is leaner differs."""
-    found = leaner(problem, choice, seed=0)
+    found = leaner_choice(problem, choice, seed=0)
     (cost, _), (before, _) = verify(problem, found), verify(problem, choice)
-    assert cost <= before + TIE * abs(before)
+    assert cost <= before + reduce_memory.LEAN.memory_value * abs(before)
     assert fits(verify(problem, found)[1], problem.limit)
     assert cost < before or byte_points(problem, found) <= byte_points(problem, choice)
     return found != tuple(choice)
@@ -44,7 +44,7 @@ def test_the_leanest_of_equals():
         edges = tuple(Edge(node, node + 1, np.zeros((4, 4))) for node in range(29))
         problem = Problem((np.ones(4),) * 30, edges, lives, None)
         assert assert_leaner(problem, (0,) * 30)
-        assert byte_points(problem, leaner(problem, (0,) * 30, seed=0)) == 60
+        assert byte_points(problem, leaner_choice(problem, (0,) * 30, seed=0)) == 60
 
 
 def test_what_holds_as_much_stays():
@@ -52,19 +52,21 @@ def test_what_holds_as_much_stays():
     lives = tuple(Live(node, node, node + 2, np.array([3, 2, 2, 2])) for node in range(30))
     problem = Problem((np.ones(4),) * 30, tuple(Edge(k, k + 1, np.zeros((4, 4))) for k in range(29)), lives, None)
     assert not assert_leaner(problem, (1, 2, 3) * 10)
-    assert leaner(problem, (0, 2, 3) * 10, seed=0)[1::3] == (2,) * 10
+    assert leaner_choice(problem, (0, 2, 3) * 10, seed=0)[1::3] == (2,) * 10
 
 
 def test_the_limit_holds():
     """Fewer byte points can be a higher peak."""
     lives = (Live(0, 0, 9, np.array([5, 0])), Live(0, 3, 4, np.array([0, 9])))
     either = Problem((np.ones(2),), (), lives, limit=6.0)
-    assert leaner(either, (0,), seed=0) == (0,)
-    assert leaner(replace(either, limit=None), (0,), seed=0) == (1,)
+    assert leaner_choice(either, (0,), seed=0) == (0,)
+    assert leaner_choice(replace(either, limit=None), (0,), seed=0) == (1,)
 
 
 def test_the_oracle_can_fail(monkeypatch):
-    monkeypatch.setattr(reduce_memory, "TIE", 10.0)  # memory is worth more than what choices cost
+    monkeypatch.setattr(
+        reduce_memory, "LEAN", replace(LEAN, memory_value=10.0)
+    )  # memory is worth more than what choices cost
     monkeypatch.setattr(reduce_memory, "fits", lambda *_: True)
     with pytest.raises(AssertionError):
         test_never_worse()

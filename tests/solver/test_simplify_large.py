@@ -1,5 +1,7 @@
 """Compiled reductions keep the optimum, alone and before `simplify` goes on; their way back is right."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from problems import answer, assert_same, binding_problem, random_problem
@@ -9,6 +11,7 @@ from autoshard.solver import Problem
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.presolve import simplify_compiled
 from autoshard.solver.presolve import simplify_large as module
+from autoshard.solver.presolve.settings import PRESOLVE
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.presolve.simplify_large import reduce
 from autoshard.solver.problem import Edge, InfeasibleError, Live, Solution
@@ -54,8 +57,7 @@ def test_larger_problems():
 
 def test_no_room_to_spare(monkeypatch):
     """The pool is full again and again; what would not fit is not begun."""
-    monkeypatch.setattr(module, "SPARE", 1)
-    monkeypatch.setattr(module, "LEAST_SPARE", 8)
+    monkeypatch.setattr(module, "PRESOLVE", replace(PRESOLVE, spare=1, least_spare=8))
     for seed in range(300):
         assert_sound(random_problem(seed))
 
@@ -103,7 +105,7 @@ def test_forbidden_names_the_node():
 
 
 def test_the_clock_is_looked_at(monkeypatch):
-    monkeypatch.setattr(module, "STEPS", 1)
+    monkeypatch.setattr(module, "PRESOLVE", replace(PRESOLVE, steps=1))
     looks = []
     reduce(random_problem(3), lambda: looks.append(None))
     assert len(looks) > 3

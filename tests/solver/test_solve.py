@@ -1,12 +1,14 @@
 """The whole core: against trying everything, against the clock, against Ctrl-C, and in two processes."""
 
 import contextlib
+import functools
 import itertools
 import os
 import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,16 +17,27 @@ import pytest
 from problems import answer, assert_same, binding_problem, hard_problem, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, large, solve
-from autoshard.solver.bounds import message_passing
+from autoshard.solver import Problem, infeasibility, progress, run, solve
+from autoshard.solver.bounds.forbid_options import OptionBounds
 from autoshard.solver.bounds.message_passing import Relaxation
-from autoshard.solver.exact import integer_program
+from autoshard.solver.bounds.settings import RELAXATION
+from autoshard.solver.exact import highs, integer_program
+from autoshard.solver.exact.elimination import Elimination
 from autoshard.solver.exact.exhaustive import exhaustive
+from autoshard.solver.exact.programs import IntegerProgram
+from autoshard.solver.incumbent import least_sum, most_sum
+from autoshard.solver.method import ALGORITHMS, Method
 from autoshard.solver.problem import Edge, InfeasibleError, Live
+from autoshard.solver.run import Run
+from autoshard.solver.runtime import clock
+from autoshard.solver.runtime.clock import Clock
 from autoshard.solver.search import neighbourhoods
+from autoshard.solver.search.compiled_search import CompiledSearch
+from autoshard.solver.search.forest_moves import ForestMoves
+from autoshard.solver.search.settings import RoundSettings
+from autoshard.solver.settings import Goal, Sizes
 from autoshard.solver.verify import verify
 
-module = sys.modules["autoshard.solver.solve"]  # the package's `solve` is the function
 TESTS = Path(__file__).parents[1]
 
 
@@ -44,57 +57,56 @@ def test_larger_random_problems():
         assert_same(answer(solve, problem), answer(exhaustive, problem))
 
 
-def relax_always(monkeypatch, *, rounds: int) -> None:
+def bounds_always(*, rounds: int) -> Method:
     """Bounds, and all that follows from them, however few options there are; without moves, and not for long."""
-    monkeypatch.setattr(module, "FEW_OPTIONS", 0)
-    monkeypatch.setattr(module, "good_choices", lambda problem, seed: ())
-    monkeypatch.setattr(message_passing, "MOST", rounds)
-    monkeypatch.setattr(message_passing, "LAST", 0)
-    monkeypatch.setattr(message_passing, "PAUSE", 1)
-    monkeypatch.setattr(message_passing, "EARLY", np.inf)  # memory has prices at once
+    moves = ForestMoves(visits=0, attempts=0)
+    program = IntegerProgram(elimination=Elimination(most_options=0))
+    at_once = {"unpriced_rounds": 1, "worth_before_prices": np.inf}  # memory has prices at once
+    relaxation = replace(RELAXATION, rounds=rounds, last_rounds=0, **at_once)
+    bounds = OptionBounds(relaxation=relaxation, moves=moves, program=program)
+    return Method((bounds, CompiledSearch(program=program), moves, program), sizes=Sizes(few_options=0))
 
 
 @pytest.mark.parametrize("rounds", [1, 1000])
-def test_with_bounds_first(monkeypatch, rounds):
-    relax_always(monkeypatch, rounds=rounds)
+def test_with_bounds_first(rounds):
+    with_bounds = functools.partial(solve, method=bounds_always(rounds=rounds))
     for seed in range(20_000, 20_500):
         problem = random_problem(seed)
-        assert_same(answer(solve, problem), answer(exhaustive, problem))
+        assert_same(answer(with_bounds, problem), answer(exhaustive, problem))
     for seed in range(200):
         problem = random_problem(seed, nodes=9, options=3)
-        assert_same(answer(solve, problem), answer(exhaustive, problem))
+        assert_same(answer(with_bounds, problem), answer(exhaustive, problem))
 
 
-@pytest.fixture
-def compiled_always(monkeypatch, compiled) -> None:
-    monkeypatch.setattr(module, "MUCH", 0)
+COMPILED = Method(sizes=Sizes(compiled_options=0))
 
 
-def test_with_compiled_code(compiled_always):
+def test_with_compiled_code(compiled):
+    with_compiled = functools.partial(solve, method=COMPILED)
     for seed in range(20_000, 20_300):
         problem = random_problem(seed)
-        assert_same(answer(solve, problem), answer(exhaustive, problem))
+        assert_same(answer(with_compiled, problem), answer(exhaustive, problem))
     for seed in range(100):
         problem = binding_problem(seed)
-        assert_same(answer(solve, problem), answer(exhaustive, problem))
+        assert_same(answer(with_compiled, problem), answer(exhaustive, problem))
 
 
-def test_compiled_code_stops_in_time_and_tells_what_it_does(compiled_always):
+def test_compiled_code_stops_in_time_and_tells_what_it_does(compiled):
     told = []
     start = time.monotonic()
-    solution = solve(hard_problem(), time_limit=4, threads=2, progress=told.append)
+    solution = solve(hard_problem(), method=COMPILED, time_limit=4, threads=2, progress=told.append)
     assert time.monotonic() - start < 60
     assert solution.status == "feasible" and 0 < solution.bound < solution.cost
     assert {"load compiled code", "simplify", "search"} <= {progress.stage for progress in told}
     assert set(solution.seconds) >= {"load compiled code", "simplify", "search"}
 
 
-def test_ctrl_c_in_compiled_code_returns_the_best_so_far(compiled_always):
+def test_ctrl_c_in_compiled_code_returns_the_best_so_far(compiled):
     def press(progress):
         if progress.stage == "search" and progress.cost < np.inf:
             raise KeyboardInterrupt
 
-    assert solve(hard_problem(), time_limit=100, progress=press).status == "feasible"
+    assert solve(hard_problem(), method=COMPILED, time_limit=100, progress=press).status == "feasible"
 
 
 def test_small_problems_never_wait_for_numba():
@@ -113,12 +125,12 @@ def test_unsound_bounds_are_caught(monkeypatch):
     def more(self, *, forward=True, original=Relaxation.least):
         return [costs * 2 for costs in original(self, forward=forward)]
 
-    relax_always(monkeypatch, rounds=1)
+    with_bounds = functools.partial(solve, method=bounds_always(rounds=1))
     monkeypatch.setattr(Relaxation, "least", more)
     with pytest.raises((AssertionError, SolverError)):
         for seed in range(20_000, 22_000):
             problem = random_problem(seed)
-            assert_same(answer(solve, problem), answer(exhaustive, problem))
+            assert_same(answer(with_bounds, problem), answer(exhaustive, problem))
 
 
 def test_sums_enclose_every_choice():
@@ -127,7 +139,7 @@ def test_sums_enclose_every_choice():
         kind, cost = answer(exhaustive, problem)
         if kind == "costs":
             slack = 1e-9 * abs(cost)
-            assert module._least_sum(problem) - slack <= cost <= module._most_sum(problem) + slack
+            assert least_sum(problem) - slack <= cost <= most_sum(problem) + slack
 
 
 def test_more_memory_never_costs_more():
@@ -151,14 +163,14 @@ def test_memory_error_says_what_would_do():
     assert solve(replace(problem, limit=error.value.needed)).status == "optimal"
 
 
-def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch, compiled_always):
+def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch, compiled):
     """Too large to find the least that a choice holds: what is held at one point at least is still known."""
-    monkeypatch.setattr(module, "MANY_OPTIONS", 0)
+    monkeypatch.setattr(infeasibility, "MOST_OPTIONS", 0)
     lives = tuple(Live(node, node, node + 2, np.array([8, 6, 9])) for node in range(4))
     crossed = tuple(Edge(k, k + 1, np.where(np.eye(3, dtype=bool), np.inf, 0.0)) for k in range(3))
     problem = Problem((np.zeros(3),) * 4, crossed, lives, limit=11)
     with pytest.raises(SolverError, match="no choice fits in 11 bytes; point 1 needs 14 at least"):
-        solve(problem)
+        solve(problem, method=COMPILED)
 
 
 def test_forbidden_is_not_called_memory():
@@ -201,16 +213,22 @@ def test_ctrl_c_at_any_check_of_the_clock(monkeypatch, check):
     """Simplifying, bounding, moving: whatever runs, the first options are known from the start."""
     problem, count = first_options_fit(hard_problem(nodes=60)), itertools.count()
 
-    def press(self, original=module._Search.check_time):
+    def press(self, original=Clock.check):
         if next(count) == check:
             raise KeyboardInterrupt
         original(self)
 
-    monkeypatch.setattr(module, "FEW_OPTIONS", 0)
-    monkeypatch.setattr(module._Search, "check_time", press)
+    monkeypatch.setattr(Clock, "check", press)
     monkeypatch.setattr(integer_program, "cheapest", interrupted)
-    solution = solve(problem, time_limit=100)
+    solution = solve(problem, time_limit=100, method=bounds_first())
     assert solution.status == "feasible" and solution.cost <= verify(problem, [0] * len(problem.costs))[0]
+
+
+def bounds_first() -> Method:
+    """Bounds and what follows from them, however few options there are."""
+    program = IntegerProgram(elimination=Elimination(most_options=0))
+    algorithms = OptionBounds(program=program), CompiledSearch(program=program), ForestMoves(), program
+    return Method(algorithms, sizes=Sizes(few_options=0))
 
 
 def interrupted(*_, **__):
@@ -218,7 +236,7 @@ def interrupted(*_, **__):
 
 
 def test_ctrl_c_before_any_choice_passes(monkeypatch):
-    monkeypatch.setattr(module._Search, "check_time", interrupted)
+    monkeypatch.setattr(Clock, "check", interrupted)
     with pytest.raises(KeyboardInterrupt):
         solve(hard_problem())
 
@@ -229,12 +247,12 @@ def run_python(code: str) -> subprocess.Popen:
 
 
 PRESS_IN_MOVES = """
-def moves(problem, seed, original=module.good_choices):
-    for choice in original(problem, seed):
+def choices(self, problem, seed, original=ForestMoves.choices):
+    for choice in original(self, problem, seed):
         yield choice
         if choice is not None:
             os.kill(os.getpid(), signal.SIGINT)
-module.good_choices = moves
+ForestMoves.choices = choices
 """
 PRESS_IN_HIGHS = """
 def cheapest(*args, original=integer_program.cheapest, **keywords):
@@ -265,11 +283,12 @@ print(solution.status, 0 < solution.bound < solution.cost, time.monotonic() - st
 )
 def test_ctrl_c_returns_the_best_so_far(press, problem, compiled):
     imports = (
-        "import os, signal, sys, threading, time\n"
+        "import os, signal, threading, time\n"
         "from problems import hard_problem, large_problem\n"
         "from autoshard.solver import solve\n"
         "from autoshard.solver.exact import integer_program\n"
-        "module, press = sys.modules['autoshard.solver.solve'], None\n"
+        "from autoshard.solver.search.forest_moves import ForestMoves\n"
+        "press = None\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background ignore it
     )
     process = run_python(imports + press + SOLVE.format(problem=problem))
@@ -292,42 +311,49 @@ def busy_cores(count: int):
 @pytest.mark.parametrize("nodes, iterations, size", [(40, 40, "large"), (40, 6, "small")])
 def test_iterations_do_not_look_at_the_clock(monkeypatch, compiled, nodes, iterations, size):
     """Once at leisure, and once on a busy machine with other threads and a clock that goes a thousand times as fast."""
-    if size == "large":
-        monkeypatch.setattr(module, "MUCH", 0)
-    monkeypatch.setattr(large, "ROUND", 3e5)
-    monkeypatch.setattr(large, "LONG", 6e5)
+    short = CompiledSearch(rounds=RoundSettings(entries=3e5, long_entries=6e5))
+    algorithms = tuple(short if isinstance(row, CompiledSearch) else row for row in ALGORITHMS)
+    method = Method(algorithms, sizes=COMPILED.sizes if size == "large" else Sizes())
     problem = hard_problem(nodes=nodes)
-    first = solve(problem, iterations=iterations, seed=1, threads=2)
+    first = solve(problem, iterations=iterations, seed=1, threads=2, method=method)
     hasty = types.SimpleNamespace(monotonic=lambda: 1000 * time.monotonic())
-    for user in (module, integer_program, neighbourhoods):
+    for user in (clock, progress, run, highs, integer_program, neighbourhoods):
         monkeypatch.setattr(user, "time", hasty)
     with busy_cores(2):
-        assert solve(problem, iterations=iterations, seed=1, threads=3) == first
+        assert solve(problem, iterations=iterations, seed=1, threads=3, method=method) == first
     assert first.status == "feasible" and 0 < first.bound < first.cost
     assert ("search" in first.seconds) == (size == "large")
-    fewer = solve(problem, iterations=1, seed=1)
+    fewer = solve(problem, iterations=1, seed=1, method=method)
     assert fewer.cost >= first.cost and fewer.bound <= first.bound
+
+
+ROUGH = 0.05  # the gap with which a choice that is not accepted is left alone
+
+
+def rough_goal(accepts: Callable[[Sequence[int]], bool]) -> Goal:
+    return Goal(accepts=accepts, rejected_gap=ROUGH, rejected_share=0.5)
 
 
 def test_a_choice_that_is_not_accepted_is_left_alone():
     problem = hard_problem(nodes=25, options=4)
     best = solve(problem)
-    rough = solve(problem, accepts=lambda choice: False)
-    assert best.status == "optimal" and 1e-3 < rough.gap <= module.ROUGH
-    near = solve(problem, accepts=lambda choice: verify(problem, choice)[0] < 1.05 * best.cost)
+    rough = solve(problem, goal=rough_goal(lambda choice: False))
+    assert best.status == "optimal" and 1e-3 < rough.gap <= ROUGH
+    near = solve(problem, goal=rough_goal(lambda choice: verify(problem, choice)[0] < 1.05 * best.cost))
     assert near.cost == best.cost and near.status == "optimal"
 
 
 def test_choices_that_are_not_accepted_get_half_of_the_search(monkeypatch):
-    count, spent = module._Search.count, {True: 0.0, False: 0.0}
+    count, spent = Clock.count, {True: 0.0, False: 0.0}
     for accepted in spent:
 
         def counting(self, iterations: float, accepted: bool = accepted) -> None:
             spent[accepted] += iterations
             count(self, iterations)
 
-        monkeypatch.setattr(module._Search, "count", counting)
-        assert solve(hard_problem(nodes=40), iterations=12, accepts=lambda _, it=accepted: it).gap > module.ROUGH
+        monkeypatch.setattr(Clock, "count", counting)
+        goal = rough_goal(lambda _, it=accepted: it)
+        assert solve(hard_problem(nodes=40), iterations=12, goal=goal).gap > ROUGH
     assert spent[True] >= 12 and 6 <= spent[False] <= spent[True] - 4
 
 
@@ -338,7 +364,7 @@ def test_how_much_memory_would_do_is_found_when_time_is_up():
 
 def test_a_program_goes_on_from_a_choice_that_is_accepted(monkeypatch):
     """Held to five percent while the best one is not, it ends with one that is."""
-    monkeypatch.setattr(module._Search, "move", lambda self, known: None)
+    monkeypatch.setattr(ForestMoves, "improve", lambda self, part, run: False)
     problem = hard_problem(nodes=25, options=4)
     problem = replace(
         problem,
@@ -347,7 +373,7 @@ def test_a_program_goes_on_from_a_choice_that_is_accepted(monkeypatch):
         lives=tuple(replace(live, usage=np.insert(live.usage, 0, 0.0)) for live in problem.lives),
     )
     first = tuple(0 for _ in problem.costs)  # fits, as it holds nothing, and is dear
-    assert solve(problem, accepts=lambda choice: choice != first).status == "optimal"
+    assert solve(problem, goal=rough_goal(lambda choice: choice != first)).status == "optimal"
 
 
 def test_iterations_end_by_a_time_limit(monkeypatch):
@@ -376,7 +402,7 @@ def test_two_processes_agree_bit_for_bit():
 
 
 def test_no_choice_in_time_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(module._Search, "solve", lambda *_, **__: None)
+    monkeypatch.setattr(Run, "solve", lambda *_, **__: None)
     for problem in (hard_problem(), replace(hard_problem(), limit=None).restrict({0: [1]})):
         with pytest.raises(SolverError, match="raise time_limit"):
             solve(problem, time_limit=0.5)

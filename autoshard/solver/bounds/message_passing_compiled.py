@@ -124,7 +124,7 @@ def _spare_rows(tables, table, rows, columns, to_left, left, to_right, right, le
 
 @inner(fastmath=FLAGS)
 def _spare_columns(tables, table, rows, columns, to_left, left, to_right, right, least, extra, first):
-    """The same of the right end."""
+    """Adds to `extra` what the options of the right end leave unpaid, over the best of the left end."""
     for b in range(columns):
         spare = np.inf
         for a in range(rows):
@@ -158,7 +158,7 @@ def _add(messages, first, options, total):
 
 
 @kernel()
-def take(graph, costs, to_left, choice):
+def choose(graph, costs, to_left, choice):
     """Sets each node to the option that is cheapest, given what those before took and the messages from those after."""
     total = np.empty(graph.widest)
     for node in range(len(choice)):
@@ -206,7 +206,7 @@ def over(memory, choice):
 
 @kernel()
 def expected_over(graph, memory, extra, temperature):
-    """The same where each option is taken with a probability that falls with what it costs more than the best."""
+    """Bytes per pressure point by which options, mixed, are over the limit; cheap ones have the larger shares."""
     share = np.empty(len(extra))
     for node in range(len(graph.offsets) - 1):
         total = 0.0

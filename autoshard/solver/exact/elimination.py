@@ -2,124 +2,34 @@
 
 Dechter, "Bucket elimination: a unifying framework for reasoning", 1999; also known as nonserial dynamic programming
 (Bertele and Brioschi, 1972). A node is minimised out into a table over its neighbours, which are neighbours of each
-other from then on. What that takes is known beforehand: the order of the nodes is found from the numbers of their
-options alone. Chains of layers with residual connections are narrow, however many layers there are, and their linear
-relaxation is loose: an integer program would have to branch layer by layer.
+other from then on. What that takes is known beforehand (`elimination_order.py`). Chains of layers with residual
+connections are narrow, however many layers there are, and their linear relaxation is loose: an integer program would
+have to branch layer by layer.
 """
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.solver.bounds.prices import Prices
+from autoshard.solver.exact.elimination_order import MOST_ENTRIES, ORDERS, Order, order_of
+from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
+from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.search.forest_moves import Moves, move_seconds
 from autoshard.solver.tables import summed
+from autoshard.solver.verify import verify
 
-MOST_ENTRIES = 1 << 28  # of all tables together, before the minimum is taken: what takes a second
-MOST_KEPT = 1 << 26  # of those that are left after it is, 8 bytes each
-DIMENSIONS = 24  # of a table, at most; NumPy takes 32
+BLOCK_ENTRIES = 1 << 18  # of a table that are added up at once, 8 bytes each: what a core's cache holds
 FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
-TRIES = 6  # orders that are tried, some of them at random
-NOISE = 0.3  # of logarithms of entries, in those
-FAR = 30  # times too many entries, in a first order: from there others are not tried
-SECONDS_PER_ENTRY = 4e-9  # on a quiet core
-SECONDS_PER_NODE = 1e-4  # of NumPy's calls, and of finding its place in one order
 
 
 _Factor = tuple[tuple[int, ...], np.ndarray]  # nodes, and a table over their options
-
-
-@dataclass(frozen=True)
-class Order:
-    """In which order to minimise nodes out, and what that takes."""
-
-    nodes: tuple[int, ...]
-    scopes: tuple[tuple[int, ...], ...]  # per step, the nodes that its table is over besides its own
-    entries: int  # of all tables before the minimum is taken
-
-    @property
-    def seconds(self) -> float:
-        """About what it takes on a quiet core."""
-        return SECONDS_PER_ENTRY * self.entries + SECONDS_PER_NODE * len(self.nodes)
-
-
-def order_of(problem: Problem, most: int = MOST_ENTRIES) -> Order | None:
-    """The best order found in which all tables together have no more entries; None if none was found.
-
-    >>> from autoshard.solver.problem import Edge
-    >>> chain = tuple(Edge(i, i + 1, np.zeros((2, 2))) for i in range(3))
-    >>> order_of(Problem((np.zeros(2),) * 4, chain, (), None)).entries
-    14
-    """
-    logs = np.log2([len(costs) for costs in problem.costs])
-    found, rng = None, np.random.default_rng(0)
-    for turn in range(TRIES):
-        noise = (NOISE * rng.random(len(logs)) if turn > 1 else np.zeros(len(logs))).tolist()
-        order = _greedy(problem, logs.tolist(), noise, most if found or turn > 1 else FAR * most, filling=turn != 1)
-        if order is not None and (found is None or order.entries < found.entries):
-            found, most = order, min(most, order.entries)
-        if turn and (found is None or found.entries * SECONDS_PER_ENTRY < turn * len(logs) * SECONDS_PER_NODE):
-            break  # none is near, or another one takes longer than it can save
-    return found if found and found.entries <= most else None
-
-
-def _greedy(
-    problem: Problem, logs: Sequence[float], noise: Sequence[float], most: int, *, filling: bool
-) -> Order | None:
-    """The order in which the node of least weight goes next; None if its tables have more entries.
-
-    Args:
-        logs: node -> the logarithm of the number of its options.
-        noise: added to the logarithms of weights.
-        filling: whether the weight is the entries of the edges that a node leaves, rather than of its table.
-    """
-    beside: list[set[int]] = [set() for _ in logs]
-    for edge in problem.edges:
-        beside[edge.i].add(edge.j)
-        beside[edge.j].add(edge.i)
-
-    def weight(node: int) -> float:
-        table = logs[node] + sum(logs[other] for other in beside[node])
-        if not filling:
-            return table + noise[node]
-        around, added = sorted(beside[node]), 0.0
-        for place, i in enumerate(around):
-            added += sum(2.0 ** (logs[i] + logs[j]) for j in around[place + 1 :] if j not in beside[i])
-        return math.log2(1 + added) + noise[node] + 1e-3 * table
-
-    waiting = [(weight(node), node) for node in range(len(logs))]
-    heapq.heapify(waiting)
-    now = {node: value for value, node in waiting}  # node -> its present weight
-    nodes, scopes, entries, left = [], [], 0, 0
-    while waiting:
-        value, node = heapq.heappop(waiting)
-        if now.get(node) != value:
-            continue
-        del now[node]
-        scope = sorted(beside[node])
-        kept = math.prod(len(problem.costs[other]) for other in scope)
-        left += kept
-        entries += kept * len(problem.costs[node])
-        if entries > most or left > MOST_KEPT or len(scope) >= DIMENSIONS:
-            return None
-        nodes.append(node)
-        scopes.append(tuple(scope))
-        near = set(scope)
-        for other in scope:
-            if filling:
-                near |= beside[other]
-            beside[other] |= beside[node]
-            beside[other] -= {node, other}
-        for other in near - {node}:
-            changed = weight(other)
-            if changed != now[other]:
-                now[other] = changed
-                heapq.heappush(waiting, (changed, other))
-    return Order(tuple(nodes), tuple(scopes), entries)
 
 
 def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
@@ -138,9 +48,9 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     for (i, j), table in summed(problem.edges).items():
         factors[min(place[i], place[j])].append(((i, j), table))
     for step, (node, scope) in enumerate(zip(order.nodes, order.scopes, strict=True)):
-        table = _least(factors[step], (node, *scope), problem)
-        if scope:
-            factors[min(place[other] for other in scope)].append((scope, table))
+        others, table = _least(factors[step], (node, *scope), problem)
+        if others:
+            factors[min(place[other] for other in others)].append((others, table))
         elif not math.isfinite(float(table)):
             return None
     chosen: dict[int, int] = {}
@@ -151,8 +61,12 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     return tuple(chosen[node] for node in range(len(problem.costs)))
 
 
-def _least(factors: Sequence[_Factor], nodes: tuple[int, ...], problem: Problem) -> np.ndarray:
-    """The least over the options of the first node of a sum of tables, for all options of the others."""
+def _least(factors: Sequence[_Factor], nodes: tuple[int, ...], problem: Problem) -> _Factor:
+    """The least over the options of the first node of a sum of tables, for all options of the others.
+
+    The others are put in an order in which those of the same tables follow each other, so that NumPy adds along all of
+    them in one loop; and the sums are of a size that a core's cache holds. The two together halve the time.
+    """
     whole = math.prod(len(problem.costs[node]) for node in nodes)
     sums: list[_Factor] = []
     for own, table in sorted(factors, key=lambda factor: factor[1].size):
@@ -162,17 +76,26 @@ def _least(factors: Sequence[_Factor], nodes: tuple[int, ...], problem: Problem)
                 sums[-1] = both, _spread(*sums[-1], both) + _spread(own, table, both)
                 continue
         sums.append((own, table))
-    first, *others = (_spread(own, table, nodes) for own, table in sums)
-    least = np.full([len(problem.costs[node]) for node in nodes[1:]], np.inf)
-    total = np.empty_like(least)
-    for option in range(len(problem.costs[nodes[0]])):
-        one, *more = (table[option if len(table) > 1 else 0] for table in (first, *others))
-        if more:
-            one = np.add(one, more[0], out=total) if least.ndim else one + more[0]
-        for table in more[1:]:
-            one = np.add(one, table, out=total) if least.ndim else one + table
-        least = np.minimum(least, one, out=least) if least.ndim else np.minimum(least, one)
-    return least
+    node, *others = nodes
+    others.sort(key=lambda other: [other not in own for own, _ in sums])
+    tables = [np.ascontiguousarray(_spread(own, table, (node, *others))) for own, table in sums]
+    sizes = [len(problem.costs[other]) for other in others]
+    outer = next(k for k in range(len(sizes) + 1) if math.prod(sizes[k:]) <= BLOCK_ENTRIES)
+    least, total = np.full(sizes, np.inf), np.empty(sizes[outer:])
+    for place in itertools.product(*map(range, sizes[:outer])):
+        within = [table[_block(table, place)] for table in tables]
+        block = least[place]
+        for option in range(len(problem.costs[node])):
+            first, *more = (table[option if len(table) > 1 else 0] for table in within)
+            for table in more:
+                first = np.add(first, table, out=total)
+            np.minimum(block, first, out=block)
+    return tuple(others), least
+
+
+def _block(table: np.ndarray, place: Sequence[int]) -> tuple[slice | int, ...]:
+    """The index of the part of a table that is at this place of its second and further axes."""
+    return slice(None), *(at if size > 1 else 0 for at, size in zip(place, table.shape[1:], strict=False))
 
 
 def _spread(own: Sequence[int], table: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
@@ -187,3 +110,57 @@ def _spread(own: Sequence[int], table: np.ndarray, nodes: Sequence[int]) -> np.n
 def _at(table: np.ndarray, nodes: tuple[int, ...], node: int, chosen: Mapping[int, int]) -> np.ndarray:
     """The costs of a node's options, where the other nodes of a table are chosen."""
     return table[tuple(slice(None) if other == node else chosen[other] for other in nodes)]
+
+
+@dataclass(frozen=True)
+class Elimination:
+    """Bucket elimination of narrow parts, memory aside: an algorithm of the table.
+
+    Where the cheapest choice does not fit, its cost is still a bound, and elimination at prices of memory gives choices
+    that do.
+    """
+
+    most_entries: int = MOST_ENTRIES  # of all tables together
+    most_options: int = 20_000
+    priced_turns: int = 20  # of elimination at prices of memory
+    priced_seconds: float = 0.03  # of a quiet core, that each of these may take
+
+    def applies(self, part: Part, run: Run) -> bool:
+        return not run.is_large(part.problem) and part.options <= self.most_options
+
+    def improve(self, part: Part, run: Run) -> bool:
+        incumbent, most = part.incumbent, float(self.most_entries)
+        if run.clock.iterations is None:
+            most = min(most, run.clock.left() / ORDERS.seconds_per_entry)
+        order = order_of(part.problem, int(most))
+        run.clock.spend(ORDERS.seconds_per_node * len(part.problem.costs))
+        if order is None:
+            return False
+        with run.report.during("elimination"):
+            choice = cheapest(part.problem, order)
+            run.clock.budget.spend(order.seconds)
+        if choice is None:
+            raise NoChoice
+        incumbent.offer(choice)
+        incumbent.prove(verify(part.problem, choice)[0])
+        if not incumbent.is_solved and order.seconds < self.priced_seconds:
+            self._improve_priced(incumbent, order, run)
+        return incumbent.is_solved
+
+    def _improve_priced(self, incumbent: Incumbent, order: Order, run: Run) -> None:
+        """Offers the cheapest choices at prices of memory that rise until one fits, and fall again."""
+        problem = incumbent.problem
+        moves = Moves(problem, np.random.default_rng(run.seed))
+        prices = Prices(problem)
+        ends = np.cumsum(list(map(len, problem.costs)))[:-1]
+        with run.report.during("elimination"):
+            for _ in range(self.priced_turns):
+                prices.set(moves.prices)
+                costs = tuple(np.split(prices.costs, ends))
+                choice = cheapest(replace(problem, costs=costs, checked=True), order)
+                assert choice is not None, "prices forbid nothing"
+                run.clock.spend(order.seconds + move_seconds(problem))
+                moves.choice = np.array(choice)
+                if moves.adjust_prices():
+                    moves.descend()
+                    incumbent.offer(moves.choice.tolist())

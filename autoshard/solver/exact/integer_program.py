@@ -13,13 +13,11 @@ only are one class):
                 s binary, x >= 0
 
 The relaxation is the local polytope, which is tight on trees. Where pressure points are many, few of them bind: their
-rows are added as solutions violate them, first those of the relaxation. cvxpy takes no first solution, gives no bound
-back and does not hear Ctrl-C, so what it compiles goes to highspy from here.
+rows are added as solutions violate them, first those of the relaxation.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import math
 import threading
@@ -28,28 +26,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import cvxpy as cp
-import highspy
 import numpy as np
 from scipy import sparse
 
+from autoshard.solver.exact.highs import Highs
 from autoshard.solver.problem import Problem
 from autoshard.solver.tables import classes, split
 from autoshard.solver.verify import ROUNDING, verify
 
-MAGNITUDE = 1e3  # what the cost still to be decided is scaled to; HiGHS works to absolute tolerances of 1e-7
-TARGET_GAP = 1e-7  # of the whole cost; finer than what counts as optimal, to leave room for rounding
-FEW_ENTRIES = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
-ROWS_ADDED = 50  # at a time
-LAST_WORDS = 1.0  # s that HiGHS gets to finish after its time or Ctrl-C, before what it last reported is taken
-LEFT_BEHIND = 15.0  # s that the end of the process waits for a HiGHS that did not finish by then
-TINY = 300  # variables: HiGHS's presolve, which in release 1.15.1 does not end on some such programs, is left out, ...
-_DOUBLETON_EQUATIONS = 512  # ... and on larger ones this rule of it, for which it was so
-STEPS = 1000  # of the simplex method, between two looks
-HEAVY = 1e6  # largest entry of a memory row, far beyond what fits; HiGHS refuses a model with entries over 1e15
-FIRST_LOOKS = 15  # of HiGHS, about those at the root of its tree, which take longer
-FIRST_LOOKING, LOOKING = 5e-6, 1e-6  # s of a quiet core per entry of the matrix between two of these, and of later ones
-SETTING_UP = 0.03  # s of a quiet core to start cvxpy and HiGHS, on top of
-COMPILING = 8e-6  # s per flow that cvxpy and HiGHS take before the first look at the clock, on a slow machine
+
+@dataclass(frozen=True)
+class ProgramSettings:
+    """How a problem is written for HiGHS, and what that takes."""
+
+    magnitude: float = 1e3  # what the cost still to be decided is scaled to; HiGHS's absolute tolerances are 1e-7
+    gap: float = 1e-7  # of the whole cost; finer than what counts as optimal, to leave room for rounding
+    few_entries: int = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
+    added_rows: int = 50  # at a time
+    heavy: float = 1e6  # largest entry of a memory row, far beyond what fits; HiGHS refuses entries over 1e15
+    setup_seconds: float = 0.03  # of a quiet core to start cvxpy and HiGHS, on top of
+    seconds_per_flow: float = 8e-6  # that cvxpy and HiGHS take before the first check of the time, on a slow machine
+
+
+PROGRAM = ProgramSettings()
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ def cheapest(
     known = np.inf if first is None else verify(problem, first)[0]
     program = _encode(problem, known)
     time_limit -= time.monotonic() - start_time
-    compiling = COMPILING * len(program.flow_costs)
-    if spend(compiling + SETTING_UP) or time_limit < compiling:
+    compiling = PROGRAM.seconds_per_flow * len(program.flow_costs)
+    if spend(compiling + PROGRAM.setup_seconds) or time_limit < compiling:
         return Outcome(None, program.constant, interrupted=False)
     memory = _Memory(problem if problem.limit is not None else replace(problem, lives=()))
     room = memory.room(problem.limit)
@@ -94,14 +93,14 @@ def cheapest(
         return Outcome(None, np.inf, interrupted=False)
     scale = 1 / np.where(room > 0, room, 1.0)
     s, x = program.variables()
-    unit = program.span / MAGNITUDE
+    unit = program.span / PROGRAM.magnitude
     objective = cp.Minimize((program.costs / unit) @ s + (program.flow_costs / unit) @ x)
     constraints = program.constraints(s, x)
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
-    gap = max(gap, TARGET_GAP * abs(program.constant if first is None else known)) / unit
+    gap = max(gap, PROGRAM.gap * abs(program.constant if first is None else known)) / unit
     whole = cp.Problem(objective, constraints)
-    highs = _Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look, spend=spend)
+    highs = Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look, spend=spend)
     start = None if first is None else program.point(first)
     bound, relaxed = program.constant, not memory.complete
     while True:
@@ -136,7 +135,7 @@ def leanest(
 ) -> Outcome:
     """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
     program, memory = _encode(problem, np.inf), _Memory(problem)
-    unit = (memory.most.max(initial=0.0) or 1.0) / MAGNITUDE
+    unit = (memory.most.max(initial=0.0) or 1.0) / PROGRAM.magnitude
     scale = np.full(len(memory.least), 1 / unit)
     s, x = program.variables()
     peak = cp.Variable(nonneg=True)
@@ -144,7 +143,7 @@ def leanest(
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s + (memory.least * scale)[points] <= peak)
     whole = cp.Problem(cp.Minimize(peak), constraints)
-    highs = _Highs(whole, [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6, look=look, spend=spend)
+    highs = Highs(whole, [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6, look=look, spend=spend)
     best, lowest, bound, relaxed = None, np.inf, 0.0, not memory.complete
     while True:
         highs.run(None, relaxed=relaxed)
@@ -322,18 +321,18 @@ class _Memory:
         """The rows of these points over s, scaled."""
         before = np.arange(self._changes.shape[0])[None, :] <= points[:, None]
         rows = sparse.csr_array(before * scale[points, None]) @ self._changes
-        rows.data = np.minimum(rows.data, HEAVY)
+        rows.data = np.minimum(rows.data, PROGRAM.heavy)
         return rows
 
     def first_points(self) -> np.ndarray:
         """The points to start with: all of them, if that is a small matrix."""
-        self._rows[:] = len(self._rows) * self._changes.shape[1] <= FEW_ENTRIES
+        self._rows[:] = len(self._rows) * self._changes.shape[1] <= PROGRAM.few_entries
         return np.flatnonzero(self._rows)
 
     def next_points(self, over: np.ndarray) -> np.ndarray:
         """The points most over what is allowed that have no row yet; from now on they have."""
         over = np.where(self._rows, 0.0, over)
-        worst = np.argsort(-over, kind="stable")[:ROWS_ADDED]
+        worst = np.argsort(-over, kind="stable")[: PROGRAM.added_rows]
         worst = np.sort(worst[over[worst] > 0])
         self._rows[worst] = True
         return worst
@@ -354,145 +353,3 @@ class _Rows:
     def matrix(self, width: int) -> sparse.csr_array:
         entries = np.concatenate(self.values), np.concatenate(self.columns), self.ends
         return sparse.csr_array(entries, shape=(len(self.ends) - 1, width))
-
-
-class _Silent(highspy.Highs):
-    """HiGHS that prints nothing. As it is made it enables its callbacks, where release 1.16.0 prints its name."""
-
-    def enableCallbacks(self) -> None:
-        self.silent()
-        super().enableCallbacks()
-
-
-class _Highs:
-    """A compiled cvxpy problem in HiGHS, set up so that two runs agree bit for bit unless time ends them."""
-
-    def __init__(
-        self,
-        problem: cp.Problem,
-        variables: list[cp.Variable],
-        *,
-        time_limit: float,
-        seed: int,
-        gap: float,
-        stop: threading.Event | None = None,
-        look: Callable[[], bool],
-        spend: Callable[[float], bool],
-    ):
-        self._stop = stop or threading.Event()
-        self._look, self._spend, self._steps = look, spend, 0
-        self._deadline = time.monotonic() + time_limit
-        data, _, _ = problem.get_problem_data("HIGHS")
-        first_column = data["param_prob"].var_id_to_col
-        self._columns = np.concatenate([first_column[v.id] + np.arange(v.size) for v in variables])
-        count = data["A"].shape[1]
-        binary = np.isin(np.arange(count), data["bool_vars_idx"])
-        model = highspy.HighsModel()
-        lp = model.lp_
-        lp.num_col_, lp.num_row_ = count, data["A"].shape[0]
-        lp.col_cost_ = data["c"]
-        lp.col_lower_, lp.col_upper_ = np.zeros(count), np.where(binary, 1.0, np.inf)
-        lp.integrality_ = [highspy.HighsVarType.kInteger if b else highspy.HighsVarType.kContinuous for b in binary]
-        equal = np.arange(lp.num_row_) < data["dims"].zero
-        lp.row_lower_, lp.row_upper_ = np.where(equal, data["b"], -np.inf), data["b"]
-        matrix = data["A"].tocsc()
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
-        self._highs = _Silent()
-        self._highs.cbMipInterrupt += self._on_progress
-        self._highs.cbMipImprovingSolution += self._on_solution
-        self._highs.cbSimplexInterrupt += self._on_step
-        options: dict[str, str | int | float] = {
-            "parallel": "off", "random_seed": seed,
-            "mip_rel_gap": 0.0, "mip_abs_gap": gap, "mip_feasibility_tolerance": 1e-9,
-            "presolve": "off" if count <= TINY else "choose", "presolve_rule_off": _DOUBLETON_EQUATIONS,
-        }  # fmt: skip
-        for name, value in options.items():
-            self._highs.setOptionValue(name, value)
-        self._highs.passModel(model)
-        self._entries, self._looks = matrix.nnz, 0
-        self.values: np.ndarray | None = None  # of the variables, stacked; None: no solution is known
-        self.bound = -np.inf  # no solution has a lower objective
-        self.stopped = False  # by the clock, or
-        self.interrupted = False  # by Ctrl-C
-
-    def add(self, rows: sparse.csr_array, upper: Sequence[float] | np.ndarray) -> None:
-        """Adds ``rows @ values <= upper``."""
-        for start, end, top in zip(rows.indptr[:-1], rows.indptr[1:], upper, strict=True):
-            columns = self._columns[rows.indices[start:end]]
-            self._highs.addRow(-np.inf, top, len(columns), columns, rows.data[start:end])
-
-    def run(self, start: np.ndarray | None, *, relaxed: bool) -> None:
-        """Solves on from `start`, or only the relaxation. The time limit is on all runs together."""
-        self._highs.setOptionValue("solve_relaxation", relaxed)
-        # HiGHS counts the time of all its runs, but not what passes between them.
-        left = max(0.0, self._deadline - time.monotonic())
-        self._highs.setOptionValue("time_limit", self._highs.getRunTime() + left)
-        if start is not None and not relaxed:
-            solution = highspy.HighsSolution()
-            solution.col_value = list(start[np.argsort(self._columns)])
-            self._highs.setSolution(solution)
-        self.values, self.bound = None, -np.inf
-        if not self._finish():
-            return
-        status, info = self._highs.getModelStatus(), self._highs.getInfo()
-        if status == highspy.HighsModelStatus.kInfeasible:
-            self.values, self.bound = None, np.inf
-            return
-        found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        self.values = np.array(self._highs.getSolution().col_value)[self._columns] if found else None
-        if not relaxed:
-            self.bound = info.mip_dual_bound
-        elif status == highspy.HighsModelStatus.kOptimal:
-            self.bound = info.objective_function_value
-
-    def _finish(self) -> bool:
-        """Runs HiGHS to its end; False where it did not stop when it had to: then leave it alone.
-
-        There are programs on which it never stops. The process has to end all the same, but not while one that does
-        calls back: Python would abort.
-        """
-        ended = threading.Event()
-
-        def run() -> None:
-            try:
-                self._highs.run()
-            finally:
-                ended.set()
-                atexit.unregister(at_exit)
-
-        def at_exit() -> None:
-            ended.wait(LEFT_BEHIND)
-
-        # In a thread, since Python hears Ctrl-C only between two of its own instructions; it may hear one while that
-        # starts. Waiting is for the event, since an interrupted Thread.join takes the thread for ended.
-        try:
-            atexit.register(at_exit)
-            threading.Thread(target=run, daemon=True).start()
-            while not ended.wait(0.1):
-                if time.monotonic() > self._deadline + LAST_WORDS or self._stop.is_set():
-                    self.stopped = True
-                    return ended.wait(LAST_WORDS)
-        except KeyboardInterrupt:
-            self.stopped = self.interrupted = True
-            return ended.wait(LAST_WORDS)
-        return True
-
-    def _on_progress(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self.bound = max(self.bound, event.data_out.mip_dual_bound)
-        self._on_look(event)
-
-    def _on_solution(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self.values = np.array(event.data_out.mip_solution)[self._columns]
-
-    def _on_step(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self._steps += 1
-        if self._steps % STEPS == 0:
-            self._on_look(event)
-
-    def _on_look(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self._looks += 1
-        seconds = self._entries * (FIRST_LOOKING if self._looks <= FIRST_LOOKS else LOOKING)
-        self.stopped |= self._look() | self._spend(seconds)
-        if self.stopped:
-            event.interrupt()

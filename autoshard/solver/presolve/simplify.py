@@ -22,18 +22,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.errors import SolverError
+from autoshard.solver.presolve.settings import PRESOLVE
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.tables import min_plus, split
 from autoshard.solver.verify import ROUNDING
 
-LARGEST_FILL = 1024  # entries of a table that elimination may make where there was none, if it saves none
-LARGEST_COMPARISON = 1 << 18  # entries; dominance is not tried beyond
-LEAST = -1e300  # stands for minus infinity where that may meet infinity
-GLANCES = 4  # columns of each table that are looked at first: they show that most pairs of options are not ordered
+LOWEST = -1e300  # stands for minus infinity where that may meet infinity
 
 
 @dataclass(frozen=True, eq=False)
-class _Removed:
+class NodeRemoval:
     """A node that takes its cheapest option, given those of its neighbours at the time."""
 
     node: int
@@ -49,7 +47,7 @@ class _Removed:
 
 
 @dataclass(frozen=True, eq=False)
-class Followed:
+class NodeMerge:
     """A node whose option followed from another one's, or from nothing."""
 
     node: int
@@ -63,14 +61,14 @@ class Followed:
 
 
 @dataclass(frozen=True, eq=False)
-class Simplified:
+class Simplification:
     """Independent problems that together are one problem, and the way back from their choices to its own."""
 
     parts: tuple[Problem, ...]  # none is empty
     constant: float  # what a choice costs on top of its parts
     rest: float  # bytes, the peak of what is held whatever is chosen
     _labels: tuple[tuple[tuple[int, np.ndarray], ...], ...]  # part -> node -> node and options of the original
-    _removed: tuple[_Removed | Followed, ...]  # in the order in which they went
+    _removed: tuple[NodeRemoval | NodeMerge, ...]  # in the order in which they went
 
     def invert(self, choices: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The choice of the whole problem from one choice per part."""
@@ -84,7 +82,7 @@ class Simplified:
 
 
 @dataclass(frozen=True, eq=False)
-class Reduced:
+class ReducedProblem:
     """What another one's reductions left of a problem. Removed nodes have no options."""
 
     labels: list[np.ndarray]  # node -> option left -> its number in the problem
@@ -93,15 +91,15 @@ class Reduced:
     lives: list[list[tuple[int, int, np.ndarray]]]  # node -> first pressure point, one past the last, bytes
     fixed: np.ndarray  # bytes per pressure point held whatever is chosen
     constants: list[float]
-    followed: list[Followed]  # in the order in which they went
+    followed: list[NodeMerge]  # in the order in which they went
 
 
 def simplify(
     problem: Problem,
     *,
     tick: Callable[[], None] = lambda: None,
-    reduce: Callable[[Problem, Callable[[], None]], Reduced] | None = None,
-) -> Simplified:
+    reduce: Callable[[Problem, Callable[[], None]], ReducedProblem] | None = None,
+) -> Simplification:
     """The problem in its smallest equal parts that these reductions reach.
 
     >>> chain = Edge(0, 1, np.array([[0.0, 4.0], [4.0, 0.0]]))
@@ -124,12 +122,12 @@ def simplify(
 class _Graph:
     """A problem on its way to being smaller. Node numbers stay; a removed node has no options."""
 
-    def __init__(self, problem: Problem, reduced: Reduced | None = None):
+    def __init__(self, problem: Problem, reduced: ReducedProblem | None = None):
         self.problem = problem
         self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.costs]  # node -> neighbour -> [own, its] cost
         self.lives: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in problem.costs]  # node -> points -> bytes
         self.fixed = np.zeros(0)  # bytes per point that are held whatever is chosen
-        self.removed: list[_Removed | Followed] = []
+        self.removed: list[NodeRemoval | NodeMerge] = []
         self.constant: list[float] = []
         self.firm: set[tuple[int, int]] = set()  # edges that neither come apart nor let one end decide the other
         if reduced:
@@ -206,7 +204,7 @@ class _Graph:
     def remove(self, node: int) -> None:
         """Takes a node away whose costs its neighbours have taken over."""
         neighbours = tuple((j, self.labels[j], table) for j, table in self.tables[node].items())
-        self.removed.append(_Removed(node, self.labels[node], self.costs[node], neighbours))
+        self.removed.append(NodeRemoval(node, self.labels[node], self.costs[node], neighbours))
         for j in list(self.tables[node]):
             self.part(node, j)
         self.costs[node], self.lives[node] = self.costs[node][:0], {}
@@ -281,7 +279,7 @@ class _Graph:
         elif len(neighbours) == 2:
             (j, left), (k, right) = neighbours
             size = left.shape[1] * right.shape[1]
-            if k not in self.tables[j] and size > max(LARGEST_FILL, left.size + right.size):
+            if k not in self.tables[j] and size > max(PRESOLVE.largest_fill, left.size + right.size):
                 return
             self.join(j, k, min_plus((left + costs[:, None]).T, right))
         else:
@@ -292,7 +290,10 @@ class _Graph:
         """Forbids each option that another one beats whatever the neighbours choose."""
         costs, tables = self.costs[node], self.tables[node]
         count = len(costs)
-        if count < 2 or count**2 * max((table.shape[1] for table in tables.values()), default=1) > LARGEST_COMPARISON:
+        if (
+            count < 2
+            or count**2 * max((table.shape[1] for table in tables.values()), default=1) > PRESOLVE.largest_comparison
+        ):
             return
         worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a, at least
         np.fill_diagonal(worse, np.inf)
@@ -359,9 +360,9 @@ class _Graph:
                 self.touch(node)
         return True
 
-    def result(self) -> Simplified:
+    def result(self) -> Simplification:
         parts = self.components()
-        return Simplified(
+        return Simplification(
             parts=tuple(self.part_problem(nodes) for nodes in parts),
             constant=math.fsum(self.constant),
             rest=self.fixed.max(initial=0.0),
@@ -424,13 +425,13 @@ def _pair(i: int, j: int) -> tuple[int, int]:
 
 def _glance(table: np.ndarray) -> np.ndarray:
     """[a, b]: by how much row b is more than row a in some columns, at most."""
-    columns = table.T[:: -(-table.shape[1] // GLANCES)]
+    columns = table.T[:: -(-table.shape[1] // PRESOLVE.glances)]
     return _more(columns[:, :, None], columns[:, None, :]).max(axis=0)
 
 
 def _more(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """By how much b is more than a; nothing is more than what is forbidden."""
-    return np.subtract(b, a, where=np.isfinite(a), out=np.full(np.broadcast(a, b).shape, LEAST))
+    return np.subtract(b, a, where=np.isfinite(a), out=np.full(np.broadcast(a, b).shape, LOWEST))
 
 
 class _Queue:

@@ -5,52 +5,39 @@ neighbours choose (dead-end elimination: Goldstein, "Efficient rotamer eliminati
 related spin glasses", 1994). They go away when one option is left, or when it follows from a neighbour's. Edges go away
 when their costs fall apart into one for either end.
 
-Everything lies in flat arrays with room to grow: edges in doubly linked lists of halves (2e at the left end of edge e,
-2e + 1 at the right), tables and usage in a pool. What would not fit any more is not begun, and the caller makes room.
+`_visit`, `_merge` and `_compare` do what the methods of these names do in `simplify.py`. What would not fit into the
+state any more is not begun, and the caller makes room.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from autoshard.solver.runtime.compilation import inner, kernel, sort
+from autoshard.solver.presolve.settings import PRESOLVE
+from autoshard.solver.presolve.state_compiled import (
+    CONSTANTS,
+    HEAD,
+    HEAD_COMPARED,
+    LOG,
+    POOL,
+    WAITING,
+    WAITING_COMPARED,
+    find,
+    hold,
+    keep,
+    link,
+    moments,
+    part,
+    pop,
+    strides,
+    touch,
+    unlink,
+)
+from autoshard.solver.runtime.compilation import inner, kernel
+from autoshard.solver.tables import TABLE_NOISE
 
 DONE, FULL, MORE = -1, -2, -3  # how `reduce` ends, but for the node that has no option left
-NOISE = 1e-12  # of a table's largest entry: what is left of an edge when its costs fall apart
-LARGEST_COMPARISON = 1 << 22  # entries looked at for one edge; dominance is not tried beyond
-POOL, LOG, CONSTANTS, HEAD, WAITING, HEAD_COMPARED, WAITING_COMPARED = range(7)  # in State.top
-
-
-class State(NamedTuple):
-    """A problem on its way to being smaller. Options of a node are packed at its start; a removed node has none."""
-
-    first: np.ndarray  # int64[nodes]: where the options of a node start
-    count: np.ndarray  # type: ignore[assignment]  # hides a method of tuples; int64[nodes]: how many it has left
-    label: np.ndarray  # int64[options]: their numbers in the original problem
-    cost: np.ndarray  # float64[options]
-    end: np.ndarray  # int64[2 edges]: node of each half; -1: the edge is gone
-    follower: np.ndarray  # int64[2 edges]: the next half of the same node
-    leader: np.ndarray  # int64[2 edges]: the one before
-    half: np.ndarray  # int64[nodes]: the first half
-    degree: np.ndarray  # int64[nodes]
-    table: np.ndarray  # int64[edges]: where in the pool [option of left, option of right] -> cost lies
-    life: np.ndarray  # int64[nodes]: the first life
-    lives: np.ndarray  # int64[nodes]: how many
-    later_life: np.ndarray  # int64[lives]: the next one of the same node
-    start: np.ndarray  # int64[lives]: pressure point
-    stop: np.ndarray  # int64[lives]
-    usage: np.ndarray  # int64[lives]: where in the pool the bytes per option lie
-    pool: np.ndarray  # float64
-    fixed: np.ndarray  # float64[points + 1]: bytes held whatever is chosen, as changes from point to point
-    log: np.ndarray  # int64: node, what it followed (-1: nothing), number of pairs, then (its label, own label) each
-    constants: np.ndarray  # float64: costs that are paid whatever is chosen
-    queue: np.ndarray  # int64[nodes]: ring of nodes to look at
-    queued: np.ndarray  # bool[nodes]
-    compared: np.ndarray  # int64[nodes]: ring of nodes to compare the options of
-    to_compare: np.ndarray  # bool[nodes]
-    top: np.ndarray  # int64[7]: how far pool, log and so on are filled
+LARGEST_COMPARISON = PRESOLVE.largest_compiled_comparison  # compiled code takes numbers, not fields
 
 
 @kernel()
@@ -67,7 +54,7 @@ def reduce(state, steps):
     links = np.full(len(state.count), -1)
     for _ in range(steps):
         if top[WAITING]:
-            node = _pop(state.queue, state.queued, top, HEAD, WAITING)
+            node = pop(state.queue, state.queued, top, HEAD, WAITING)
             if not state.count[node]:
                 continue
             status = _visit(state, node, option, links)
@@ -76,141 +63,12 @@ def reduce(state, steps):
             if status != DONE:
                 return status
         elif top[WAITING_COMPARED]:
-            node = _pop(state.compared, state.to_compare, top, HEAD_COMPARED, WAITING_COMPARED)
+            node = pop(state.compared, state.to_compare, top, HEAD_COMPARED, WAITING_COMPARED)
             if state.count[node] > 1:
                 _compare(state, node)
         else:
             return DONE
     return MORE
-
-
-@inner()
-def _push(queue, queued, top, head, waiting, node):
-    if not queued[node]:
-        queued[node] = True
-        queue[(top[head] + top[waiting]) % len(queue)] = node
-        top[waiting] += 1
-
-
-@inner()
-def _pop(queue, queued, top, head, waiting):
-    node = queue[top[head]]
-    top[head] = (top[head] + 1) % len(queue)
-    top[waiting] -= 1
-    queued[node] = False
-    return node
-
-
-@inner()
-def touch(state, node):
-    """Puts a node down to be looked at again."""
-    _push(state.queue, state.queued, state.top, HEAD, WAITING, node)
-    _push(state.compared, state.to_compare, state.top, HEAD_COMPARED, WAITING_COMPARED, node)
-
-
-@inner()
-def _strides(state, half):
-    """Of a half edge: where its table starts, how far its own options are apart in it, and those of the other end."""
-    edge = half // 2
-    columns = state.count[state.end[2 * edge + 1]]
-    if half % 2 == 0:
-        return state.table[edge], columns, 1
-    return state.table[edge], 1, columns
-
-
-@inner()
-def link(state, half, node):
-    """Puts a half edge at the head of a node's list."""
-    state.end[half] = node
-    state.follower[half], state.leader[half] = state.half[node], -1
-    if state.half[node] >= 0:
-        state.leader[state.half[node]] = half
-    state.half[node] = half
-    state.degree[node] += 1
-
-
-@inner()
-def _unlink(state, half):
-    node, before, after = state.end[half], state.leader[half], state.follower[half]
-    if before >= 0:
-        state.follower[before] = after
-    else:
-        state.half[node] = after
-    if after >= 0:
-        state.leader[after] = before
-    state.degree[node] -= 1
-
-
-@inner()
-def _part(state, edge):
-    """Takes an edge away."""
-    for half in (2 * edge, 2 * edge + 1):
-        _unlink(state, half)
-        touch(state, state.end[half])
-    state.end[2 * edge] = state.end[2 * edge + 1] = -1
-
-
-@inner()
-def _keep(state, node, kept):
-    """Forbids the options of a node that are not kept, and packs the others."""
-    first, count, pool = state.first[node], state.count[node], state.pool
-    half = state.half[node]
-    while half >= 0:
-        edge = half // 2
-        table, other = state.table[edge], state.end[half ^ 1]
-        rows, columns = state.count[state.end[2 * edge]], state.count[state.end[2 * edge + 1]]
-        to = table
-        for a in range(rows):
-            for b in range(columns):
-                if kept[b if half % 2 else a]:
-                    pool[to] = pool[table + a * columns + b]
-                    to += 1
-        touch(state, other)
-        half = state.follower[half]
-    life = state.life[node]
-    while life >= 0:
-        to = state.usage[life]
-        for a in range(count):
-            if kept[a]:
-                pool[to] = pool[state.usage[life] + a]
-                to += 1
-        life = state.later_life[life]
-    to = first
-    for a in range(count):
-        if kept[a]:
-            state.cost[to], state.label[to] = state.cost[first + a], state.label[first + a]
-            to += 1
-    state.count[node] = to - first
-    touch(state, node)
-    if to > first:
-        settle_lives(state, node)
-
-
-@inner()
-def settle_lives(state, node):
-    """Moves what all options of a node hold to what is fixed; lives of which nothing is left go away."""
-    before, life = -1, state.life[node]
-    pool, count = state.pool, state.count[node]
-    while life >= 0:
-        usage = state.usage[life]
-        least, most = np.inf, 0.0
-        for a in range(usage, usage + count):
-            least, most = min(least, pool[a]), max(most, pool[a])
-        if state.start[life] < state.stop[life]:
-            state.fixed[state.start[life]] += least
-            state.fixed[state.stop[life]] -= least
-        after = state.later_life[life]
-        if most > least and state.start[life] < state.stop[life]:
-            for a in range(usage, usage + count):
-                pool[a] -= least
-            before = life
-        else:
-            state.lives[node] -= 1
-            if before < 0:
-                state.life[node] = after
-            else:
-                state.later_life[before] = after
-        life = after
 
 
 @inner()
@@ -251,7 +109,7 @@ def _consistent(state, node):
         kept[a] = state.cost[first + a] < np.inf
     half = state.half[node]
     while half >= 0:
-        table, own, its = _strides(state, half)
+        table, own, its = strides(state, half)
         others = state.count[state.end[half ^ 1]]
         for a in range(count):
             if kept[a]:
@@ -264,7 +122,7 @@ def _consistent(state, node):
         half = state.follower[half]
     for a in range(count):
         if not kept[a]:
-            _keep(state, node, kept)
+            keep(state, node, kept)
             break
     return state.count[node] > 0
 
@@ -274,11 +132,11 @@ def _fix(state, node):
     """Takes a node with one option away: its row goes to the neighbours' costs."""
     first, half = state.first[node], state.half[node]
     while half >= 0:
-        table, _, its = _strides(state, half)
+        table, _, its = strides(state, half)
         other, after = state.end[half ^ 1], state.follower[half]
         for b in range(state.count[other]):
             state.cost[state.first[other] + b] += state.pool[table + b * its]
-        _part(state, half // 2)
+        part(state, half // 2)
         half = after
     state.constants[state.top[CONSTANTS]] = state.cost[first]
     state.top[CONSTANTS] += 1
@@ -286,14 +144,14 @@ def _fix(state, node):
     state.log[at], state.log[at + 1], state.log[at + 2], state.log[at + 3] = node, -1, 1, 0
     state.log[at + 4] = state.label[first]
     state.top[LOG] = at + 5
-    settle_lives(state, node)
+    hold(state, node)
     state.count[node] = 0
 
 
 @inner()
 def _separate(state, half):
     """Takes an edge away whose costs fall apart into one for either end."""
-    table, own, its = _strides(state, half)
+    table, own, its = strides(state, half)
     node, other = state.end[half], state.end[half ^ 1]
     rows, columns, pool = state.count[node], state.count[other], state.pool
     largest = 0.0
@@ -304,19 +162,19 @@ def _separate(state, half):
     for a in range(rows):
         for b in range(columns):
             rest = (pool[table + a * own + b * its] - pool[table + a * own]) - (pool[table + b * its] - pool[table])
-            if abs(rest) > NOISE * largest:
+            if abs(rest) > TABLE_NOISE * largest:
                 return
     for a in range(rows):
         state.cost[state.first[node] + a] += pool[table + a * own]
     for b in range(columns):
         state.cost[state.first[other] + b] += pool[table + b * its] - pool[table]
-    _part(state, half // 2)
+    part(state, half // 2)
 
 
 @inner()
 def _functional(state, half):
     """Whether each option of the other end allows one of this node, and each of this node one of the other end."""
-    table, own, its = _strides(state, half)
+    table, own, its = strides(state, half)
     rows, columns = state.count[state.end[half]], state.count[state.end[half ^ 1]]
     leads = True
     finite = 0
@@ -344,7 +202,7 @@ def _merge(state, half, option, links):
     count, pool, top = state.count[into], state.pool, state.top
     if top[POOL] + _needed(state, node, into) > len(pool):
         return FULL
-    table, own, its = _strides(state, half)
+    table, own, its = strides(state, half)
     for b in range(count):
         for a in range(state.count[node]):
             if pool[table + a * own + b * its] < np.inf:
@@ -357,7 +215,7 @@ def _merge(state, half, option, links):
         state.log[at + 3 + 2 * b] = state.label[state.first[into] + b]
         state.log[at + 4 + 2 * b] = state.label[state.first[node] + option[b]]
     top[LOG] = at + 3 + 2 * count
-    _part(state, half // 2)
+    part(state, half // 2)
     touch(state, into)
     _move_edges(state, node, into, option, links)
     _move_lives(state, node, into, option)
@@ -391,16 +249,16 @@ def _move_edges(state, node, into, option, links):
     half = state.half[node]
     while half >= 0:
         after, other = state.follower[half], state.end[half ^ 1]
-        table, own, its = _strides(state, half)
+        table, own, its = strides(state, half)
         columns = state.count[other]
-        existing = links[other] if marked else _find(state, other, into)
+        existing = links[other] if marked else find(state, other, into)
         if existing >= 0:
-            to, to_own, to_its = _strides(state, existing)
+            to, to_own, to_its = strides(state, existing)
             for b in range(count):
                 for c in range(columns):
                     pool[to + b * to_own + c * to_its] += pool[table + option[b] * own + c * its]
-            _unlink(state, half)
-            _unlink(state, half ^ 1)
+            unlink(state, half)
+            unlink(state, half ^ 1)
             state.end[half] = state.end[half ^ 1] = -1
             touch(state, into)
         else:
@@ -414,7 +272,7 @@ def _move_edges(state, node, into, option, links):
                 state.top[POOL] += count * columns
             for at in range(count * columns):
                 pool[table + at] = moved[at]
-            _unlink(state, half)
+            unlink(state, half)
             link(state, half, into)
         touch(state, other)
         half = after
@@ -423,17 +281,6 @@ def _move_edges(state, node, into, option, links):
         while half >= 0:
             links[state.end[half ^ 1]] = -1
             half = state.follower[half]
-
-
-@inner()
-def _find(state, node, other):
-    """The half at `other` of its edge to a node; -1 if there is none."""
-    half = state.half[node]
-    while half >= 0:
-        if state.end[half ^ 1] == other:
-            return half ^ 1
-        half = state.follower[half]
-    return -1
 
 
 @inner()
@@ -457,47 +304,6 @@ def _move_lives(state, node, into, option):
 
 
 @inner()
-def _first(times, time):
-    """Where a time stands in sorted ones for the first time."""
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if times[middle] < time:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@inner()
-def moments(state, node):
-    """[stretch of points over which they do not change, option]: the bytes that each option of a node holds.
-
-    Some stretches are empty.
-    """
-    count, lives = state.count[node], state.lives[node]
-    times = np.empty(2 * lives, np.int64)
-    life, k = state.life[node], 0
-    while life >= 0:
-        times[k], times[k + 1] = state.start[life], state.stop[life]
-        life, k = state.later_life[life], k + 2
-    sort(times)
-    change = np.zeros((len(times), count))
-    life = state.life[node]
-    while life >= 0:
-        begin, end = _first(times, state.start[life]), _first(times, state.stop[life])
-        for a in range(count):
-            usage = state.pool[state.usage[life] + a]
-            change[begin, a] += usage
-            change[end, a] -= usage
-        life = state.later_life[life]
-    for k in range(1, len(times)):
-        for a in range(count):
-            change[k, a] += change[k - 1, a]
-    return change
-
-
-@inner()
 def _compare(state, node):
     """Forbids each option that another one beats whatever the neighbours choose."""
     count, first = state.count[node], state.first[node]
@@ -517,7 +323,7 @@ def _compare(state, node):
                 break
     for a in range(count):
         if not kept[a]:
-            _keep(state, node, kept)
+            keep(state, node, kept)
             break
 
 
@@ -530,7 +336,7 @@ def _beats(state, node, first, option, other, held):
     worse = state.cost[first + option] - state.cost[first + other]
     half = state.half[node]
     while half >= 0:
-        table, own, its = _strides(state, half)
+        table, own, its = strides(state, half)
         most = -np.inf
         for b in range(state.count[state.end[half ^ 1]]):
             theirs = state.pool[table + other * own + b * its]
@@ -541,18 +347,3 @@ def _beats(state, node, first, option, other, held):
             return False
         half = state.follower[half]
     return worse <= 0.0
-
-
-@kernel()
-def fill(state, pairs, owners):
-    """Links edges and lives to their nodes, and puts every node down to be looked at."""
-    for edge in range(len(pairs)):
-        link(state, 2 * edge, pairs[edge, 0])
-        link(state, 2 * edge + 1, pairs[edge, 1])
-    for life in range(len(owners)):
-        node = owners[life]
-        state.later_life[life], state.life[node] = state.life[node], life
-        state.lives[node] += 1
-    for node in range(len(state.count)):
-        settle_lives(state, node)
-        touch(state, node)

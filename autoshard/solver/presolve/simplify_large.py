@@ -1,4 +1,4 @@
-"""A large `Problem` in, what `reduction` leaves of it out, in Python's own terms, with the way back."""
+"""A large `Problem` in, what the compiled reductions leave of it out, in Python's own terms, with the way back."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver.arrays import starts_of, summed_edges
-from autoshard.solver.presolve import simplify_compiled
-from autoshard.solver.presolve.simplify import Followed, Reduced
-from autoshard.solver.presolve.simplify_compiled import FULL, MORE, State
+from autoshard.solver.presolve import simplify_compiled, state_compiled
+from autoshard.solver.presolve.settings import PRESOLVE
+from autoshard.solver.presolve.simplify import NodeMerge, ReducedProblem
+from autoshard.solver.presolve.simplify_compiled import FULL, MORE
+from autoshard.solver.presolve.state_compiled import State
 from autoshard.solver.problem import Problem
 
-STEPS = 20_000  # between two looks at the clock
-SPARE = 4  # times what a problem takes: the room that it gets, ...
-LEAST_SPARE = 100_000  # ... and as many entries more
 
-
-def reduce(problem: Problem, tick: Callable[[], None]) -> Reduced:
+def reduce(problem: Problem, tick: Callable[[], None]) -> ReducedProblem:
     """Reduces a problem with compiled code.
 
     Raises:
         SolverError: every choice is forbidden.
     """
     state = _state(problem)
-    while (status := simplify_compiled.reduce(state, STEPS)) in (FULL, MORE):
+    while (status := simplify_compiled.reduce(state, PRESOLVE.steps)) in (FULL, MORE):
         tick()
         if status == FULL:
             state = _roomier(state)
@@ -44,7 +42,7 @@ def _state(problem: Problem) -> State:
     usages = [live.usage.astype(np.float64) for live in lives]
     filled = np.concatenate([np.zeros(0), *tables, *usages])
     at = starts_of(np.array([len(part) for part in [*tables, *usages]], dtype=np.int64))
-    pool = np.empty(SPARE * len(filled) + LEAST_SPARE)
+    pool = np.empty(PRESOLVE.spare * len(filled) + PRESOLVE.least_spare)
     pool[: len(filled)] = filled
     start, stop = (
         np.searchsorted(points, np.array([getattr(live, side) for live in lives], dtype=np.int64)).astype(np.int64)
@@ -70,7 +68,7 @@ def _state(problem: Problem) -> State:
         usage=at[len(edges) : len(edges) + len(lives)].copy(),
         pool=pool,
         fixed=np.zeros(len(points) + 1),
-        log=np.empty(SPARE * int(count.sum()) + LEAST_SPARE, dtype=np.int64),
+        log=np.empty(PRESOLVE.spare * int(count.sum()) + PRESOLVE.least_spare, dtype=np.int64),
         constants=np.empty(nodes),
         queue=np.empty(nodes, dtype=np.int64),
         queued=np.zeros(nodes, dtype=bool),
@@ -78,10 +76,10 @@ def _state(problem: Problem) -> State:
         to_compare=np.zeros(nodes, dtype=bool),
         top=np.zeros(7, dtype=np.int64),
     )
-    state.top[simplify_compiled.POOL] = len(filled)
+    state.top[state_compiled.POOL] = len(filled)
     pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
     owners = np.array([live.node for live in lives], dtype=np.int64)
-    simplify_compiled.fill(state, pairs, owners)
+    state_compiled.fill(state, pairs, owners)
     return state
 
 
@@ -90,7 +88,7 @@ def _roomier(state: State) -> State:
     return state._replace(pool=np.append(state.pool, state.pool), log=np.append(state.log, state.log))
 
 
-def _result(state: State) -> Reduced:
+def _result(state: State) -> ReducedProblem:
     spans = [slice(first, first + count) for first, count in zip(state.first, state.count, strict=True)]
     tables = {}
     for edge in np.flatnonzero(state.end[::2] >= 0):
@@ -104,18 +102,18 @@ def _result(state: State) -> Reduced:
             usage = state.pool[state.usage[life] : state.usage[life] + state.count[node]].copy()
             lives[node].append((int(state.start[life]), int(state.stop[life]), usage))
             life = state.later_life[life]
-    followed: list[Followed] = []
+    followed: list[NodeMerge] = []
     at = 0
-    while at < state.top[simplify_compiled.LOG]:
+    while at < state.top[state_compiled.LOG]:
         moved, into, pairs = map(int, state.log[at : at + 3])
-        followed.append(Followed(moved, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
+        followed.append(NodeMerge(moved, into, state.log[at + 3 : at + 3 + 2 * pairs].reshape(-1, 2).copy()))
         at += 3 + 2 * pairs
-    return Reduced(
+    return ReducedProblem(
         labels=[state.label[span].copy() for span in spans],
         costs=[state.cost[span].copy() for span in spans],
         tables=tables,
         lives=lives,
         fixed=state.fixed.cumsum()[:-1],
-        constants=state.constants[: state.top[simplify_compiled.CONSTANTS]].tolist(),
+        constants=state.constants[: state.top[state_compiled.CONSTANTS]].tolist(),
         followed=followed,
     )

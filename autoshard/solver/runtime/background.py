@@ -8,13 +8,13 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
-EVERY = 0.1  # s between two ticks
+TICK_SECONDS = 0.1  # between two calls of `tick`
 
 
-def aside(work: Callable[[], T], tick: Callable[[], None]) -> T:
+def in_background(work: Callable[[], T], tick: Callable[[], None]) -> T:
     """What some work returns or raises, done in a thread of its own.
 
-    >>> aside(lambda: 6 * 7, tick=lambda: None)
+    >>> in_background(lambda: 6 * 7, tick=lambda: None)
     42
 
     Args:
@@ -29,6 +29,6 @@ def aside(work: Callable[[], T], tick: Callable[[], None]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    while wait([future], timeout=EVERY).not_done:
+    while wait([future], timeout=TICK_SECONDS).not_done:
         tick()
     return future.result()

@@ -19,7 +19,7 @@ ELIMINATED, FROZEN = 1, 2
 EDGE, TABLE = 0, 1  # what is added up before a node is minimised out: edges, and tables of nodes that went before it
 
 
-class Plan(NamedTuple):
+class EliminationPlan(NamedTuple):
     """In which order to minimise nodes out, over what, and where the tables lie."""
 
     order: np.ndarray  # int64[steps]: nodes
@@ -232,7 +232,9 @@ def plan(graph, movable, noise, reluctance, largest):
         if state[node] == FROZEN:
             frozen[count_frozen] = node
             count_frozen += 1
-    return Plan(order, starts, kept[:count], factor_starts, kind, factor, table_starts, frozen[:count_frozen], work)
+    return EliminationPlan(
+        order, starts, kept[:count], factor_starts, kind, factor, table_starts, frozen[:count_frozen], work
+    )
 
 
 @kernel()
@@ -303,7 +305,7 @@ def _edge_strides(graph, edge, node, scope, choice, strides):
 
 @inner()
 def _table_strides(graph, plan, step, node, scope, strides):
-    """The same of the table of an earlier step."""
+    """Where the table of an earlier step starts, how far the node's options are apart in it, and those of the scope."""
     strides[: len(scope)] = 0
     stride, apart = 0, 1
     for at in range(plan.scope_starts[step + 1] - 1, plan.scope_starts[step] - 1, -1):

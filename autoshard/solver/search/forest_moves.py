@@ -8,43 +8,77 @@ further, one node at a time, as far as memory allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
+from autoshard.solver.run import Part, Run
+from autoshard.solver.search.settings import MOVES
 from autoshard.solver.verify import ROUNDING, verify
 
-VISITS = 100_000  # of nodes, in all moves together, about: a second or two
-PATIENCE = 15  # moves in a row that bring nothing better, after which it gives up
-FEW = 2  # moves that are tried on choices that come from elsewhere
-ATTEMPTS = 60  # moves in a row that do not fit, after which it gives up; the prices grow with each
-SECONDS_PER_NODE, SECONDS_PER_EDGE = 1.5e-5, 5e-6  # of a quiet core, for one move, ...
-SECONDS_PER_LIFE = 5e-6  # ... and to see whether what comes of it fits
 
+@dataclass(frozen=True)
+class ForestMoves:
+    """Moves along random forests, from the cheapest option of every node: an algorithm of the table."""
 
-def good_choices(problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None]:
-    """The best choice so far that is allowed and fits, after each move; None while there is none."""
-    search = Moves(problem, np.random.default_rng(seed))
-    best, least, idle = None, np.inf, 0
-    for _ in range(max(ATTEMPTS, VISITS // len(problem.costs))):
-        search.move()
-        idle += 1
-        if search.adjust_prices():
-            search.descend()
-            choice = tuple(int(option) for option in search.choice)
-            cost, _ = verify(problem, choice)
-            if cost < least * (1 - ROUNDING):
-                best, least, idle = choice, cost, 0
-        yield best
-        if idle >= (ATTEMPTS if best is None else PATIENCE):
-            return
+    visits: int = 100_000  # of nodes, in all moves together, about: a second or two
+    patience: int = 15  # moves in a row that bring nothing better, after which it gives up
+    attempts: int = 60  # moves in a row that do not fit, after which it gives up; the prices grow with each
+    polishing_moves: int = 2  # that are tried on choices that come from elsewhere
+
+    def applies(self, part: Part, run: Run) -> bool:
+        return True
+
+    def improve(self, part: Part, run: Run) -> bool:
+        incumbent = part.incumbent
+        with run.report.during("moves"):
+            seconds = move_seconds(part.problem)
+            for choice in self.choices(part.problem, run.seed):
+                if choice is not None:
+                    incumbent.offer(choice)
+                if incumbent.is_solved:
+                    return True
+                run.clock.spend(seconds)
+        return False
+
+    def choices(self, problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None]:
+        """The best choice so far that is allowed and fits, after each move; None while there is none."""
+        moves = Moves(problem, np.random.default_rng(seed))
+        best, least, idle = None, np.inf, 0
+        for _ in range(max(self.attempts, self.visits // len(problem.costs))):
+            moves.move()
+            idle += 1
+            if moves.adjust_prices():
+                moves.descend()
+                choice = tuple(int(option) for option in moves.choice)
+                cost, _ = verify(problem, choice)
+                if cost < least * (1 - ROUNDING):
+                    best, least, idle = choice, cost, 0
+            yield best
+            if idle >= (self.attempts if best is None else self.patience):
+                return
+
+    def polish(self, incumbent: Incumbent, moves: Moves, choice: Sequence[int], prices: np.ndarray, run: Run) -> None:
+        """Offers what a few moves make of a choice, again as long as that is better than all before."""
+        cost = math.inf
+        while incumbent.cost < cost:
+            cost, better = incumbent.cost, moves.improved(choice, prices, self.polishing_moves)
+            run.clock.budget.spend(self.polishing_moves * move_seconds(incumbent.problem))
+            if better is None:
+                return
+            incumbent.offer(better)
+            choice = better
 
 
 def move_seconds(problem: Problem) -> float:
     """About what a move takes on a quiet core."""
     lives = len(problem.lives) if problem.limit is not None else 0
-    return SECONDS_PER_NODE * len(problem.costs) + SECONDS_PER_EDGE * len(problem.edges) + SECONDS_PER_LIFE * lives
+    graph = MOVES.seconds_per_node * len(problem.costs) + MOVES.seconds_per_edge * len(problem.edges)
+    return graph + MOVES.seconds_per_life * lives
 
 
 class Moves:
@@ -72,10 +106,10 @@ class Moves:
         self.typical_price = most / len(tables) / max(1.0, float(np.mean(spread))) if spread else 0.0
         self.choice = np.array([costs.argmin() for costs in self.costs])
 
-    def improved(self, choice: Sequence[int], prices: np.ndarray) -> tuple[int, ...] | None:
-        """What a few moves make of a choice, at these prices per byte; None if that does not fit."""
+    def improved(self, choice: Sequence[int], prices: np.ndarray, moves: int) -> tuple[int, ...] | None:
+        """What so many moves make of a choice, at these prices per byte; None if that does not fit."""
         self.choice, self.prices = np.array(choice), prices
-        for _ in range(FEW):
+        for _ in range(moves):
             self.move()
         if self.limit is not None and (self.held() > self.limit * (1 + ROUNDING)).any():
             return None
@@ -143,9 +177,9 @@ class Moves:
             return True
         over = self.held() > self.limit * (1 + ROUNDING)
         if over.any():
-            self.prices[over] = 1.5 * self.prices[over] + 0.1 * self.typical_price
+            self.prices[over] = MOVES.price_rise * self.prices[over] + MOVES.first_price * self.typical_price
         else:
-            self.prices *= 0.8
+            self.prices *= MOVES.price_fall
         return not over.any()
 
     def held(self) -> np.ndarray:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.runtime.compilation import inner, kernel, sort
+from autoshard.solver.verify import ROUNDING
 
-SOON, SLOW = 10, 2.0  # a choice is given up after so many changes if the rest would take this many times what is left
-TINY = 1e-12  # relative; a change of cost that may be rounding is none
+# A choice is given up after so many changes if the rest would take this many times the changes that are left.
+TRIED_CHANGES, SLOWNESS = 10, 2.0
 
 
 @inner()
@@ -96,7 +97,9 @@ def repair(graph, memory, starts, lives, choice, over, most):
         if left == 0.0:
             return True, changes
         first = max(first, left)
-        if changes == most or (changes >= SOON and left * changes > SLOW * (first - left) * (most - changes)):
+        if changes == most or (
+            changes >= TRIED_CHANGES and left * changes > SLOWNESS * (first - left) * (most - changes)
+        ):
             return False, changes
         point = 0
         for other in range(1, len(over)):
@@ -141,7 +144,7 @@ def descend(graph, memory, starts, lives, choice, over):
             _changes(graph, choice, node, costs)
             own = lives[starts[node] : starts[node + 1]]
             now = choice[node]
-            most = costs[now] - TINY * abs(costs[now]) if costs[now] < np.inf else np.inf  # to be called cheaper
+            most = costs[now] - ROUNDING * abs(costs[now]) if costs[now] < np.inf else np.inf  # to be called cheaper
             while True:
                 then = 0
                 for a in range(1, graph.offsets[node + 1] - graph.offsets[node]):

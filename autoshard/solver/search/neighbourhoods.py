@@ -19,11 +19,7 @@ from autoshard.solver.arrays import Graph
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.presolve.simplify_large import reduce
 from autoshard.solver.problem import Problem
-
-FIRST, LEAST = 500, 20  # nodes that are set anew: in the first neighbourhood, and in the smallest
-LARGER, SMALLER = 1.3, 0.6  # factors of that number, when all was solved in time and when it was not
-SECONDS = 6.0  # of the integer program, for one neighbourhood, ...
-LOOKS = 15  # ... or so many looks of HiGHS at whether to stop
+from autoshard.solver.search.settings import NEIGHBOURHOODS
 
 
 class Neighbourhoods:
@@ -31,7 +27,7 @@ class Neighbourhoods:
 
     def __init__(self, problem: Problem, graph: Graph, rng: np.random.Generator, *, counted: bool = False):
         self.problem, self.graph, self.rng, self.counted = problem, graph, rng, counted
-        self.size = float(min(FIRST, len(problem.costs)))
+        self.size = float(min(NEIGHBOURHOODS.first_nodes, len(problem.costs)))
 
     def improve(
         self, choice: Sequence[int], allowed: np.ndarray, seconds: float, stop: threading.Event
@@ -45,13 +41,13 @@ class Neighbourhoods:
         """
         from autoshard.solver.exact.integer_program import cheapest  # takes a second to import
 
-        limit = math.inf if self.counted else min(SECONDS, seconds)
+        limit = math.inf if self.counted else min(NEIGHBOURHOODS.seconds, seconds)
         started, looks = time.monotonic(), 0
 
         def look() -> bool:
             nonlocal looks
             looks += 1
-            return self.counted and looks >= LOOKS
+            return self.counted and looks >= NEIGHBOURHOODS.looks
 
         def check() -> None:
             if stop.is_set():
@@ -72,8 +68,11 @@ class Neighbourhoods:
                 return None
             left = max(0.0, limit - (time.monotonic() - started))
             outcomes.append(cheapest(part, None, time_limit=left, seed=0, stop=stop, look=look))
-        late = looks >= LOOKS if self.counted else time.monotonic() - started > limit
-        self.size = max(LEAST, min(len(choice), self.size * (SMALLER if late else LARGER)))
+        late = looks >= NEIGHBOURHOODS.looks if self.counted else time.monotonic() - started > limit
+        self.size = max(
+            NEIGHBOURHOODS.least_nodes,
+            min(len(choice), self.size * (NEIGHBOURHOODS.shrinkage if late else NEIGHBOURHOODS.growth)),
+        )
         choices = [outcome.choice for outcome in outcomes if outcome.choice is not None]
         return None if len(choices) < len(outcomes) else small.invert(choices)
 

@@ -6,7 +6,7 @@ What a choice holds is counted as byte points: bytes times the program points ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,18 +14,26 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.search.forest_moves import Moves
 from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 
-VISITS = 6000  # of nodes, in all moves together
-LEAST = 4  # moves, however many nodes there are
-TIE = 0.1 * OPTIMAL_GAP  # of what the choice costs: what all that it holds is worth
-STAY = 0.01  # of that: what it is worth, over all nodes, that an option stays
+
+@dataclass(frozen=True)
+class LeanSettings:
+    """How much memory is worth where choices cost the same, and how long a leaner one is looked for."""
+
+    visits: int = 6000  # of nodes, in all moves together
+    least_moves: int = 4  # however many nodes there are
+    memory_value: float = 0.1 * OPTIMAL_GAP  # of the cost of the choice: what all that it holds is worth
+    option_value: float = 0.01  # of that: what it is worth, over all nodes, that an option stays
 
 
-def leaner(problem: Problem, choice: Sequence[int], seed: int) -> tuple[int, ...]:
+LEAN = LeanSettings()
+
+
+def leaner_choice(problem: Problem, choice: Sequence[int], seed: int) -> tuple[int, ...]:
     """The choice, or one that costs no more but rounding and holds fewer byte points.
 
     >>> from autoshard.solver.problem import Live
     >>> either = Problem((np.array([1.0, 1.0]),), (), (Live(0, 0, 3, np.array([8, 2])),), None)
-    >>> leaner(either, (0,), seed=0)
+    >>> leaner_choice(either, (0,), seed=0)
     (1,)
     """
     held = [np.zeros(len(costs)) for costs in problem.costs]
@@ -34,14 +42,15 @@ def leaner(problem: Problem, choice: Sequence[int], seed: int) -> tuple[int, ...
     cost, most = verify(problem, choice)[0], sum(own[option] for own, option in zip(held, choice, strict=True))
     if not most or not cost:
         return tuple(choice)
-    worth, stay = TIE * abs(cost) / most, STAY * TIE * abs(cost) / len(choice)
+    value = LEAN.memory_value * abs(cost)
+    worth, stay = value / most, LEAN.option_value * value / len(choice)
     costs = [costs + worth * own + stay for costs, own in zip(problem.costs, held, strict=True)]
     for own, option in zip(costs, choice, strict=True):
         own[option] -= stay
     moves = Moves(replace(problem, costs=tuple(costs), lives=(), limit=None, checked=True), np.random.default_rng(seed))
     moves.choice = np.array(choice)
-    for _ in range(max(LEAST, VISITS // len(costs))):
+    for _ in range(max(LEAN.least_moves, LEAN.visits // len(costs))):
         moves.move()
     found = tuple(moves.choice.tolist())
     cheaper, peak = verify(problem, found)
-    return found if cheaper <= cost + TIE * abs(cost) and fits(peak, problem.limit) else tuple(choice)
+    return found if cheaper <= cost + value and fits(peak, problem.limit) else tuple(choice)

@@ -12,7 +12,7 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.tables import summed
 
 
-class Alike:
+class NodeKinds:
     """The nodes of a problem, with what tells them apart numbered: equal costs, lives and tables have one number."""
 
     def __init__(self, problem: Problem):
@@ -25,7 +25,7 @@ class Alike:
         self.tables = dict(zip(self.table.tolist(), pairs.values(), strict=True))  # number -> table
         self._kept = [*pairs.values()]  # so that no other array gets their id
 
-    def kinds(self, far: int, *, held: bool) -> tuple[np.ndarray, np.ndarray]:
+    def numbers(self, far: int, *, held: bool) -> tuple[np.ndarray, np.ndarray]:
         """Node -> number of its kind, in order of appearance; and the same for nodes that look one edge less far.
 
         Nodes of one kind have the same costs, and by the same tables as many neighbours of each of the kinds that look

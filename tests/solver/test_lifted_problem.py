@@ -1,16 +1,18 @@
 """Bounds from one node per kind, held against the best choice of the whole problem."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 from autoshard.solver.bounds.message_passing import Relaxation
+from autoshard.solver.method import Method
 from autoshard.solver.problem import Edge, Problem
+from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
-from autoshard.solver.symmetry.lifted import ALONE, lifted
-from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.lifted_problem import ALONE, lifted_problem
+from autoshard.solver.symmetry.node_kinds import NodeKinds
+from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 
 SWEEPS = 40
 ROUNDING = 1e-9
@@ -82,43 +84,43 @@ def bounds(relaxation: Relaxation) -> list[float]:
 @pytest.mark.parametrize("far", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(12))
 def test_no_choice_costs_less(seed, far, monkeypatch):
-    monkeypatch.setattr("autoshard.solver.symmetry.lifted.FAR", far)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", far)
     for problem in (chain(24, seed), comb(seed), row(seed)):
         best = solve(problem)
         assert best.status == "optimal"
-        assert max(bounds(Relaxation(lifted(Alike(problem))))) <= best.cost + ROUNDING
+        assert max(bounds(Relaxation(lifted_problem(NodeKinds(problem))))) <= best.cost + ROUNDING
 
 
 @pytest.mark.parametrize("nodes", [20, 80])
 def test_what_lies_beyond_sight_is_not_forgotten(nodes):
     """Nodes that look alike cannot all be low: the way down from the start, one step a node, costs 10."""
     assert solve(stairs(nodes)).cost == 10.0
-    assert max(bounds(Relaxation(lifted(Alike(stairs(nodes)))))) <= 10.0
+    assert max(bounds(Relaxation(lifted_problem(NodeKinds(stairs(nodes)))))) <= 10.0
 
 
 @pytest.mark.parametrize("far", [1, 2])
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_left_out_at_one_end_is_at_the_other(seed, far, monkeypatch):
     """Some nodes of a kind would otherwise get a message that others, whose edge was left out, do not."""
-    monkeypatch.setattr("autoshard.solver.symmetry.lifted.FAR", far)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", far)
     problem = stairwells(seed)
     best = solve(problem)
     assert best.status == "optimal"
-    assert max(bounds(Relaxation(lifted(Alike(problem))))) <= best.cost + ROUNDING
+    assert max(bounds(Relaxation(lifted_problem(NodeKinds(problem))))) <= best.cost + ROUNDING
 
 
-def test_the_way_down_is_found_and_proven(monkeypatch):
-    monkeypatch.setattr(import_module("autoshard.solver.solve"), "REPEATED", 100)
-    solution = solve(stairs(100), layered=True)
+def test_the_way_down_is_found_and_proven():
+    method = Method(repeated_nodes=RepeatedNodes(least_options=100))
+    solution = solve(stairs(100), goal=Goal(gap=0.01, priced_gap=0.01, repeated_gap=0.01), method=method)
     assert solution.bound <= 10.0 <= solution.cost <= 10.0 * 1.01
 
 
 def test_messages_of_one_role_have_to_be_one(monkeypatch):
     """With messages of their own, all nodes of a kind are offered what only some of them get."""
-    monkeypatch.setattr("autoshard.solver.symmetry.lifted.FAR", 1)
+    monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", 1)
     too_high = 0
     for seed in range(10):
-        small = lifted(Alike(comb(seed)))
+        small = lifted_problem(NodeKinds(comb(seed)))
         apart = replace(small, roles=np.full_like(small.roles, ALONE))
         too_high += max(bounds(Relaxation(apart))) > solve(comb(seed)).cost + ROUNDING
     assert too_high
@@ -127,23 +129,23 @@ def test_messages_of_one_role_have_to_be_one(monkeypatch):
 @pytest.mark.parametrize("seed", range(10))
 def test_bounds_are_near_those_of_the_whole(seed):
     problem = chain(60, seed)
-    small = lifted(Alike(problem))
+    small = lifted_problem(NodeKinds(problem))
     whole = max(bounds(Relaxation(problem)))
     assert len(small.problem.costs) < len(problem.costs) / 2
     assert max(bounds(Relaxation(small))) == pytest.approx(whole, rel=2e-3)
 
 
 def test_more_layers_are_no_more_kinds():
-    assert len({len(lifted(Alike(chain(layers, 0))).node_times) for layers in (40, 80)}) == 1
+    assert len({len(lifted_problem(NodeKinds(chain(layers, 0))).node_times) for layers in (40, 80)}) == 1
 
 
 @pytest.mark.parametrize("problem", [chain(30, 0), comb(0), row(0), stairs(40)])
 def test_nothing_gets_lost(problem):
-    alike = Alike(problem)
-    small = lifted(alike)
+    alike = NodeKinds(problem)
+    small = lifted_problem(alike)
     assert small.node_times.sum() == len(problem.costs)
     left = len(alike.ends) - int(small.edge_times.sum())
-    kind, _ = alike.kinds(8, held=False)
+    kind, _ = alike.numbers(8, held=False)
     within = int((kind[alike.ends[:, 0]] == kind[alike.ends[:, 1]]).sum())
     assert left >= within  # those of one role with them are left out, too
     assert (left > 0) == (within > 0)
@@ -152,6 +154,6 @@ def test_nothing_gets_lost(problem):
 def test_edges_that_are_left_out_count_too():
     costs, table = np.array([1.0, 2.0]), np.array([[3.0, 1.0], [1.0, 3.0]])
     problem = Problem((costs,) * 40, tuple(Edge(i, i + 1, table) for i in range(39)), (), None)
-    small = lifted(Alike(problem))
+    small = lifted_problem(NodeKinds(problem))
     assert small.rest == 40 - len(small.node_times) + 2  # all but the ends' nodes are one kind
     assert 40 + 39 <= max(bounds(Relaxation(small))) <= solve(problem).cost

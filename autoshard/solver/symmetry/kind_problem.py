@@ -2,7 +2,7 @@
 
 Nodes are told apart by what is next to them, so that all but the first and last layers are one. Any choice of the
 small problem is one of the whole at the same cost and memory. The reverse does not hold: nodes alike may do better
-apart. So nothing that is proven of the small problem holds for the whole but what `Tied.expand` shows.
+apart. So nothing that is proven of the small problem holds for the whole but what `KindProblem.expand` shows.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.node_kinds import NodeKinds
 from autoshard.solver.verify import fits, verify
 
-FAR = 1  # edges: how far nodes look; if further, more of the first and last layers differ from the others
+KIND_RADIUS = 1  # edges: how far nodes look; if further, more of the first and last layers differ from the others
 
 
 @dataclass(frozen=True, eq=False)
-class Tied:
+class KindProblem:
     """The small problem, and the way back."""
 
     problem: Problem
@@ -35,22 +35,22 @@ class Tied:
         return choice is not None and fits(verify(self.problem, choice)[1], self.problem.limit)
 
 
-def tied(alike: Alike) -> Tied:
+def kind_problem(kinds: NodeKinds) -> KindProblem:
     """The problem with one option for all nodes alike.
 
     >>> costs, edge = np.array([0.0, 1.0]), np.array([[0.0, 2.0], [2.0, 0.0]])
     >>> chain = Problem((costs,) * 9, tuple(Edge(i, i + 1, edge) for i in range(8)), (), None)
-    >>> small = tied(Alike(chain))
+    >>> small = kind_problem(NodeKinds(chain))
     >>> len(small.problem.costs), small.expand([0, 1, 0])
     (3, [0, 1, 1, 1, 1, 1, 1, 1, 0])
     """
-    problem, (kind, _) = alike.problem, alike.kinds(FAR, held=True)
+    problem, (kind, _) = kinds.problem, kinds.numbers(KIND_RADIUS, held=True)
     first, counts = np.unique(kind, return_index=True, return_counts=True)[1:]
     costs = [problem.costs[node] * n for node, n in zip(first.tolist(), counts.tolist(), strict=True)]
     sums: dict[tuple[int, int], np.ndarray] = {}
-    rows, times = np.unique(np.column_stack([kind[alike.ends], alike.table]), axis=0, return_counts=True)
+    rows, times = np.unique(np.column_stack([kind[kinds.ends], kinds.table]), axis=0, return_counts=True)
     for (i, j, number), n in zip(rows.tolist(), times.tolist(), strict=True):
-        table = alike.tables[number]
+        table = kinds.tables[number]
         if i == j:
             costs[i] = costs[i] + np.diagonal(table) * n
             continue
@@ -69,4 +69,4 @@ def tied(alike: Alike) -> Tied:
         names=tuple(problem.names[node] for node in first) if problem.names else (),
         checked=True,
     )
-    return Tied(small, kind)
+    return KindProblem(small, kind)

@@ -1,20 +1,29 @@
 """Problems that repeat themselves, solved with one option for what is alike."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem
+from autoshard.solver.method import Method
+from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem, Solution
+from autoshard.solver.run import Run
+from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
-from autoshard.solver.symmetry.layers import tied
-from autoshard.solver.symmetry.node_kinds import Alike
+from autoshard.solver.symmetry.kind_problem import kind_problem
+from autoshard.solver.symmetry.node_kinds import NodeKinds
+from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 from autoshard.solver.verify import verify
 
-module = import_module("autoshard.solver.solve")
+CLOSE = 0.01  # the gap with which nodes alike may keep one option
+GOAL = Goal(gap=CLOSE, priced_gap=CLOSE / 2, repeated_gap=CLOSE, prefers_lean=True)
+METHOD = Method(repeated_nodes=RepeatedNodes(least_options=0))  # however few they are
+
+
+def solve_repeated(problem: Problem) -> Solution:
+    return solve(problem, goal=GOAL, method=METHOD)
 
 
 def chain(layers: int, seed: int, limit: float | None = None, options: int = 3) -> Problem:
@@ -35,7 +44,7 @@ def chain(layers: int, seed: int, limit: float | None = None, options: int = 3) 
 @pytest.mark.parametrize("seed", range(20))
 def test_choices_of_kinds_cost_and_hold_the_same(seed):
     problem, rng = chain(6, seed), np.random.default_rng(seed)
-    small = tied(Alike(problem))
+    small = kind_problem(NodeKinds(problem))
     assert len(small.problem.costs) < len(problem.costs)
     for _ in range(20):
         choice = [int(rng.integers(len(costs))) for costs in small.problem.costs]
@@ -44,14 +53,14 @@ def test_choices_of_kinds_cost_and_hold_the_same(seed):
 
 
 def test_more_layers_are_no_more_kinds():
-    counts = {len(tied(Alike(chain(layers, 0))).problem.costs) for layers in (5, 10, 40)}
+    counts = {len(kind_problem(NodeKinds(chain(layers, 0))).problem.costs) for layers in (5, 10, 40)}
     assert len(counts) == 1
 
 
 def test_pressure_points_are_the_same():
     """Prices that are found on the small problem are those of the whole one's points."""
     problem = chain(8, 1, limit=20.0)
-    np.testing.assert_array_equal(tied(Alike(problem)).problem.pressure_points(), problem.pressure_points())
+    np.testing.assert_array_equal(kind_problem(NodeKinds(problem)).problem.pressure_points(), problem.pressure_points())
 
 
 @pytest.mark.parametrize("change", ["costs", "usage", "table", "direction"])
@@ -66,8 +75,8 @@ def test_what_differs_is_not_alike(change):
         edges[2] = replace(edges[2], costs=edges[2].costs + 1)
     if change == "direction":
         edges[2] = replace(edges[2], costs=edges[2].costs.T)
-    kind = tied(Alike(replace(problem, costs=tuple(nodes), edges=tuple(edges), lives=tuple(lives)))).kind
-    assert tied(Alike(problem)).kind[4] == tied(Alike(problem)).kind[2]
+    kind = kind_problem(NodeKinds(replace(problem, costs=tuple(nodes), edges=tuple(edges), lives=tuple(lives)))).kind
+    assert kind_problem(NodeKinds(problem)).kind[4] == kind_problem(NodeKinds(problem)).kind[2]
     assert kind[4] not in kind[[2, 6]]
 
 
@@ -81,14 +90,8 @@ def test_bounds_of_the_finite_problem_hold(seed):
             assert relaxation.sweep(forward=forward) <= best * (1 + 1e-12)
 
 
-@pytest.fixture
-def repeated(monkeypatch):
-    """Every problem counts as one large enough to be solved as one."""
-    monkeypatch.setattr(module, "REPEATED", 0)
-
-
 @pytest.mark.parametrize("seed", range(30))
-def test_within_a_percent_of_every_choice(repeated, seed):
+def test_within_a_percent_of_every_choice(seed):
     rng = np.random.default_rng(seed)
     free = chain(3, seed)
     best = exhaustive(free)
@@ -99,31 +102,31 @@ def test_within_a_percent_of_every_choice(repeated, seed):
             expected = exhaustive(problem).cost
         except InfeasibleError:
             with pytest.raises(InfeasibleError):
-                solve(problem, layered=True)
+                solve_repeated(problem)
             continue
-        found = solve(problem, layered=True)
+        found = solve_repeated(problem)
         assert found.bound <= expected * (1 + 1e-9) <= found.cost * (1 + 2e-9)
-        assert found.cost <= expected * (1 + module.CLOSE)
+        assert found.cost <= expected * (1 + CLOSE)
 
 
-def test_what_is_alike_may_differ_where_that_pays(repeated):
+def test_what_is_alike_may_differ_where_that_pays():
     """Two layers have room for one of the two fast options."""
     fast = np.array([1.0, 10.0])
     lives = tuple(Live(node, 0, 1, np.array([8.0, 0.0])) for node in range(4))
     problem = Problem((fast,) * 4, (), lives, 24.0)
-    assert sorted(solve(problem, layered=True).choice) == [0, 0, 0, 1]
+    assert sorted(solve_repeated(problem).choice) == [0, 0, 0, 1]
 
 
-def test_a_large_problem_is_solved_as_one(repeated, monkeypatch):
+def test_a_large_problem_is_solved_as_one(monkeypatch):
     """Nothing else is asked of a problem whose layers are alike: neither its own parts nor the integer program."""
     sizes = []
-    whole = module._Search.solve
+    whole = Run.solve
 
-    def noted(self, known, **options):
-        sizes.append(len(known.problem.costs))
-        return whole(self, known, **options)
+    def noted(self, incumbent, **options):
+        sizes.append(len(incumbent.problem.costs))
+        return whole(self, incumbent, **options)
 
-    monkeypatch.setattr(module._Search, "solve", noted)
+    monkeypatch.setattr(Run, "solve", noted)
     problem = chain(200, 3)
-    found = solve(problem, layered=True)
-    assert max(sizes) < 20 and found.gap <= module.CLOSE
+    found = solve_repeated(problem)
+    assert max(sizes) < 20 and found.gap <= CLOSE

@@ -1,0 +1,83 @@
+"""What is known of a problem while it is being solved: the incumbent, which is the best choice so far, and a bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoshard.solver.problem import Problem, relative_gap
+from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
+
+SOLVED_GAP = OPTIMAL_GAP / 10  # relative; finer than what is called optimal, to leave room for rounding
+
+
+class Incumbent:
+    """The best choice of a problem so far, and the highest bound proven.
+
+    Algorithms offer choices and prove bounds at any time; a choice is verified before it is taken. `tell` runs after
+    each change, so that a problem learns at once what its parts learn.
+    """
+
+    def __init__(self, problem: Problem, tell: Callable[[], None] = lambda: None):
+        self.problem = problem
+        self.best: tuple[tuple[int, ...], float] | None = None  # one value, so that Ctrl-C finds both or neither
+        self.bound = -math.inf
+        self.tell = tell
+        self.tolerance: Callable[[], float] = lambda: 0.0  # cost above the bound at which the choice is good enough
+        self.always_tolerant = False  # whether the tolerance ends cheap searches and those of few options, too
+
+    @property
+    def choice(self) -> tuple[int, ...] | None:
+        return self.best[0] if self.best else None
+
+    @property
+    def cost(self) -> float:
+        return self.best[1] if self.best else math.inf
+
+    @property
+    def target(self) -> float:
+        """The cost below which a choice counts as better."""
+        return self.cost - SOLVED_GAP * abs(self.cost) if self.best else math.inf
+
+    @property
+    def is_solved(self) -> bool:
+        return self.bound >= self.target
+
+    @property
+    def gap(self) -> float:
+        return relative_gap(self.cost, self.bound) if self.best else math.inf
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the best choice is good enough where more options are left than are solved at once."""
+        return self.is_solved or self.cost - self.bound <= self.tolerance()
+
+    def offer(self, choice: Sequence[int]) -> None:
+        """Takes the choice if it is the cheapest that is allowed and fits."""
+        cost, peak = verify(self.problem, choice)
+        if cost < self.cost and fits(peak, self.problem.limit):
+            self.best = tuple(map(int, choice)), cost
+            self.tell()
+
+    def replace(self, choice: Sequence[int]) -> None:
+        """Takes a choice that is as good as the best."""
+        self.best = tuple(choice), verify(self.problem, choice)[0]
+
+    def prove(self, bound: float) -> None:
+        """Takes the bound if it is the highest."""
+        if bound > self.bound:
+            self.bound = bound
+            self.tell()
+
+
+def least_sum(problem: Problem) -> float:
+    """A bound: no choice costs less than the cheapest option of every node with the cheapest pair of every edge."""
+    return math.fsum(costs.min() for costs in [*problem.costs, *(edge.costs for edge in problem.edges)])
+
+
+def most_sum(problem: Problem) -> float:
+    """No allowed choice costs more than the dearest option of every node with the dearest pair of every edge."""
+    tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
+    return math.fsum(table[np.isfinite(table)].max(initial=-np.inf) for table in tables)
