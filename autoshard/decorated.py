@@ -46,7 +46,7 @@ class _PlannedStep:
 
     plan: Plan
     program: Program
-    context: Any  # in which it was traced; kept, so that no other one has its address
+    context: Any  # of tracing; kept, so that no other context gets its address
 
     @property
     def step(self) -> Step:
@@ -67,7 +67,7 @@ class _PlannedStep:
 class _Call(NamedTuple):
     """What a call was made with, and ran."""
 
-    signature: tuple[Any, ...]  # types of static arguments, these, and the containers of the others
+    signature: tuple[Any, ...]  # types of static arguments, static arguments, containers of the other arguments
     compiled: _PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
@@ -97,9 +97,9 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
         self._compiled: dict[tuple[Any, ...], _PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
-        # Types of arguments whose types are ignored, by what else they are.
+        # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
         self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._last: _Call | None = None  # if all arguments lay as planned
+        self._last: _Call | None = None  # the last call, if all of its arguments lay as planned
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -115,7 +115,7 @@ class ShardedFunction(Generic[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         static, dynamic = self._static.split(args, kwargs)
         leaves, in_tree = jax.tree.flatten(dynamic)
-        signature = _kinds(static), static, in_tree  # what is of another type is not compared
+        signature = _kinds(static), static, in_tree  # types first: values of unlike types are never compared
         last, refused = self._last, False
         if last is not None and last.signature == signature and not any(is_deleted(leaves[i]) for i in last.sentinels):
             try:
@@ -143,7 +143,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             return traced
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
-        # Python that is called back may have something to trace.
+        # A Python callback may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
         self._last = _Call(signature, compiled, step.flat, compiled.sentinels) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):

@@ -35,8 +35,8 @@ from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 from autoshard.user_plan import Plan
 
-# Of gathers of weights and reductions of gradients: more than plans are predicted to hide, less than programs of large
-# models for GPU do (docs/benchmarks/plans.md, Summary).
+# Share of weight gathers and gradient reductions that runs behind compute: more than plans are predicted to hide, less
+# than GPU programs of large models hide (docs/benchmarks/plans.md, Summary).
 MUCH_HIDDEN = dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.7)
 
 

@@ -42,7 +42,7 @@ KINDS = {  # opcode -> kind of collective
     "collective-permute": "collective_permute",
     "reduce-scatter": "reduce_scatter",
 }
-_BETWEEN_SLICES = {  # what the network does
+_BETWEEN_SLICES = {  # what the network between slices does
     "ALL_GATHER": "all_gather",
     "ALL_REDUCE": "all_reduce",
     "ALL_TO_ALL": "all_to_all",
@@ -50,7 +50,7 @@ _BETWEEN_SLICES = {  # what the network does
     "REDUCE_SCATTER": "reduce_scatter",
 }
 _MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
-_SLICE = 100_000  # a device's id is that of its chip and so much times its slice's, counted from 1
+_SLICE = 100_000  # id of a device = id of its chip + _SLICE * number of its slice, counted from 1
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
 _WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")

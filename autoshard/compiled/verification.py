@@ -44,7 +44,7 @@ class Rematerialization:
 
     shape: str  # of one shard, "f32[8,16]"
     source: str  # XLA's text of the sharding that it has, "devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate"
-    target: str  # and of the one that is wanted
+    target: str  # XLA's text of the sharding that is wanted
     line: str  # the user's, "train.py:41"; of an argument, its name
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class ShardedArray:
     """An array of the running program, with the resharded copy that its readers share."""
 
     array: Any
-    layout: Layout | None = None  # None: the plan says nothing of it
+    layout: Layout | None = None  # None: the plan has no layout for the array
     copy: Any = None
     copy_layout: Layout | None = None
 
@@ -74,14 +74,14 @@ class Emitter:
         program: Program,
         annotations: Annotations,
         mesh: Mesh | AbstractMesh,
-        results: Sequence[Layout] | None = None,  # where they are to lie, if anywhere else than made
+        results: Sequence[Layout] | None = None,  # the layouts of results; None: each stays in the layout it is made in
     ):
         self.program, self.annotations, self.mesh, self.wanted = program, annotations, mesh, results
         self.equations: Mapping[tuple, Equation] = {equation.path: equation for equation in program.equations}
         self.constraints = constraints_of(program, annotations)
 
     def run(self, *arguments: Any) -> list:
-        # whatever mesh the caller has set, be it of another size
+        # The caller may have set another mesh, even of another size: no mesh is set first, then that of the plan.
         with jax.sharding.use_abstract_mesh(NO_MESH), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.results(arguments)
 
@@ -110,7 +110,7 @@ class Emitter:
             return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
 
     def constrained(self, array: Any, layout: Layout | None) -> Any:
-        if not layout or not is_array(jax.typeof(array)):  # nothing is said of it, it has no dims, or no layout
+        if not layout or not is_array(jax.typeof(array)):  # without a plan, without dims, or a token
             return array
         memory_kind = HOST if on_host(jax.typeof(array)) else None
         sharding = NamedSharding(self.mesh, spec_of(layout), memory_kind=memory_kind)
@@ -118,7 +118,7 @@ class Emitter:
 
     def constrained_to(self, array: Any, sharding: NamedSharding | None) -> Any:
         """The user's own constraint, on our mesh."""
-        if sharding is None or open_axes(sharding.mesh):  # the plan says how it lies along these, too
+        if sharding is None or open_axes(sharding.mesh):  # the plan decides along open axes, too
             return array
         ours = NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)
         return jax.lax.with_sharding_constraint(array, ours)
@@ -174,7 +174,7 @@ class Emitter:
         ]
 
     def outputs(self, equation: Equation | None, arrays: Sequence[Any]) -> list[ShardedArray]:
-        if equation is None:  # nobody reads these
+        if equation is None:  # no equation reads the results
             return [ShardedArray(array) for array in arrays]
         return [self.sharded(value.id, array) for value, array in zip(equation.outputs, arrays, strict=True)]
 
@@ -363,7 +363,7 @@ class Emitter:
             handed_on = self.handed_on(self.call(params["body_jaxpr"], entries[tests:], (*path, "body")), path)
             if not params["cond_jaxpr"].out_avals[0].shape:
                 return handed_on
-            still = going_on(entries)  # one flag per loop of a batch that vmap made: each stops on its own
+            still = going_on(entries)  # vmap makes one flag per loop of the batch: each loop stops on its own
             return [_where(still, new, old) for new, old in zip(handed_on, carry, strict=True)]
 
         finals = jax.lax.while_loop(test, body, outside[consts:])
@@ -397,7 +397,7 @@ class Emitter:
         platforms = eqn.params.get("branches_platforms")
         if platforms is None:
             arrays = jax.lax.switch(operands[0].array, branches)
-        else:  # which one is taken is known when the step is lowered, and only that one is
+        else:  # lowering knows the platform, and emits its branch alone
             taken_on = {name: taken for names, taken in zip(platforms, branches, strict=True) for name in names or ()}
             default = next((taken for names, taken in zip(platforms, branches, strict=True) if names is None), None)
             arrays = jax.lax.platform_dependent(default=default, **taken_on)

@@ -38,7 +38,7 @@ from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
 
-_TIME_LIMIT = 10.0  # s, per alternative; the few choices that are left rarely take one
+_TIME_LIMIT = 10.0  # s, per alternative; an alternative leaves few choices, and rarely takes 1 s
 
 Allowed = Mapping[int, list[int]]  # node -> options
 
@@ -96,7 +96,7 @@ class _Problems:
         self.state = sorted(program.carried)
         self.batch = [i for i in range(len(program.arguments)) if i not in program.carried]
         self.of_state = _of_state(formulation)
-        self.making = [  # the groups that make them
+        self.making = [  # the groups that make values of `of_state`
             group for group in formulation.groups if any(made.value.id in self.of_state for made in group.made)
         ]
         self.meeting = [  # the groups in which weights meet activations

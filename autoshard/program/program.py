@@ -84,7 +84,7 @@ class Equation:
     inputs: tuple[Value | np.ndarray, ...]  # an array is a literal or a closed-over scalar
     outputs: tuple[Value, ...]
     source: Source | None
-    path: tuple  # where in the nested jaxprs it stands; what lower() looks it up by
+    path: tuple  # where in the nested jaxprs it stands; `lower/` finds the equation by it
     trips: int = 1  # how often it runs per step: the product of the loops around it
     loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
 
@@ -209,7 +209,7 @@ class Program:
             if is_idle:
                 outputs = tuple(blanks[value.id] for value in equation.outputs)
                 equation = replace(equation, primitive="idle", params={}, inputs=(), outputs=outputs)
-            elif equation.primitive == "branch_join":  # all that reads what a branch makes
+            elif equation.primitive == "branch_join":  # the only reader of what a branch makes
                 made = [x for x in equation.inputs if not (isinstance(x, Value) and x.id in blanks)]
                 read = (x if not (isinstance(x, Value) and x.id in blanks) else made[0] for x in equation.inputs)
                 equation = replace(equation, inputs=tuple(read))

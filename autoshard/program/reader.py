@@ -313,5 +313,5 @@ def _bytes_of(aval) -> int:
     if not is_array(aval):
         return 0
     held = key_bytes(aval)
-    size = getattr(aval.dtype, "itemsize", 0)  # an extended type of the user's own says none
+    size = getattr(aval.dtype, "itemsize", 0)  # extended types that users define have none
     return math.prod(aval.shape) * size if held is None else held

@@ -65,7 +65,7 @@ def signature_without(fn: Callable, chosen: Iterable[int | str]) -> inspect.Sign
     left = [p for i, p in enumerate(parameters) if p.name not in chosen and (i not in chosen or _takes_many(p))]
     try:
         return inspect.Signature(left)
-    except ValueError:  # one without a default behind one with
+    except ValueError:  # a parameter without a default behind one with a default
         return None
 
 

@@ -118,6 +118,6 @@ def _watched(fn: Callable, static: tuple) -> Callable:
         return result
 
     signature = signature_without(fn, [place for place, _ in static])
-    if signature is not None:  # what errors of JAX call arguments
+    if signature is not None:  # errors of JAX name arguments by it
         watched.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
     return watched

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey, PyTreeDef, keystr, register_pytree_with_keys_class, tree_flatten_with_path
 
-# nnx holds every array in the `value` of a Variable; nobody wants to read that.
+# nnx holds every array in the `value` of a Variable: names of arrays leave this key out.
 VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
 
 
