@@ -10,10 +10,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.explicit import is_explicit, type_sharding
 from autoshard.jaxprs import HOST, is_array
 from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
+from autoshard.program.explicit import is_explicit, type_sharding
 
 # Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode; of what has no
 # shape, a token, its abstract value.

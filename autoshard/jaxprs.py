@@ -135,7 +135,7 @@ def said(params: Mapping[str, Any]) -> NamedSharding | None:
     """What a constraint says of a mesh; None if its sharding names no axes.
 
     A `reshard` to Auto axes says nothing: `jax.jit` leaves those open. One to Explicit axes is no longer a `reshard`
-    when this is asked (`explicit.py`).
+    when this is asked (`program/explicit.py`).
     """
     sharding = params.get("sharding")
     return sharding if isinstance(sharding, NamedSharding) else None

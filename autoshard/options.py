@@ -128,6 +128,11 @@ def check_jit_keywords(keywords: Mapping[str, Any]) -> None:
         raise ArgumentError(f"autoshard takes no {', '.join(unknown)}; of jax.jit it takes {known}{hint}")
 
 
+def compile_keywords(jit_keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `jax.jit` that count when the annotated step is compiled; the others have been traced."""
+    return {name: value for name, value in jit_keywords.items() if name not in TRACE_KEYWORDS}
+
+
 def bytes_of(size: str | float) -> float:
     """Bytes of ``"14GiB"``, ``"800 MB"`` or a plain number.
 

@@ -29,14 +29,14 @@ from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
 from autoshard.plans.alternatives import solutions_of
 from autoshard.plans.chosen import prediction_of
-from autoshard.report.text import seconds_text
+from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 from autoshard.user_plan import Plan
 
-# Of gathers of weights and reductions of gradients: more than plans are predicted to hide, less than programs of large
-# models for GPU do (docs/benchmarks/plans.md, Summary).
+# Share of weight gathers and gradient reductions that runs behind compute: more than plans are predicted to hide, less
+# than GPU programs of large models hide (docs/benchmarks/plans.md, Summary).
 MUCH_HIDDEN = dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.7)
 
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
+from autoshard.program.trees import Tree
 from autoshard.propagation.rule import Rule
-from autoshard.trees import Tree
 
 _LISTED = 20  # arguments that a message names at most
 

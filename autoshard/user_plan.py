@@ -18,23 +18,29 @@ from autoshard.mesh.targets import target_mesh
 from autoshard.plans.files import from_json, to_json
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
-from autoshard.report.text import plan_text
+from autoshard.report.plan_sections import plan_sections
+from autoshard.report.text import text_of
+
+Figures = Mapping[str, Prediction | str]  # of other ways to shard a step, or why one has none
 
 
 @dataclass(eq=False)
 class Comparison:
     """What a plan is compared with: the figures of other ways to shard, found when they are first asked for."""
 
-    find: Callable[[], Mapping[str, Prediction | str]] | None = None  # where there are none, why
-    known: Mapping[str, Prediction | None] | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict)  # why there are none
+    find: Callable[[], Figures] | None = None  # None: there is nothing to find them with, as in a plan of a file
+    found: Figures | None = None  # None: nobody has asked
 
-    def __call__(self) -> Mapping[str, Prediction | None]:
-        if self.find is not None:
-            found, self.find = self.find(), None  # what it took to find them is big, and can go now
-            self.reasons = {name: one for name, one in found.items() if isinstance(one, str)}
-            self.known = {name: None if isinstance(one, str) else one for name, one in found.items()}
-        return self.known or {}
+    def figures(self) -> Figures:
+        """The figures. Only the first call searches."""
+        if self.found is None and self.find is not None:
+            self.found = self.find()
+        return self.found or {}
+
+    @property
+    def known(self) -> Figures | None:
+        """The figures without a search; None if one would find them."""
+        return self.found or {} if self.find is None else self.found
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,17 +60,24 @@ class Plan(PlanData):
     def alternatives(self) -> Mapping[str, Prediction | None]:
         """What a step costs in data parallel, FSDP and tensor parallel form; None for what `absent` names.
 
-        Found when first asked for, which takes seconds; empty if the plan was loaded and saved without them. What each
-        of them means exactly: `autoshard.plans.alternatives`.
+        A search finds them when they are first asked for, which takes about as long as planning. They are empty if the
+        plan was loaded and saved without them. What each of them means exactly: `autoshard.plans.alternatives`.
         """
-        return self.comparison()
+        figures = self.comparison.figures()
+        return {name: None if isinstance(one, str) else one for name, one in figures.items()}
 
     @property
     def absent(self) -> Mapping[str, str]:
         """Why some of `alternatives` have no figures: no such sharding exists, or none was found in time."""
-        known = self.comparison()
-        missing = (name for name, predicted in known.items() if predicted is None)
-        return {name: self.comparison.reasons.get(name, "no such sharding") for name in missing}
+        return {name: one for name, one in self.comparison.figures().items() if isinstance(one, str)}
+
+    def compare(self) -> Self:
+        """This plan, once `alternatives` are found: printed from then on, it has a row for each of them.
+
+        `print(plan)` alone never searches; `print(plan.compare())` does if nobody has asked before.
+        """
+        self.comparison.figures()
+        return self
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, to be committed or loaded again."""
@@ -72,7 +85,7 @@ class Plan(PlanData):
 
     def dumps(self) -> str:
         """The plan as JSON: what `save` writes."""
-        return json.dumps(to_json(self, self.comparison.known, self.comparison.reasons), indent=1) + "\n"
+        return json.dumps(to_json(self, self.comparison.found), indent=1) + "\n"
 
     @classmethod
     def load(cls, path: str | Path, mesh: Mesh | AbstractMesh) -> Plan:
@@ -100,7 +113,7 @@ class Plan(PlanData):
             content = from_json(json.loads(text), mesh, where=where)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise PlanError(_unreadable(where, error)) from error
-        return cls.of(content.plan, Comparison(known=content.known, reasons=content.reasons))
+        return cls.of(content.plan, Comparison(found=content.alternatives))
 
     def on(self, mesh: Mesh | AbstractMesh) -> Self:
         """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.
@@ -136,7 +149,7 @@ class Plan(PlanData):
         return verification(self.predicted, found.named(self.lowering.program), mesh)
 
     def __str__(self) -> str:
-        return plan_text(self, self.alternatives, self.absent)
+        return text_of(plan_sections(self, self.comparison.known))
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

@@ -3,15 +3,20 @@
     python benchmarks/digests.py FILE               # plans everything, writes digests and CPU seconds to FILE
     python benchmarks/digests.py FILE --against OLD # and compares with an earlier file: names what is not equal
     python benchmarks/digests.py FILE --only llama  # rows with this word in their name
+    python benchmarks/digests.py FILE --starved 2   # on one core, which two busy processes share: the same digests
 
-The rows are the programs of `plans.py` on all its machines, and every model of `tests/models` on three meshes, free and
-under a memory limit between the least that the model needs and what the free plan takes. Each row is planned in a
-process that has planned others before. A digest is of all that `Plan.save` writes. Nothing is allocated or compiled.
-The exit status is 1 if a plan differs from the earlier file's.
+The rows are the programs of `plans.py` on all its machines. On three meshes they are every model of `tests/models`, the
+small programs of `workloads.py` and those of `stacks.py`, free and under a memory limit between the least that the
+model needs and what the free plan takes. Each row is planned in a process that has planned others before. A digest is
+of all that `Plan.save` writes. Nothing is allocated or compiled. The exit status is 1 if a plan differs from that of
+the earlier file.
 """
 
 import argparse
+import contextlib
 import hashlib
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +31,8 @@ from models import MODELS, MORE_MODELS  # noqa: E402
 from plans import MACHINES, for_devices  # noqa: E402
 from plans import MODELS as WORKLOADS  # noqa: E402
 from rows import read_rows, write_rows  # noqa: E402
+from stacks import STACKS  # noqa: E402
+from workloads import SMALL  # noqa: E402
 
 from autoshard import MemoryLimitError, Plan, plan  # noqa: E402
 
@@ -54,21 +61,45 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="a JSON file of rows, written after each of them")
     parser.add_argument("--against", type=Path, help="such a file, made before")
     parser.add_argument("--only", default="", help="a part of the rows' names")
+    parser.add_argument("--starved", type=int, default=0, help="busy processes on the one core that planning gets")
     chosen = parser.parse_args()
     before = read_rows(chosen.against, Row, name_of)
     rows: dict[str, Row] = {}
-    for name, make in programs():
-        if chosen.only in name:
-            for row in made(name, make):
-                rows[row.name] = row
-                write_rows(chosen.file, rows.values())
-                print(line(row, before.get(row.name)), flush=True)
+    with starving(chosen.starved) if chosen.starved else contextlib.nullcontext():
+        for name, make in programs():
+            if chosen.only in name:
+                for row in made(name, make):
+                    rows[row.name] = row
+                    write_rows(chosen.file, rows.values())
+                    print(line(row, before.get(row.name)), flush=True)
     shared = [(row, before[name]) for name, row in rows.items() if name in before]
     changed = [row.name for row, old in shared if row.digest != old.digest]
     if shared:
         seconds, earlier = (sum(row.seconds for row in side) for side in zip(*shared, strict=True))
         print(f"{len(shared)} plans, {len(changed)} changed; {seconds:.1f} CPU-s, before {earlier:.1f}")
     return bool(changed)
+
+
+@contextlib.contextmanager
+def starving(processes: int) -> Iterator[None]:
+    """While it lasts, this process has one core, which so many busy processes share."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    spawn = multiprocessing.get_context("spawn")  # JAX has threads, which do not survive a fork
+    busy = [spawn.Process(target=spin, daemon=True) for _ in range(processes)]
+    for process in busy:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+        os.sched_setaffinity(0, cores)
+
+
+def spin() -> None:
+    while True:
+        pass
 
 
 def name_of(row: Row) -> str:
@@ -80,6 +111,10 @@ def programs() -> Iterator[tuple[str, Callable[..., Plan]]]:
     for family, make in (MODELS | MORE_MODELS).items():
         for machine, axes in MESHES.items():
             yield f"{family} on {machine}", planner(lambda make=make: of_model(make()), machine, axes)
+    steps = {f"{name}, larger": workload.abstract for name, workload in SMALL.items()} | STACKS
+    for name, make in steps.items():
+        for machine, axes in MESHES.items():
+            yield f"{name} on {machine}", planner(make, machine, axes)
     for machine, axes in MACHINES.items():
         for name, workload in WORKLOADS.items():
             sized = for_devices(workload, AbstractMesh(tuple(axes.values()), tuple(axes)).size)

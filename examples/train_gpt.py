@@ -144,7 +144,8 @@ def main():
     console = Console()
 
     step = autoshard(train_step, mesh=mesh, memory=options.memory, donate_argnums=0)
-    console.print(str(step.plan(init(options), batch_of(0, options))), markup=False, highlight=False, soft_wrap=True)
+    plan = step.plan(init(options), batch_of(0, options)).compare()
+    console.print(str(plan), markup=False, highlight=False, soft_wrap=True)
 
     model, losses = train(f"{mesh.size} devices", step, options, console)
     _, single = train("1 device", jax.jit(train_step, donate_argnums=0), options, console)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import SMALL, mesh_of, slow_chips, tally, v5e
 
 import autoshard
-from autoshard import api
+from autoshard import planning
 from autoshard.errors import SolverError
 from autoshard.layout import layouts_of, spec_of
 from autoshard.plans import alternatives as module
@@ -139,7 +139,7 @@ def state_bytes(step, state, batch, shape, topology):
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape))
     sharded = autoshard.autoshard(step, mesh=mesh, topology=topology, donate_argnums=0)
     program = sharded.trace(state, batch)
-    formulation = api._formulated(program, rules_for(program), sharded._options)
+    formulation = planning.formulated(program, rules_for(program), sharded._options)
     solutions = solutions_of(formulation)
     assert set(solutions) == {"data parallel", "FSDP", "tensor parallel"}, alternatives_of(formulation)
     return {

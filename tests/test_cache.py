@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, v5e
 
 import autoshard
-from autoshard import CacheWarning, api
+from autoshard import CacheWarning, planning
 from autoshard.cache import find, keep, key_of
 from autoshard.options import options_of
 from autoshard.propagation import rules_for
@@ -36,13 +36,13 @@ def traced():
 @pytest.fixture
 def made(monkeypatch):
     """A list that grows by one with every plan that is made rather than found."""
-    count, make = [], api._made
+    count, make = [], planning._solved
 
     def noted(*args):
         count.append(1)
         return make(*args)
 
-    monkeypatch.setattr(api, "_made", noted)
+    monkeypatch.setattr(planning, "_solved", noted)
     return count
 
 

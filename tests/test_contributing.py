@@ -51,7 +51,12 @@ def follow(text: str, folder: Path, also: str = "") -> subprocess.CompletedProce
                 (folder / title).write_text(before)
 
 
-EXAMPLES = [("Add a sharding rule", FACTS), ("Add a chip", ""), ("Add a search algorithm", "")]
+EXAMPLES = [
+    ("Add a sharding rule", FACTS),
+    ("Add a chip", ""),
+    ("Add a search algorithm", ""),
+    ("Add a section of the report", ""),
+]
 
 
 @pytest.mark.parametrize("title, also", EXAMPLES)
@@ -66,6 +71,8 @@ PLANTED = [  # section, what it says, what is planted, the error
     ("Add a search algorithm", "+    Annealing(),\n", "", "AssertionError"),
     ("Add a search algorithm", "+                    incumbent.offer(choice)\n", "", "AssertionError"),
     ("Add a chip", '("example-1",), 48,', '("example-1",), 47,', "AssertionError"),
+    ("Add a section of the report", "+        traffic(plan),\n", "", "ValueError"),
+    ("Add a section of the report", "+= collective.bytes", "+= 1", "AssertionError"),
 ]
 
 

@@ -106,6 +106,6 @@ def test_unchecked_another_scatter_goes_wrong(monkeypatch, stages):
         scatter["stages"] = stages
     with pytest.raises(PlanError):
         run("gradient", document)
-    monkeypatch.setattr("autoshard.api.check_plan", lambda *args: None)
+    monkeypatch.setattr("autoshard.planning.check_plan", lambda *args: None)
     with contextlib.suppress(ValueError, TypeError):  # or JAX finds shapes that do not fit
         assert not are_equal(run("gradient", document), expected)

@@ -20,10 +20,7 @@ PACKAGE = Path(autoshard.__file__).parent
 # Rooms in the order of the way of the data. A room imports only rooms written before it, and itself.
 ROOMS = {
     "base": ["autoshard.errors", "autoshard.layout"],
-    "program": [
-        *("autoshard.experimental", "autoshard.jaxprs", "autoshard.explicit", "autoshard.primitives"),
-        *("autoshard.signature", "autoshard.trees", "autoshard.program"),
-    ],
+    "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
@@ -31,11 +28,11 @@ ROOMS = {
     "plans": ["autoshard.plans"],
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
-    "lower": ["autoshard.lower", "autoshard.on_shards"],
+    "lower": ["autoshard.lower"],
     "user_plan": ["autoshard.user_plan"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
-        *("autoshard.refine", "autoshard.api", "autoshard.__init__"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
     ],
 }
 
@@ -139,7 +136,7 @@ PLANTED = [  # module, its text, the one thing that the checker must say about i
     ("autoshard.mesh.topology", "from ..report import text", "autoshard.mesh.topology imports autoshard.report.text"),
     ("autoshard.model.__init__", "from .. import api", "autoshard.model.__init__ imports autoshard.api, a later"),
     (NEW, "if TYPE_CHECKING:\n    pass\nelse:\n    import autoshard.api", "imports autoshard.api, a"),
-    (NEW, "from autoshard import lower", "autoshard.plans.new imports autoshard.lower, a later room"),
+    (NEW, "from autoshard import lower", "autoshard.plans.new imports autoshard.lower.__init__, a later room"),
     ("autoshard.solver.exact.new", "import jax.numpy as jnp", "autoshard.solver.exact.new imports jax.numpy"),
     ("autoshard.solver.search.new", "from autoshard.mesh import Link", "new imports autoshard.mesh.__init__"),
     (NEW, "from jax._src import core", "jax._src is imported by autoshard.plans.new; 0 file(s) may"),
@@ -156,8 +153,8 @@ ALLOWED = [
 
 def planted(module: str, text: str) -> dict[str, str]:
     """A small package with `text` in `module`, and nothing in its other files."""
-    files = "__init__ api errors lower plans.__init__ plans.new program mesh.__init__ mesh.topology report.__init__"
-    files += " report.text solver.__init__ solver.problem"
+    files = "__init__ api errors lower.__init__ plans.__init__ plans.new program mesh.__init__ mesh.topology"
+    files += " report.__init__ report.text solver.__init__ solver.problem"
     return {f"autoshard.{name}": "" for name in files.split()} | {module: text}
 
 
@@ -277,7 +274,7 @@ def undocumented(module: str, names: Iterable[str]) -> list[str]:
 
 ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
 PUBLIC = [("autoshard", autoshard.__all__), ("autoshard.solver", autoshard.solver.__all__)]
-PUBLIC += [("autoshard.api", ["Autosharded"]), ("autoshard.errors", ERRORS)]
+PUBLIC += [("autoshard.decorated", ["ShardedFunction"]), ("autoshard.errors", ERRORS)]
 
 
 @pytest.mark.parametrize("module, names", PUBLIC, ids=[module for module, _ in PUBLIC])

@@ -11,7 +11,7 @@ import pytest
 from oracles import mesh_of, slow_chips
 
 import autoshard
-from autoshard import api, refine
+from autoshard import planning, refine
 from autoshard.cache import key_of
 from autoshard.mesh import collectives
 from autoshard.mesh.backends import CPU
@@ -50,7 +50,7 @@ def candidates(**given):
     """What `refine` compares for the step, and the formulation of it."""
     asked = options(**given)
     program = trace(step, (WEIGHTS, BATCH), {}, donate_argnums=0)
-    formulated = functools.partial(api._formulated, program, rules_for(program))
+    formulated = functools.partial(planning.formulated, program, rules_for(program))
     formulation = formulated(asked)
     return formulation, refine.different(formulation, solve_within(formulation, 10), asked, formulated)
 
@@ -89,7 +89,7 @@ def test_a_textbook_is_compared_however_dear_it_is_predicted_to_be(monkeypatch):
 def test_what_would_be_the_cheapest_if_much_ran_behind_compute_comes_third():
     program = trace(step, (WEIGHTS, BATCH), {}, donate_argnums=0)
     hiding = replace(options(), backend=replace(CPU, hides=refine.MUCH_HIDDEN))
-    expected = solve_within(api._formulated(program, rules_for(program), hiding), 10)
+    expected = solve_within(planning.formulated(program, rules_for(program), hiding), 10)
     formulation, (best, textbook, overlapping, *_) = candidates(refine=3)
     assert overlapping.choice == expected.choice != best.choice
     assert overlapping.cost == pytest.approx(verify(formulation.problem, overlapping.choice)[0])

@@ -309,8 +309,8 @@ def test_jit_disabled_computes_the_same():
 
 def test_an_equal_program_is_not_planned_twice(monkeypatch):
     searches = []
-    solve = autoshard.api.solve_within
-    monkeypatch.setattr(autoshard.api, "solve_within", lambda *args: (searches.append(1), solve(*args))[1])
+    solve = autoshard.planning.solve_within
+    monkeypatch.setattr(autoshard.planning, "solve_within", lambda *args: (searches.append(1), solve(*args))[1])
     decorated = sharded(step)
     expected = decorated(W, X[0])
     with jax.threefry_partitionable(False):  # which the step does not ask

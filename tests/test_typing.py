@@ -47,12 +47,12 @@ def calls(x: jax.Array, like: jax.ShapeDtypeStruct) -> None:
     step.plans(x)
 """
 REVEALED = [
-    r"autoshard\.api\.Autosharded\[\[weights: jax\S*\.Array, rate: float =, \*, steps: int\], "
+    r"autoshard\.decorated\.ShardedFunction\[\[weights: jax\S*\.Array, rate: float =, \*, steps: int\], "
     r"tuple\[jax\S*\.Array, float\]\]",
     r"tuple\[jax\S*\.Array, float\]",
     r"autoshard\.user_plan\.Plan",
     r"jax\S*\.Lowered",
-    r"autoshard\.program\.Program",
+    r"autoshard\.program\.program\.Program",
     r"float",
     r"int",
 ]

@@ -42,7 +42,7 @@ KINDS = {  # opcode -> kind of collective
     "collective-permute": "collective_permute",
     "reduce-scatter": "reduce_scatter",
 }
-_BETWEEN_SLICES = {  # what the network does
+_BETWEEN_SLICES = {  # what the network between slices does
     "ALL_GATHER": "all_gather",
     "ALL_REDUCE": "all_reduce",
     "ALL_TO_ALL": "all_to_all",
@@ -50,7 +50,7 @@ _BETWEEN_SLICES = {  # what the network does
     "REDUCE_SCATTER": "reduce_scatter",
 }
 _MEGASCALE = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
-_SLICE = 100_000  # a device's id is that of its chip and so much times its slice's, counted from 1
+_SLICE = 100_000  # id of a device = id of its chip + _SLICE * number of its slice, counted from 1
 _IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>[^\]]*)\](?:, device_ids=\((?P<devices>.*?)\))? \{(?P<used>[^}]*)\}")
 _WINDOWED = re.compile(r"windowed_dot_general_body_(?P<kind>ag|rs)")
@@ -88,14 +88,14 @@ def read_collectives(
     """
     module = Module.of(hlo_text)
     found: dict[Any, Collective] = {}
-    products: dict[tuple, dict[Any, _Turn]] = defaultdict(dict)  # name, place and axes -> by channel
+    products: dict[tuple, dict[Any, _WindowStep]] = defaultdict(dict)  # name, place and axes -> by channel
     for part in collectives_in(module, hlo_text, mesh_shape, device_order, device_ids):
         one, computation = part.collective, part.computation
         if part.is_turn:
             loop = _WINDOWED.search(computation)
             times = one.count // module.turns[computation] if loop else one.count
             turns = products[one.why, part.frame, one.axes]
-            turns[part.key or len(turns)] = _Turn(
+            turns[part.key or len(turns)] = _WindowStep(
                 replace(one, bytes=one.bytes // one.count * times, count=times),
                 loop and (computation, loop["kind"]),
                 module.operand(part.instruction, computation).opcode == "broadcast",
@@ -193,7 +193,7 @@ def collectives_in(
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _WindowStep:
     """One collective-permute of a windowed einsum: every device hands on what it has to the next."""
 
     collective: Collective  # in one run of its loop
@@ -201,7 +201,7 @@ class _Turn:
     starts: bool  # whether it sends zeros, the sum before anything is added
 
 
-def _windowed(turns: Sequence[_Turn], places: int) -> Iterator[Collective]:
+def _windowed(turns: Sequence[_WindowStep], places: int) -> Iterator[Collective]:
     """The all_gathers and reduce_scatters that the turns of a product, or of several products alike, stand for.
 
     Turns before and after a loop belong to it. Without one, a gathered operand takes a turn less than there are
@@ -415,9 +415,9 @@ def source_lines(hlo_text: str) -> dict[int, str]:
 
 
 def _source_line(rest: str, lines: dict[int, str]) -> str:
-    if labels := _LABEL.findall(rest):  # written by lower.py
+    if labels := _LABEL.findall(rest):  # written by lower/emitter.py
         return labels[-1][0]
-    if re.search(r'op_name="[^"]*\b(arguments|args)\[\d+\]', rest):  # by lower.py, what comes before all lines
+    if re.search(r'op_name="[^"]*\b(arguments|args)\[\d+\]', rest):  # by lower/emitter.py, what comes before all lines
         return "unknown line"
     if file := re.search(r'source_file="([^"]*)"', rest):
         return f"{file[1].rsplit('/', 1)[-1]}:{attribute(rest, 'source_line')}"

@@ -15,13 +15,13 @@ from autoshard.compiled.collectives import KINDS
 from autoshard.compiled.module import Instruction, Module, attribute, dims_of, dtype_of, operands, said, shape_bytes
 from autoshard.mesh.topology import Topology
 
-# what computes nothing, or is computed elsewhere
+# Opcodes that compute nothing, or whose work is counted in another computation.
 _FREE = frozenset({
     "after-all", "bitcast", "call", "conditional", "constant", "get-tuple-element", "opt-barrier", "parameter",
     "partition-id", "replica-id", "tuple", "while",
 })  # fmt: skip
 _SLICES = ("dynamic-slice", "slice")
-_RENAMES = ("bitcast", "convert", "copy", "reshape", "transpose")  # whoever reads part of them makes that part
+_RENAMES = ("bitcast", "convert", "copy", "reshape", "transpose")  # a reader of a part computes this part alone
 
 
 class Roofline:
@@ -99,7 +99,7 @@ class Roofline:
         left = dims_of(self._given(computation, instruction)[0])
         named = re.search(
             r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', instruction.rest
-        )  # not of outer products
+        )  # an outer product has no contracted dims
         summed = [left[int(n)] for n in re.findall(r"\d+", named[1])] if named else []
         return 2.0 * math.prod(dims_of(instruction.shape)) * math.prod(summed)
 

@@ -29,7 +29,7 @@ class Schedule:
 
     compute_seconds: float
     communication: Mapping[str, float]  # kind of collective -> seconds, one after the other
-    exposed: Mapping[str, float]  # how many of these nothing runs beside
+    exposed: Mapping[str, float]  # kind of collective -> seconds in which nothing runs beside it
 
     @property
     def step_seconds(self) -> float:
@@ -142,7 +142,7 @@ class _Simulation:
                 begun[id(span)] = done, before
                 links.update(dict.fromkeys(span.axes, (done, span.kind)))
                 self.communication[span.kind] += span.seconds * runs
-            if instruction.opcode != "fusion":  # which lasts as long as it says itself
+            if instruction.opcode != "fusion":  # XLA writes the time of a fusion on the fusion itself
                 now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
             lasts = self.lasts(computation, instruction)
             now += lasts

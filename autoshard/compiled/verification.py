@@ -25,7 +25,9 @@ from autoshard.mesh.targets import compiler_options
 from autoshard.mesh.topology import Topology
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
-from autoshard.report.text import bytes_text, collectives_text, seconds_text, table_text
+from autoshard.report.plan_sections import collectives as collectives_section
+from autoshard.report.section import Bytes, Column, Names, Phrase, Piece, Row, Seconds, Section
+from autoshard.report.text import text_of
 
 _TOLERANCE = 0.20  # share by which the peak may be off
 _REMATERIALIZED = re.compile(
@@ -42,7 +44,7 @@ class Rematerialization:
 
     shape: str  # of one shard, "f32[8,16]"
     source: str  # XLA's text of the sharding that it has, "devices=[2,1,4]<=[4,2]T(1,0) last_tile_dim_replicate"
-    target: str  # and of the one that is wanted
+    target: str  # XLA's text of the sharding that is wanted
     line: str  # the user's, "train.py:41"; of an argument, its name
 
     def __str__(self) -> str:
@@ -50,7 +52,7 @@ class Rematerialization:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledProgram:
     """What one step of a compiled program does on each device."""
 
     program: jax.stages.Compiled
@@ -60,7 +62,7 @@ class Compiled:
     rematerializations: tuple[Rematerialization, ...]
     schedule: Schedule | None  # of TPU and GPU programs
 
-    def named(self, program: Program) -> Compiled:
+    def named(self, program: Program) -> CompiledProgram:
         """The same with reasons in the words of the program that was compiled."""
         return replace(
             self,
@@ -99,34 +101,43 @@ class Verification:
     def ok(self) -> bool:
         return self.collectives_agree and self.memory_agrees
 
-    def __str__(self) -> str:
-        rows = []
-        for kind, axes in sorted(self.predicted.keys() | self.actual.keys()):
-            foreseen, found = (side.get((kind, axes), 0) for side in (self.predicted, self.actual))
-            rows.append((kind, ", ".join(axes), *self._beside(foreseen, found, foreseen == found)))
-        rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
-        if self.schedule:
-            estimated = "" if self.unpredicted else seconds_text(self.predicted_seconds)
-            rows.append(("estimated time", "", estimated, seconds_text(self.schedule.step_seconds), ""))
-        sections = [table_text(("Per step and device", "over axes", " predicted", " compiled", ""), rows)]
+    def sections(self) -> list[Section]:
+        """The report, as data."""
+        sections = [self._figures()]
         if self.unpredicted:
-            sections.append(f"Nothing is predicted: {self.unpredicted}")
+            sections.append(Section(lines=(("Nothing is predicted: ", self.unpredicted),)))
         if self.collectives:
             shown = [replace(one, why=_last_name(one.why)) for one in self.collectives]
-            sections.append(collectives_text(shown, "Compiled collectives"))
-        if self.rematerializations:
-            lines = "\n".join(f"  {one}" for one in self.rematerializations)
-            sections.append(f"Involuntary full rematerialization, by way of the whole array:\n{lines}")
-        return "\n\n".join(sections)
+            sections.append(collectives_section(shown, "Compiled collectives"))
+        lines: tuple[Phrase, ...] = tuple(("  ", str(one)) for one in self.rematerializations)
+        if lines:
+            title = ("Involuntary full rematerialization, by way of the whole array:",)
+            sections.append(Section(title, lines=lines))
+        return sections
 
-    def _beside(self, foreseen: int, found: int, agrees: bool) -> tuple[str, str, str]:
+    def _figures(self) -> Section:
+        rows: list[Row] = []
+        for kind, axes in sorted(self.predicted.keys() | self.actual.keys()):
+            foreseen, found = (side.get((kind, axes), 0) for side in (self.predicted, self.actual))
+            rows.append((kind, Names(axes), *self._beside(foreseen, found, foreseen == found)))
+        rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
+        if self.schedule:
+            predicted = "" if self.unpredicted else Seconds(self.predicted_seconds)
+            rows.append(("estimated time", "", predicted, Seconds(self.schedule.step_seconds), ""))
+        numbers = Column("predicted", is_number=True), Column("compiled", is_number=True)
+        return Section(("Per step and device",), (Column("over axes"), *numbers, Column("")), tuple(rows))
+
+    def _beside(self, foreseen: int, found: int, agrees: bool) -> tuple[Piece, Piece, str]:
         if self.unpredicted:
-            return "", bytes_text(found), ""
-        return bytes_text(foreseen), bytes_text(found), "" if agrees else "differs"
+            return "", Bytes(found), ""
+        return Bytes(foreseen), Bytes(found), "" if agrees else "differs"
+
+    def __str__(self) -> str:
+        return text_of(self.sections())
 
 
 def verification(
-    predicted: Prediction | None, found: Compiled, mesh: Mesh, *, plain: bool = False, unpredicted: str = ""
+    predicted: Prediction | None, found: CompiledProgram, mesh: Mesh, *, plain: bool = False, unpredicted: str = ""
 ) -> Verification:
     """What was predicted for a program, if it was, beside what was compiled for `mesh`.
 
@@ -155,7 +166,9 @@ def mesh_of(shardings: Any) -> Mesh | None:
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
-def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: Topology | None = None) -> Compiled:
+def compiled(
+    lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: Topology | None = None
+) -> CompiledProgram:
     """What XLA makes of a program that was lowered for `mesh`; by default that of the shardings it is jitted with.
 
     Args:
@@ -178,7 +191,7 @@ def compiled(lowered: jax.stages.Lowered, mesh: Mesh | None = None, topology: To
     shape, ids = dict(mesh.shape), [device.id for device in mesh.devices.flat]
     if chip and (chip.clock or not chip.torus_dims) and device.platform != "cpu":
         schedule = schedule_of(text, shape, topology or Topology.of(mesh), chip.clock, ids)
-    return Compiled(
+    return CompiledProgram(
         program=program,
         mesh=mesh,
         collectives=read_collectives(text, shape, device_ids=ids),
@@ -239,7 +252,7 @@ def _named(one: Collective, program: Program) -> Collective:
 
 
 def _argument_of(name: str, program: Program) -> str | None:
-    """The argument that lower.py, and XLA after it, calls so."""
+    """The argument that `lower/emitter.py`, and XLA after it, calls so."""
     found = re.search(r"\barguments\[(\d+)\]", name)
     return program.arguments[int(found[1])].name if found else None
 

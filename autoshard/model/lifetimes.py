@@ -41,7 +41,8 @@ from dataclasses import dataclass
 from autoshard.model.groups import Group, Use, is_kernel_gradient, is_matrix_product, reads_images
 from autoshard.program import Equation, Program, Value
 
-# Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/predictions.py` prints.
+# Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/peaks_under_limits.py`
+# prints.
 HEAP = 1.05
 
 Span = tuple[int, int]  # program points, half-open

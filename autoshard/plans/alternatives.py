@@ -23,12 +23,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.layout import Layout, replicated, shards
+from autoshard.layout import Layout, MeshShape, replicated, shards
 from autoshard.model.formulation import Formulation, Kept
 from autoshard.model.groups import Group
 from autoshard.model.strategies import Strategy
@@ -38,7 +38,7 @@ from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
 
-_TIME_LIMIT = 10.0  # s, per alternative; the few choices that are left rarely take one
+_TIME_LIMIT = 10.0  # s, per alternative; an alternative leaves few choices, and rarely takes 1 s
 
 Allowed = Mapping[int, list[int]]  # node -> options
 
@@ -91,12 +91,12 @@ class _Problems:
 
     def __init__(self, formulation: Formulation):
         self.formulation, self.mesh = formulation, formulation.mesh
-        self.finest = cache(self._finest)
+        self.finest = cache(partial(_finest, self.mesh))  # not a method, or what is cached keeps itself alive
         program = formulation.program
         self.state = sorted(program.carried)
         self.batch = [i for i in range(len(program.arguments)) if i not in program.carried]
         self.of_state = _of_state(formulation)
-        self.making = [  # the groups that make them
+        self.making = [  # the groups that make values of `of_state`
             group for group in formulation.groups if any(made.value.id in self.of_state for made in group.made)
         ]
         self.meeting = [  # the groups in which weights meet activations
@@ -216,12 +216,6 @@ class _Problems:
 
     # The mesh as a row.
 
-    def _finest(self, size: int) -> tuple[str, ...]:
-        """The axes, in mesh order, that split a dim of this size into the most pieces."""
-        subsets = (axes for n in range(len(self.mesh) + 1) for axes in itertools.combinations(self.mesh, n))
-        dividing = (axes for axes in subsets if size % shards(axes, self.mesh) == 0)
-        return max(dividing, key=lambda axes: shards(axes, self.mesh))
-
     def in_a_row(self, layout: Layout) -> bool:
         return sum(map(bool, layout)) <= 1
 
@@ -271,6 +265,13 @@ class _Problems:
             for edge in problem.edges
         )
         return replace(problem, edges=edges)
+
+
+def _finest(mesh: MeshShape, size: int) -> tuple[str, ...]:
+    """The axes, in mesh order, that split a dim of this size into the most pieces."""
+    subsets = (axes for n in range(len(mesh) + 1) for axes in itertools.combinations(mesh, n))
+    dividing = (axes for axes in subsets if size % shards(axes, mesh) == 0)
+    return max(dividing, key=lambda axes: shards(axes, mesh))
 
 
 def _of_state(formulation: Formulation) -> set[int]:

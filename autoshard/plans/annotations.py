@@ -15,7 +15,7 @@ class Scatter:
 
     dim: int  # of the result, which is sliced
     stages: Stages
-    others: tuple[str, ...]  # over which the slices are all_reduced
+    others: tuple[str, ...]  # mesh axes over which the slices are all_reduced
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,4 @@ class Annotations:
     wants: Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
     scatters: Mapping[int, Scatter] = field(default_factory=dict)  # equation -> how its partial sums are finished
     sums: Mapping[int, Layout] = field(default_factory=dict)  # value -> how its sum lies before XLA slices it
-    implied: Collection[int] = frozenset()  # values that lie so without being told, from what they are made of
+    implied: Collection[int] = frozenset()  # values that propagation brings to their layout without a constraint

@@ -14,19 +14,22 @@ from autoshard.mesh.collectives import Collective
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
-from autoshard.trees import Tree
+from autoshard.program.trees import Tree
 
 _FORMAT = 4
 
 
-def to_json(plan: PlanData, known: Mapping[str, Prediction | None] | None, reasons: Mapping[str, str]) -> dict:
+def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None) -> dict:
     """A plan as numbers, words, lists and dicts.
 
     Args:
-        known: the figures that it is compared with, if they have been found.
-        reasons: why some of these have none.
+        alternatives: the figures that it is compared with, or why there are none; None if they have not been found.
     """
     annotations = plan.annotations
+    figures: dict[str, Any] | None = None
+    if alternatives is not None:
+        figures = {name: None if isinstance(one, str) else asdict(one) for name, one in alternatives.items()}
+    reasons = {name: one for name, one in (alternatives or {}).items() if isinstance(one, str)}
     return {
         "format": _FORMAT,
         "name": plan.name,
@@ -42,8 +45,8 @@ def to_json(plan: PlanData, known: Mapping[str, Prediction | None] | None, reaso
         "results": [_placed_to_json(placed) for placed in plan.results],
         "carried": list(plan.carried.items()),
         "predicted": asdict(plan.predicted),
-        "alternatives": known and {name: predicted and asdict(predicted) for name, predicted in known.items()},
-        "absent": dict(reasons),
+        "alternatives": figures,
+        "absent": reasons,
         "argument_slots": _tree_to_json(plan.argument_tree.plain(range(len(plan.arguments)))),
         "result_slots": _tree_to_json(plan.result_tree.plain(range(len(plan.results)))),
         "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
@@ -59,8 +62,8 @@ class Contents(NamedTuple):
     """What a file says."""
 
     plan: PlanData
-    known: Mapping[str, Prediction | None] | None  # figures that it is compared with
-    reasons: Mapping[str, str]  # why some have none
+    # Figures that it is compared with, or why there are none. None: it was saved before they were found.
+    alternatives: Mapping[str, Prediction | str] | None
 
 
 def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
@@ -74,9 +77,16 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
     check_mesh(content["mesh"], mesh, where)
     arguments = tuple(_placed_from_json(entry) for entry in content["arguments"])
     results = tuple(_placed_from_json(entry) for entry in content["results"])
-    alternatives = content["alternatives"] and {
-        name: predicted and _prediction_from_json(predicted) for name, predicted in content["alternatives"].items()
-    }
+    reasons = content.get("absent", {})  # older files have none
+    found = content["alternatives"]
+    alternatives = (
+        None
+        if found is None
+        else {
+            name: _prediction_from_json(one) if one else reasons.get(name, "no such sharding")
+            for name, one in found.items()
+        }
+    )
     wants = {}
     for key, words in content["wants"].items():
         equation, operand = map(int, key.split("/"))
@@ -106,7 +116,7 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
         axis_types=_axis_types(content.get("axis_types")),
     )
-    return Contents(plan, alternatives, content.get("absent", {}))
+    return Contents(plan, alternatives)
 
 
 def _axis_types(names: list[str] | None) -> tuple[AxisType, ...] | None:

@@ -17,7 +17,7 @@ from autoshard.layout import Layout, spec_of, with_auto_axes, with_axis_types
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
-from autoshard.trees import Tree
+from autoshard.program.trees import Tree
 
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
 

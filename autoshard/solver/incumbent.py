@@ -20,13 +20,18 @@ class Incumbent:
     each change, so that a problem learns at once what its parts learn.
     """
 
-    def __init__(self, problem: Problem, tell: Callable[[], None] = lambda: None):
+    def __init__(self, problem: Problem, tell: Callable[[], None] | None = None):
         self.problem = problem
         self.best: tuple[tuple[int, ...], float] | None = None  # one value, so that Ctrl-C finds both or neither
         self.bound = -math.inf
-        self.tell = tell
-        self.tolerance: Callable[[], float] = lambda: 0.0  # cost above the bound at which the choice is good enough
+        self.tell = tell or _tells_nobody
+        # Cost above the bound at which the choice is good enough.
+        self.tolerance: Callable[[], float] = _tolerates_nothing
         self.always_tolerant = False  # whether the tolerance ends cheap searches and those of few options, too
+
+    def disconnect(self) -> None:
+        """Ends what `tell` and `tolerance` do, which refer to the incumbent: dropped, it would keep itself alive."""
+        self.tell, self.tolerance = _tells_nobody, _tolerates_nothing
 
     @property
     def choice(self) -> tuple[int, ...] | None:
@@ -70,6 +75,14 @@ class Incumbent:
         if bound > self.bound:
             self.bound = bound
             self.tell()
+
+
+def _tells_nobody() -> None:
+    pass
+
+
+def _tolerates_nothing() -> float:
+    return 0.0
 
 
 def least_sum(problem: Problem) -> float:

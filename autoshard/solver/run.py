@@ -127,13 +127,18 @@ class Run:
         if not fits(small.rest, incumbent.problem.limit):
             raise NoChoice
         incumbents = self._incumbents(incumbent, small)
+        try:
+            self._solve_parts(incumbents, bounds_pay=bounds_pay, of_whole=incumbent is self.incumbent)
+        finally:
+            for part in incumbents:
+                part.disconnect()
+
+    def _solve_parts(self, incumbents: list[Incumbent], *, bounds_pay: bool, of_whole: bool) -> None:
         is_large = [self.is_large(part.problem) for part in incumbents]
         large = sum(is_large)
         for part in sorted(incumbents, key=lambda part: len(part.problem.costs)):
             large_now = self.is_large(part.problem)
-            self._improve(
-                Part(part, large_now, bounds_pay, of_whole=incumbent is self.incumbent, share=1 / max(1, large))
-            )
+            self._improve(Part(part, large_now, bounds_pay, of_whole=of_whole, share=1 / max(1, large)))
             large -= large_now
 
     def _incumbents(self, whole: Incumbent, small: Simplification) -> list[Incumbent]:

@@ -101,6 +101,8 @@ def solve(
             raise
     except NoChoice:
         raise infeasible_error(run) from None
+    finally:
+        incumbent.disconnect()
     if incumbent.choice is None:
         raise late_error(problem, f"{time_limit:g} s" if iterations is None else f"{iterations} iterations")
     seconds = run.report.finish()

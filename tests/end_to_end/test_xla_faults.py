@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips
 
 from autoshard import ConflictError, autoshard
-from autoshard.on_shards import _halved
+from autoshard.lower.on_shards import _halved
 
 PAGE = Path(__file__).parents[2] / "docs" / "xla_faults.md"
 GROUPED = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 3}

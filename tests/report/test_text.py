@@ -1,6 +1,7 @@
 """The printed plan, compared as prose with files in tests/golden.
 
-A report that changed on purpose is written anew by ``python tests/report/test_text.py``, to be read in the diff.
+A report that changed on purpose is written anew by ``PYTHONPATH=tests python tests/report/test_text.py``, to be read in
+the diff.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from steps import mlp
 import autoshard
 from autoshard import Link, Topology
 from autoshard.layout import layout_of, spec_text
+from autoshard.plans import alternatives
 from autoshard.plans.plan import PlacedArray
-from autoshard.report.text import bytes_text, folded, seconds_text
+from autoshard.report.folding import folded
+from autoshard.report.plan_sections import plan_sections
+from autoshard.report.section import Bytes, Seconds, Section, Share
+from autoshard.report.text import text_of
+from autoshard.report.units import bytes_text, seconds_text
 from autoshard.user_plan import Plan
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -44,10 +50,11 @@ def mlp_plan(width: int, batch: int, mesh: dict[str, int], **options) -> Plan:
 
 
 PLANS = {
-    "large_batch": lambda: mlp_plan(64, 65536, {"data": 8}),
-    "one_device": lambda: mlp_plan(64, 128, {"data": 1}),
-    "tight_memory": lambda: mlp_plan(512, 8192, {"data": 8}, memory="50 MB"),
-    "wide_layers": lambda: mlp_plan(2048, 16, {"data": 2, "model": 4}),
+    "large_batch": lambda: mlp_plan(64, 65536, {"data": 8}).compare(),
+    "not_compared": lambda: mlp_plan(64, 65536, {"data": 8}),
+    "one_device": lambda: mlp_plan(64, 128, {"data": 1}).compare(),
+    "tight_memory": lambda: mlp_plan(512, 8192, {"data": 8}, memory="50 MB").compare(),
+    "wide_layers": lambda: mlp_plan(2048, 16, {"data": 2, "model": 4}).compare(),
 }
 
 
@@ -60,6 +67,35 @@ def test_the_golden_text_tells_plans_apart():
     plan = PLANS["one_device"]()
     other = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, peak_bytes=1))
     assert f"{other}\n" != (GOLDEN / "one_device.txt").read_text()
+
+
+def test_printing_searches_for_nothing(monkeypatch):
+    plan, searches = PLANS["not_compared"](), []
+    solve = alternatives.solve
+
+    def counted(problem, **options):
+        searches.append(problem)
+        return solve(problem, **options)
+
+    monkeypatch.setattr(alternatives, "solve", counted)
+    assert "plan.compare()" in str(plan) and "plan.compare()" in plan._repr_html_() and not searches
+    assert "plan.compare()" not in str(plan.compare()) and len(searches) == len(plan.alternatives) == 3
+    assert str(plan).count("tensor parallel") == 1 and len(searches) == 3
+
+
+def test_sections_are_data():
+    """Figures stay figures until a renderer writes them."""
+    plan = PLANS["large_batch"]()
+    sections = plan_sections(plan, plan.comparison.known)
+    figures = {piece for section in sections for row in section.rows for piece in row if not isinstance(piece, str)}
+    assert {Seconds(plan.predicted.step_seconds), Bytes(plan.predicted.peak_bytes)} <= figures
+    assert all(len(row) == 1 + len(section.columns) for section in sections for row in section.rows)
+    assert text_of(sections) == str(plan)
+
+
+def test_what_is_empty_is_left_out():
+    said = Section(("Title",), lines=(("a line of ", Share(0.5)),))
+    assert text_of([Section(), said, Section(("only a title",))]) == "Title\na line of 50.00%"
 
 
 def test_notebooks_show_the_same_text():

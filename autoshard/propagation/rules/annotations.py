@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from jax.sharding import PartitionSpec
 
-from autoshard.explicit import open_axes
 from autoshard.jaxprs import CONSTRAINTS, said
 from autoshard.layout import layout_of
 from autoshard.program import Equation
+from autoshard.program.explicit import open_axes
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of

@@ -137,3 +137,5 @@ def solve_below(
         run.solve(fewer, bounds_pay=left < enough_fewer)
     except NoChoice:
         incumbent.prove(ceiling)
+    finally:
+        fewer.disconnect()

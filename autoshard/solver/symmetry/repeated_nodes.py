@@ -74,6 +74,7 @@ class RepeatedNodes:
         finally:
             if kinds.choice is not None:
                 incumbent.offer(small.expand(leaner_choice(small.problem, kinds.choice, run.seed)))
+            kinds.disconnect()
         return kinds
 
     def _prove(self, incumbent: Incumbent, node_kinds: NodeKinds, priced: KindProblem | None, run: Run) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey, PyTreeDef, keystr, register_pytree_with_keys_class, tree_flatten_with_path
 
-# nnx holds every array in the `value` of a Variable; nobody wants to read that.
+# nnx holds every array in the `value` of a Variable: names of arrays leave this key out.
 VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
 
 
@@ -135,14 +135,14 @@ class _Path:
 
 @register_pytree_with_keys_class
 @dataclass(frozen=True, eq=False)
-class Boxed:
+class Box:
     """A pytree whose containers JAX does not rebuild: it may be filled with anything."""
 
     tree: Tree
     leaves: Sequence[Any]
 
     @classmethod
-    def of(cls, tree: Any) -> Boxed:
+    def of(cls, tree: Any) -> Box:
         return cls(Tree.of(tree), jax.tree.leaves(tree))
 
     def opened(self) -> Any:
@@ -152,5 +152,5 @@ class Boxed:
         return list(zip(map(_Path, self.tree.paths), self.leaves, strict=True)), self.tree
 
     @classmethod
-    def tree_unflatten(cls, tree: Tree, leaves: Sequence[Any]) -> Boxed:
+    def tree_unflatten(cls, tree: Tree, leaves: Sequence[Any]) -> Box:
         return cls(tree, leaves)

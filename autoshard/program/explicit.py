@@ -114,7 +114,7 @@ def _layout_in(aval: Any) -> Layout | None:
             "Pass and return jax.sharding.reshard(x, P(...)) without unreduced= and reduced=; inside the step they may "
             "stay."
         )
-    order = sharding.mesh.axis_names.index  # plans know no other
+    order = sharding.mesh.axis_names.index  # layouts of plans have axes in the order of the mesh
     return tuple(tuple(sorted(axes, key=order)) for axes in layout_of(_bare(sharding.spec), aval.ndim))
 
 
@@ -246,7 +246,8 @@ class _Rewriter:
 
     def __init__(self, obey: bool):
         self.obey = obey
-        self.known: dict[int, tuple[Jaxpr, Jaxpr]] = {}  # by the address of the first, which is kept for that
+        # Address of a jaxpr -> the jaxpr, kept so that no other gets its address, and its rewritten form.
+        self.known: dict[int, tuple[Jaxpr, Jaxpr]] = {}
 
     def closed(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         jaxpr, consts = self.jaxpr(closed.jaxpr), list(map(_const, closed.consts))
@@ -317,7 +318,7 @@ class _Rewriter:
         for name in _RESULT_SHARDINGS:
             if _is_typed(params.get(name)):
                 order, params[name] = self.ordered(eqn) if len(outputs) == 1 else None, None
-        if eqn.primitive.name == "call_hi_primitive":  # defined by a function, which JAX traces when it is bound
+        if eqn.primitive.name == "call_hi_primitive":  # its function is traced when the primitive is bound
             with jax.sharding.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
                 if (called := called_jaxpr(eqn)) is not None:
                     return [call_of(eqn, self.closed(called), inputs, outputs)]

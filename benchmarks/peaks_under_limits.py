@@ -1,8 +1,8 @@
 """How true plans come: predicted collectives and peak memory beside those of the compiled program, on 8 CPU devices.
 
-    python benchmarks/predictions.py                             # the test models, free to take all memory
-    python benchmarks/predictions.py --shares 0.3 0.7            # and under limits between the least and the free peak
-    python benchmarks/predictions.py --models gpt tied --meshes 8
+    python benchmarks/peaks_under_limits.py                             # the test models, all memory free
+    python benchmarks/peaks_under_limits.py --shares 0.3 0.7            # and under limits between least and free peak
+    python benchmarks/peaks_under_limits.py --models gpt tied --meshes 8
 
 Prints a row per plan: whether the collectives agree in kind, axes and bytes, and by how much the predicted peak is off.
 """

@@ -11,14 +11,14 @@ Arguments = tuple[tuple, dict[str, Any]]  # positional and keyword arguments
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ArgumentSelection:
     """Some arguments of a function, by the rules of `jax.jit`."""
 
     positions: frozenset[int]
     names: frozenset[str]
 
     @classmethod
-    def of(cls, fn: Callable, jit_keywords: Mapping[str, Any], kind: str) -> Chosen:
+    def of(cls, fn: Callable, jit_keywords: Mapping[str, Any], kind: str) -> ArgumentSelection:
         """From `kind_argnums` and `kind_argnames`; if only one is given, the other follows from the signature."""
         argnums, argnames = (jit_keywords.get(f"{kind}_{which}") for which in ("argnums", "argnames"))
         positions, names = _as_tuple(argnums), _as_tuple(argnames)
@@ -47,7 +47,7 @@ class Chosen:
 
 
 def join(chosen: tuple, others: Arguments) -> Arguments:
-    """The way back from `Chosen.split`."""
+    """The way back from `ArgumentSelection.split`."""
     positional, keyword = list(others[0]), dict(others[1])
     for place, value in chosen:
         if isinstance(place, int):
@@ -65,7 +65,7 @@ def signature_without(fn: Callable, chosen: Iterable[int | str]) -> inspect.Sign
     left = [p for i, p in enumerate(parameters) if p.name not in chosen and (i not in chosen or _takes_many(p))]
     try:
         return inspect.Signature(left)
-    except ValueError:  # one without a default behind one with
+    except ValueError:  # a parameter without a default behind one with a default
         return None
 
 

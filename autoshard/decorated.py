@@ -1,0 +1,293 @@
+"""What `autoshard` returns: a function that is traced, planned, compiled and placed on its mesh when it is called."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, overload
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from autoshard.arguments import (
+    ArrayType,
+    abstract,
+    is_deleted,
+    is_typed_on,
+    not_an_array,
+    place,
+    run_transformed,
+    type_of,
+    whole_type,
+    without_type,
+)
+from autoshard.errors import ArgumentError, MeshError
+from autoshard.jaxprs import calls_back
+from autoshard.lower import Step, named_refusals
+from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
+from autoshard.planning import PlansByProgram, bound_plan, lowered, planned
+from autoshard.program import Program, context, named_refusal, trace
+from autoshard.program.explicit import is_explicit, type_sharding
+from autoshard.program.signature import Arguments, ArgumentSelection, join
+from autoshard.solver.runtime.garbage_collection import uncollected
+from autoshard.user_plan import Plan
+
+Parameters = ParamSpec("Parameters")  # of a step
+Rest = ParamSpec("Rest")  # of a method, less the instance
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _PlannedStep:
+    """One signature of the step, planned and handed to `jax.jit`."""
+
+    plan: Plan
+    program: Program
+    context: Any  # of tracing; kept, so that no other context gets its address
+
+    @property
+    def step(self) -> Step:
+        assert self.plan.lowering is not None, "`lowered` gives it one"
+        return self.plan.lowering.step
+
+    @functools.cached_property
+    def calls_back(self) -> bool:
+        return calls_back(self.program.jaxpr)
+
+    @functools.cached_property
+    def sentinels(self) -> tuple[int, ...]:
+        """One array of each donated argument: if it has been deleted, the argument was donated before."""
+        first = {self.program.in_tree.paths[i][:2]: i for i in sorted(self.program.donated, reverse=True)}
+        return tuple(first.values())
+
+
+class _Call(NamedTuple):
+    """What a call was made with, and ran."""
+
+    signature: tuple[Any, ...]  # types of static arguments, static arguments, containers of the other arguments
+    compiled: _PlannedStep
+    run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
+    sentinels: tuple[int, ...]
+
+
+def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
+    return tuple(type(value) for _, value in static)
+
+
+class ShardedFunction(Generic[Parameters, Result]):
+    """A function that is planned, compiled and placed on its mesh when it is called."""
+
+    def __init__(
+        self,
+        fn: Callable[Parameters, Result],
+        *,
+        options: Options,
+        jit_keywords: Mapping[str, Any],
+        given: Plan | None = None,
+    ) -> None:
+        if not callable(fn):
+            raise ArgumentError(f"autoshard decorates a function; {fn!r} cannot be called")
+        functools.update_wrapper(self, fn)
+        self._fn, self._options, self._given = fn, options, given
+        self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
+        self._jit_keywords = compile_keywords(jit_keywords)
+        self._static = ArgumentSelection.of(fn, jit_keywords, "static")
+        self._compiled: dict[tuple[Any, ...], _PlannedStep] = {}
+        self._planned_before: PlansByProgram = {}
+        # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
+        self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._last: _Call | None = None  # the last call, if all of its arguments lay as planned
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(
+        self: ShardedFunction[Concatenate[Any, Rest], Result], instance: object, owner: type | None = None
+    ) -> Callable[Rest, Result]: ...
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        static, dynamic = self._static.split(args, kwargs)
+        leaves, in_tree = jax.tree.flatten(dynamic)
+        signature = _kinds(static), static, in_tree  # types first: values of unlike types are never compared
+        last, refused = self._last, False
+        if last is not None and last.signature == signature and not any(is_deleted(leaves[i]) for i in last.sentinels):
+            try:
+                with jax.no_tracing(True):  # run only what has been compiled, for arguments that lie as these do
+                    results = last.run(*leaves)
+            except jax.errors.JaxRuntimeError:
+                raise
+            except (RuntimeError, TypeError, ValueError):
+                refused = True
+            else:
+                earlier: Result = last.compiled.step.result(results)
+                return earlier
+        if _by_hand() or _transforms_types(leaves):
+            inner: Result = jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
+            return inner
+        compiled = self._prepare(static, dynamic, leaves, in_tree)
+        if not isinstance(compiled.plan.mesh, Mesh):
+            raise MeshError(
+                f"{compiled.plan.mesh} has no devices, so the step can be planned and lowered but not run.\n"
+                "Give autoshard a mesh of devices (jax.make_mesh) to run it."
+            )
+        step = compiled.step
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            traced: Result = step.result(run_transformed(step.transformed, leaves, compiled.plan.mesh))
+            return traced
+        placed = place(leaves, compiled.plan, compiled.program.donated)
+        untouched = all(map(operator.is_, leaves, placed))
+        # A Python callback may have something to trace.
+        again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
+        self._last = _Call(signature, compiled, step.flat, compiled.sentinels) if again else None
+        with named_refusals(compiled.program, compiled.plan.mesh):
+            result: Result = step.result(step.flat(*placed))
+            return result
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """How the step is sharded for arguments like these: arrays or ShapeDtypeStructs."""
+        return self._planned(args, kwargs).plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The annotated step, lowered; `.compile()` compiles it for the devices of the mesh."""
+        lowering = self._planned(args, kwargs).plan.lowering
+        assert lowering is not None, "`lowered` gives it one"
+        return lowering()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Program:
+        """The step's program for arguments like these."""
+        static, dynamic = self._static.split(args, kwargs)
+        return self._trace(static, dynamic, self._types(jax.tree.leaves(dynamic), static, dynamic))[0]
+
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PlannedStep:
+        static, dynamic = self._static.split(args, kwargs)
+        return self._prepare(static, dynamic, *jax.tree.flatten(dynamic))
+
+    def _prepare(self, static: tuple[Any, ...], dynamic: Arguments, leaves: list[Any], in_tree: Any) -> _PlannedStep:
+        types = self._types(leaves, static, dynamic)
+        key = static, _kinds(static), in_tree, id(context())
+        try:
+            compiled = self._compiled.get((*key, types))
+        except TypeError as error:
+            raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
+        if compiled is None:
+            with uncollected():
+                program, used = self._trace(static, dynamic, types)
+                if not program.closes_over_tracers:
+                    compiled = self._compiled.get((*key, used))
+                if compiled is None:
+                    compiled = self._planned_anew(program)
+            if not program.closes_over_tracers:
+                self._compiled[*key, types] = self._compiled[*key, used] = compiled
+        return compiled
+
+    def _planned_anew(self, program: Program) -> _PlannedStep:
+        if self._given:
+            plan = bound_plan(self._given, program, self._options)
+        else:
+            plan = planned(program, self._options, self._jit_keywords, self._planned_before)
+        return _PlannedStep(lowered(program, plan, self._jit_keywords), program, context())
+
+    def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
+        try:
+            types = tuple(map(type_of, leaves))
+        except TypeError as error:
+            blanks = tuple((place, None) for place, _ in static)
+            raise not_an_array(self._fn, *join(blanks, dynamic)) from error
+        context = jax.sharding.get_abstract_mesh()
+        traced = tuple(self._as_traced(one, context) for one in types)
+        if not self._options.ignore_constraints:
+            return traced
+        # The step's own results have no types then: they are traced with those that their arguments had before.
+        opened = tuple(map(without_type, types))
+        key = opened, context.axis_types
+        before = self._types_before.get(key, opened)
+        merged = tuple(old if new == bare else new for new, old, bare in zip(traced, before, opened, strict=True))
+        self._types_before[key] = merged
+        if not self._is_ours(context):
+            return merged
+        return tuple(whole_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True))
+
+    def _as_traced(self, type_: ArrayType, context: AbstractMesh) -> ArrayType:
+        """An argument's type as the step is traced with it: on Explicit axes if `jax.jit` would trace so.
+
+        A number is always whole on them, so that one that the step returned is of the type of the first.
+        """
+        if is_typed_on(type_, self._options.mesh) and (context.empty or context.axis_types == type_[4].mesh.axis_types):
+            return type_
+        is_number = isinstance(type_, tuple) and not type_[0]
+        return whole_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
+
+    def _is_ours(self, mesh: AbstractMesh) -> bool:
+        """Whether it is an explicit mesh of the axes that the step is planned for."""
+        return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
+
+    def _trace(
+        self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+    ) -> tuple[Program, tuple[Any, ...]]:
+        """The program, and the types of arguments that it was traced with."""
+        args, kwargs = join(static, dynamic)
+        obey = not self._options.ignore_constraints
+        refusals: list[MeshError | None] = []
+        set_by_caller = jax.sharding.get_abstract_mesh()
+        attempts = self._attempts(types)
+        for i, (mesh, tried) in enumerate(attempts):
+            try:
+                with jax.sharding.use_abstract_mesh(mesh):
+                    leaves = list(map(abstract, tried))
+                    return trace(self._fn, args, kwargs, leaves=leaves, obey=obey, **self._trace_keywords), tried
+            except Exception as error:
+                explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
+                named = named_refusal(self._fn, error) if explicit else None
+                refusals.append(named)
+                says_another = (set_by_caller.empty and named is not None) or _wants_another_context(error)
+                if i < len(attempts) - 1 and says_another:
+                    continue
+                if (named := next(filter(None, refusals), None)) is not None:
+                    raise named from error
+                raise
+        raise AssertionError("there is an attempt")
+
+    def _attempts(self, types: tuple[Any, ...]) -> list[tuple[AbstractMesh, tuple[Any, ...]]]:
+        """Meshes to trace under, and types of arguments to trace with: as `jax.jit` does it, then what is tried if JAX
+        refuses the step.
+
+        A step that names axes and is traced under no mesh means those of ours, Auto or Explicit. Without a mesh that
+        is set, arguments lie on Explicit axes by chance, since `jax.make_mesh` makes such: their types count only for
+        a step that cannot do without.
+        """
+        context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
+        assert self._options.given_mesh is not None, "`options_of` has it"
+        given, opened = self._options.given_mesh.abstract_mesh, tuple(map(without_type, types))
+        if not context.empty:
+            auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names)), opened
+            return [(context, types), auto] if self._is_ours(context) else [auto]
+        typed = [(one[4].mesh, types) for one in types if isinstance(one, tuple) and one[4] is not None][:1]
+        as_typed = [(context, types), *typed] if typed and is_explicit(given) else []
+        named = typed or [(given, opened)] * is_explicit(given)
+        return [(context, opened), (ours, opened), *(as_typed or named)]
+
+
+def _wants_another_context(error: Exception) -> bool:
+    """Whether JAX refuses a step for the mesh that is set, or for the kind of its axes."""
+    if not isinstance(error, RuntimeError | ValueError | AssertionError):
+        return False
+    return any(words in str(error) for words in ("set_mesh", "with_sharding_constraint", "type Auto"))
+
+
+def _by_hand() -> bool:
+    """Whether the caller runs on each device's shards, in a `shard_map` or `pmap`: nothing can be split there."""
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def _transforms_types(leaves: Sequence[Any]) -> bool:
+    """Whether arrays are being transformed in explicit mode: how derivatives and batches lie, types say already."""
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+    explicit = is_explicit(jax.sharding.get_abstract_mesh())
+    return any(explicit or type_sharding(jax.typeof(leaf)) is not None for leaf in traced)

@@ -1,0 +1,422 @@
+"""A traced step and the shardings of its inner values in, the annotated function out.
+
+The step's jaxpr is run again, equation by equation, with a `with_sharding_constraint` on every value whose sharding the
+plan decided. `scan`, `while`, `cond`, `jax.checkpoint` and custom derivatives stay what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from autoshard.jaxprs import (
+    CONSTRAINTS,
+    CUSTOM,
+    HOST,
+    NO_MESH,
+    REMAT,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    called_jaxpr,
+    called_operands,
+    equations_of,
+    guards,
+    is_array,
+    is_kernel,
+    on_host,
+    run,
+    said,
+    scan_counts,
+)
+from autoshard.layout import Layout, spec_of
+from autoshard.lower.constraints import constraints_of
+from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
+from autoshard.lower.xla_faults import apart_from_slices, within_bounds
+from autoshard.mesh.resharding import stops
+from autoshard.plans.annotations import Annotations
+from autoshard.program import Equation, Program
+from autoshard.program.explicit import open_axes, type_sharding
+
+
+@dataclass(frozen=True)
+class ShardedArray:
+    """An array of the running program, with the resharded copy that its readers share."""
+
+    array: Any
+    layout: Layout | None = None  # None: the plan has no layout for the array
+    copy: Any = None
+    copy_layout: Layout | None = None
+
+    @property
+    def shell(self) -> ShardedArray:
+        """Its layouts alone: what may outlive the trace that the arrays belong to."""
+        return ShardedArray(None, self.layout, None, self.copy_layout)
+
+
+def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
+    """`program` as a function from flat arguments to flat results, its inner values sharded as `annotations` say."""
+    return Emitter(program, annotations, mesh).run
+
+
+class Emitter:
+    """One run of a program's jaxpr with the constraints of a plan."""
+
+    def __init__(
+        self,
+        program: Program,
+        annotations: Annotations,
+        mesh: Mesh | AbstractMesh,
+        results: Sequence[Layout] | None = None,  # the layouts of results; None: each stays in the layout it is made in
+    ):
+        self.program, self.annotations, self.mesh, self.wanted = program, annotations, mesh, results
+        self.equations: Mapping[tuple, Equation] = {equation.path: equation for equation in program.equations}
+        self.constraints = constraints_of(program, annotations)
+
+    def run(self, *arguments: Any) -> list:
+        # The caller may have set another mesh, even of another size: no mesh is set first, then that of the plan.
+        with jax.sharding.use_abstract_mesh(NO_MESH), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return self.results(arguments)
+
+    def results(self, arguments: Sequence[Any]) -> list:
+        closed = self.program.jaxpr
+        env = {}
+        for i, (var, array) in enumerate(zip(closed.jaxpr.invars, arguments, strict=True)):
+            with jax.named_scope(f"arguments[{i}]"):  # what XLA calls the argument itself
+                env[var] = self.sharded(self.program.arguments[i].id, array)
+        env |= {
+            var: self.sharded(value.id, self.untyped(array))
+            for var, value, array in zip(closed.jaxpr.constvars, self.program.constants, closed.consts, strict=True)
+        }
+        made = self.body(closed, env, ())
+        if self.wanted is None:
+            return [entry.array for entry in made]
+        return [self.on_the_way(entry, want) for entry, want in zip(made, self.wanted, strict=True)]
+
+    # Arrays and their shardings.
+
+    def untyped(self, array: Any) -> Any:
+        """An array on Auto axes, whatever its type says."""
+        if type_sharding(jax.typeof(array)) is None:
+            return array
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
+
+    def constrained(self, array: Any, layout: Layout | None) -> Any:
+        if not layout or not is_array(jax.typeof(array)):  # without a plan, without dims, or a token
+            return array
+        memory_kind = HOST if on_host(jax.typeof(array)) else None
+        sharding = NamedSharding(self.mesh, spec_of(layout), memory_kind=memory_kind)
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    def constrained_to(self, array: Any, sharding: NamedSharding | None) -> Any:
+        """The user's own constraint, on our mesh."""
+        if sharding is None or open_axes(sharding.mesh):  # the plan decides along open axes, too
+            return array
+        ours = NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        return jax.lax.with_sharding_constraint(array, ours)
+
+    def resharded(self, array: Any, source: Layout | None, target: Layout | None) -> Any:
+        """An array from one layout to another, by way of those that XLA needs; from None: it may lie in any."""
+        if source and target and is_array(jax.typeof(array)):
+            for stop in stops(source, target, self.mesh.shape):
+                array = self.constrained(array, stop)
+        return self.constrained(array, target)
+
+    def on_the_way(self, entry: ShardedArray, want: Layout) -> Any:
+        """A result where `out_shardings` can take it from."""
+        if entry.layout and is_array(jax.typeof(entry.array)) and (way := stops(entry.layout, want, self.mesh.shape)):
+            return self.resharded(entry.array, entry.layout, way[-1])
+        return entry.array
+
+    def sharded(self, value: int, array: Any) -> ShardedArray:
+        """The array of a value, constrained to the layout it is made in, and its shared copy."""
+        home, pin, made_in = (
+            self.annotations.homes.get(value),
+            self.constraints.get(value),
+            self.annotations.sums.get(value),
+        )
+        array = self.resharded(self.constrained(array, made_in), made_in, pin)
+        copy_layout = self.annotations.copies.get(value)
+        copy = None if copy_layout is None else self.resharded(array, home, copy_layout)
+        return ShardedArray(array, home, copy, copy_layout)
+
+    def read(self, entry: ShardedArray, equation: Equation | None, operand: int) -> Any:
+        """The array as this operand wants it."""
+        want = None if equation is None else self.annotations.wants.get((equation.index, operand))
+        if want is None or want == entry.layout:
+            return entry.array
+        if entry.copy_layout is None:
+            return self.resharded(entry.array, entry.layout, want)
+        return entry.copy if want == entry.copy_layout else self.resharded(entry.copy, entry.copy_layout, want)
+
+    def behind_barrier(self, operands: Sequence[ShardedArray]) -> list[ShardedArray]:
+        """All of them behind one barrier: what is computed from one waits for the others.
+
+        Says the shardings again: propagation passes through a barrier, and would pick others behind it.
+        """
+        pairs = jax.lax.optimization_barrier([(entry.array, entry.copy) for entry in operands])
+        return [
+            ShardedArray(
+                self.constrained(array, entry.layout),
+                entry.layout,
+                self.constrained(copy, entry.copy_layout),
+                entry.copy_layout,
+            )
+            for entry, (array, copy) in zip(operands, pairs, strict=True)
+        ]
+
+    def outputs(self, equation: Equation | None, arrays: Sequence[Any]) -> list[ShardedArray]:
+        if equation is None:  # no equation reads the results
+            return [ShardedArray(array) for array in arrays]
+        return [self.sharded(value.id, array) for value, array in zip(equation.outputs, arrays, strict=True)]
+
+    # Equations.
+
+    def body(self, closed: ClosedJaxpr, env: dict, path: tuple) -> list[ShardedArray]:
+        equations = equations_of(closed.jaxpr)
+        for i, eqn in enumerate(equations):
+            first = self.program.merged.get((*path, i))
+            if first is None:
+                operands = [_operand(env, atom) for atom in eqn.invars]
+                results = self.equation(eqn, operands, (*path, i))
+            else:
+                results = [env[var] for var in equations[first].outvars]
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [_operand(env, atom) for atom in closed.jaxpr.outvars]
+
+    def call(self, closed: ClosedJaxpr, entries: Sequence[ShardedArray], path: tuple) -> list[ShardedArray]:
+        env = dict(zip(closed.jaxpr.invars, entries, strict=True))
+        env |= {
+            var: ShardedArray(self.untyped(const))
+            for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        }
+        return self.body(closed, env, path)
+
+    def equation(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
+        scope = _scope(eqn, self.equations.get(path))
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            return self.emitted(eqn, operands, path)
+
+    def emitted(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
+        name, opened = eqn.primitive.name, called_jaxpr(eqn)
+        if opened is not None and name in CUSTOM:
+            return self.custom(eqn, opened, operands, path)
+        if name in REMAT:
+            return self.remat(eqn, operands, path)
+        if opened is not None:
+            return self.call(opened, called_operands(eqn, operands), path)
+        special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
+        if special is not None:
+            return special(eqn, operands, path)
+        equation = self.equations.get(path)
+        if name in CONSTRAINTS:
+            array = self.read(operands[0], equation, 0)
+            return self.outputs(equation, [self.constrained_to(array, said(eqn.params))])
+        arrays = [self.read(entry, equation, i) for i, entry in enumerate(operands)]
+        return self.outputs(equation, self.results_of(eqn, equation, arrays))
+
+    def results_of(self, eqn: JaxprEqn, equation: Equation | None, arrays: list) -> list:
+        if is_kernel(eqn):
+            return self.kernel(eqn, arrays)
+        homes = [self.annotations.homes.get(value.id) for value in equation.outputs] if equation else []
+        if eqn.primitive.name == "dynamic_update_slice":
+            arrays = within_bounds(arrays, *homes)
+        if eqn.primitive.name.startswith("scatter"):
+            arrays = apart_from_slices(eqn, arrays, *homes)
+        if None in homes or equation is None:
+            return run(eqn, arrays)
+        scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
+        if scatter is None and not may_run_on_shards(equation):
+            return run(eqn, arrays)
+        split = Split.of(equation, wants, dict(self.mesh.shape))
+        if scatter is None and not runs_on_shards(equation, split):
+            return run(eqn, arrays)
+        function = on_shards(eqn, equation, split, scatter)
+        return self.on_shards(
+            function, arrays, list(map(spec_of, wants)), [spec_of(home) for home in homes if home is not None]
+        )
+
+    def kernel(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
+        """Runs a kernel whole on every device: compilers refuse to split one, and have to be told so."""
+        whole = PartitionSpec()
+        return self.on_shards(
+            lambda *shards: run(eqn, shards), arrays, [whole] * len(arrays), [whole] * len(eqn.outvars)
+        )
+
+    def on_shards(self, function: Callable, arrays: Sequence[Any], in_specs: Sequence, out_specs: Any) -> Any:
+        """What every device makes of its shards, which the partitioner does not look into."""
+        by_hand = jax.shard_map(
+            function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
+        )
+        return by_hand(*arrays)
+
+    def custom(
+        self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[ShardedArray], path: tuple
+    ) -> list[ShardedArray]:
+        """Runs the annotated body; differentiates by the rule the user gave."""
+        shells = [entry.shell for entry in operands]
+        made: list[ShardedArray] = []
+
+        @jax.custom_jvp
+        def call(arrays, copies):
+            entries = [
+                ShardedArray(array, shell.layout, copy, shell.copy_layout)
+                for shell, array, copy in zip(shells, arrays, copies, strict=True)
+            ]
+            results = self.call(opened, called_operands(eqn, entries), path)
+            made[:] = [entry.shell for entry in results]
+            return [entry.array for entry in results], [entry.copy for entry in results]
+
+        @call.defjvp
+        def derivative(primals, tangents):
+            (arrays, copies), (tangent_arrays, _) = primals, tangents
+            _, out_tangents = jax.jvp(lambda *args: run(eqn, args), tuple(arrays), tuple(tangent_arrays))
+            out_arrays, out_copies = call(arrays, copies)
+            copy_tangents = [None if c is None else t for c, t in zip(out_copies, out_tangents, strict=True)]
+            return (out_arrays, out_copies), (out_tangents, copy_tangents)
+
+        arrays, copies = call([entry.array for entry in operands], [entry.copy for entry in operands])
+        return [
+            ShardedArray(array, entry.layout, copy, entry.copy_layout)
+            for entry, array, copy in zip(made, arrays, copies, strict=True)
+        ]
+
+    def remat(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
+        """In a backward pass a barrier keeps XLA from undoing the recomputation, as JAX's own lowering does.
+
+        Cotangents are among its operands, so that the recomputation waits for the backward pass to come to it.
+        """
+        opened = called_jaxpr(eqn)
+        assert opened is not None, "a checkpoint calls one"
+        if eqn.params["differentiated"]:
+            guarded = guards(eqn)
+            behind = iter(self.behind_barrier(list(itertools.compress(operands, guarded))))
+            entries = [next(behind) if guard else entry for entry, guard in zip(operands, guarded, strict=True)]
+            return self.call(opened, entries, path)
+        made: list[ShardedArray] = []
+
+        def body():
+            results = self.call(opened, operands, path)
+            made[:] = [entry.shell for entry in results]
+            return [(entry.array, entry.copy) for entry in results]
+
+        pairs = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])()
+        return [
+            ShardedArray(array, entry.layout, copy, entry.copy_layout)
+            for entry, (array, copy) in zip(made, pairs, strict=True)
+        ]
+
+    def crossing(self, entry: ShardedArray, path: tuple, operand: int = 0) -> Any:
+        """A value as a boundary equation wants it."""
+        return self.read(entry, self.equations.get(path), operand)
+
+    def entered(self, array: Any, path: tuple, output: int = 0) -> ShardedArray:
+        """What a boundary equation makes of an array on the other side."""
+        equation = self.equations.get(path)
+        return ShardedArray(array) if equation is None else self.sharded(equation.outputs[output].id, array)
+
+    def scan(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
+        params, (consts, carries) = eqn.params, scan_counts(eqn)
+        outside = self.loop_operands(operands, path, consts, carries)
+        const_arrays, carry_arrays, stacks = (
+            outside[:consts],
+            outside[consts : consts + carries],
+            outside[consts + carries :],
+        )
+
+        def step(carry, slices):
+            entries = self.loop_entries(const_arrays, carry, path)
+            entries += [self.entered(array, (*path, "slice", i)) for i, array in enumerate(slices)]
+            results = self.call(params["jaxpr"], entries, path)
+            handed_on = self.handed_on(results[:carries], path)
+            return handed_on, [self.crossing(x, (*path, "stack", i)) for i, x in enumerate(results[carries:])]
+
+        finals, stacked = jax.lax.scan(
+            step, carry_arrays, stacks, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        )
+        return [self.entered(array, (*path, "carry", i), output=1) for i, array in enumerate(finals)] + [
+            self.entered(array, (*path, "stack", i)) for i, array in enumerate(stacked)
+        ]
+
+    def while_loop(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
+        params = eqn.params
+        tests, consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        outside = self.loop_operands(operands, path, consts, len(operands) - consts)
+
+        def going_on(entries):
+            (result,) = self.call(params["cond_jaxpr"], entries[:tests] + entries[consts:], (*path, "test"))
+            return result.array
+
+        def test(carry):
+            return going_on(self.loop_entries(outside[:consts], carry, path)).any()
+
+        def body(carry):
+            entries = self.loop_entries(outside[:consts], carry, path)
+            handed_on = self.handed_on(self.call(params["body_jaxpr"], entries[tests:], (*path, "body")), path)
+            if not params["cond_jaxpr"].out_avals[0].shape:
+                return handed_on
+            still = going_on(entries)  # vmap makes one flag per loop of the batch: each loop stops on its own
+            return [_where(still, new, old) for new, old in zip(handed_on, carry, strict=True)]
+
+        finals = jax.lax.while_loop(test, body, outside[consts:])
+        return [self.entered(array, (*path, "carry", i), output=1) for i, array in enumerate(finals)]
+
+    def loop_operands(self, operands: list[ShardedArray], path: tuple, consts: int, carries: int) -> list:
+        kinds = [("const", i) for i in range(consts)] + [("carry", i) for i in range(carries)]
+        kinds += [("slice", i) for i in range(len(operands) - len(kinds))]
+        return [self.crossing(entry, (*path, *kind)) for entry, kind in zip(operands, kinds, strict=True)]
+
+    def loop_entries(self, consts: list, carry: list, path: tuple) -> list[ShardedArray]:
+        entries = [self.entered(array, (*path, "const", i)) for i, array in enumerate(consts)]
+        return entries + [self.entered(array, (*path, "carry", i)) for i, array in enumerate(carry)]
+
+    def handed_on(self, results: list[ShardedArray], path: tuple) -> list:
+        return [self.crossing(entry, (*path, "carry", i), operand=1) for i, entry in enumerate(results)]
+
+    def cond(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
+        def branch(b: int, closed: ClosedJaxpr) -> Callable[[], list]:
+            def taken():
+                entries = []
+                for i, entry in enumerate(operands[1:]):
+                    const = (*path, b, "const", i)
+                    entries.append(self.entered(self.crossing(entry, const), const))
+                results = self.call(closed, entries, (*path, b))
+                return [self.crossing(entry, (*path, "join", i), operand=b) for i, entry in enumerate(results)]
+
+            return taken
+
+        branches = [branch(b, closed) for b, closed in enumerate(eqn.params["branches"])]
+        platforms = eqn.params.get("branches_platforms")
+        if platforms is None:
+            arrays = jax.lax.switch(operands[0].array, branches)
+        else:  # lowering knows the platform, and emits its branch alone
+            taken_on = {name: taken for names, taken in zip(platforms, branches, strict=True) for name in names or ()}
+            default = next((taken for names, taken in zip(platforms, branches, strict=True) if names is None), None)
+            arrays = jax.lax.platform_dependent(default=default, **taken_on)
+        return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
+
+
+def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
+    """What the operations of an equation are called in the compiled program: the user's names, line, and its index.
+
+    The emitted operations come from lines of this file; `compiled/collectives.py` reads the user's back from here.
+    """
+    names = str(eqn.source_info.name_stack)
+    return "/".join(filter(None, [names, None if equation is None else equation.label]))
+
+
+def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The rows of `new` whose flag is set, else those of `old`; flags stand for leading dims."""
+    return jnp.where(flags.reshape(*flags.shape, *[1] * (new.ndim - flags.ndim)), new, old)
+
+
+def _operand(env: Mapping, atom: Any) -> ShardedArray:
+    return ShardedArray(atom.val) if isinstance(atom, Literal) else env[atom]

@@ -1,0 +1,172 @@
+"""A traced program and the options of `autoshard` in, its plan out: the stages, one after the other."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoshard.cache import find, keep, key_of
+from autoshard.errors import ConflictError, MemoryLimitError
+from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
+from autoshard.lower import Lowering
+from autoshard.lower.on_shards import check_plan
+from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.memory_limit import solve_within
+from autoshard.options import Options
+from autoshard.plans.alternatives import alternatives_of
+from autoshard.plans.making import make_plan
+from autoshard.program import Program
+from autoshard.propagation import Rule, rules_for
+from autoshard.refine import refined
+from autoshard.report.units import bytes_text
+from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.specs import check_annotations, fixed_layouts
+from autoshard.user_plan import Comparison, Plan
+
+
+def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
+    """The plan that the user gave for this program; what else the user fixed has to agree with it."""
+    made = given.bound_to(program)
+    check_plan(program, made.annotations, dict(options.mesh.shape))
+    for i, layout in fixed_layouts(program, options.fixed, dict(options.mesh.shape)).items():
+        value, spec = program.arguments[i], made.flat_in_shardings[i].spec
+        if layout_of(spec, len(value.shape)) != layout:
+            raise ConflictError(
+                f"fixed= wants {value} to be {spec_of(layout)}, the plan that is given has it {spec}.\n"
+                "Drop one of them, or plan anew with this fixed=."
+            )
+    return made
+
+
+PlansByProgram = dict[str, tuple[tuple[Rule, ...], Plan]]  # fingerprint of a program -> its rules and plan
+
+
+def lowered(program: Program, plan: Plan, jit_keywords: Mapping[str, Any]) -> Plan:
+    """A plan bound to its program under `jax.jit`."""
+    return replace(plan, lowering=Lowering(program, plan, jit_keywords))
+
+
+def planned(program: Program, options: Options, jit_keywords: Mapping[str, Any], before: PlansByProgram) -> Plan:
+    """The plan of a traced program: that of an equal one planned before, or from the cache, if it is there.
+
+    Args:
+        jit_keywords: what plans that are compared by `refine` are compiled with.
+        before: plans made before; this one joins them.
+    """
+    rules = checked_rules(program, dict(options.mesh.shape))
+    known = before.get(program.fingerprint)
+    if known is not None and known[0] == rules:
+        return known[1].bound_to(program)
+    made = _cached(program, rules, options, jit_keywords)
+    if not program.closes_over_tracers:
+        before[program.fingerprint] = rules, made
+    return made
+
+
+def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
+    """The plan of a program, from the cache if it is there."""
+    if options.cache is None:
+        return _solved(program, rules, options, jit_keywords)
+    key = key_of(program, rules, options)
+    found = find(options.cache, key, program, options)
+    if found is not None:
+        return replace(found, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
+    made = _solved(program, rules, options, jit_keywords)
+    keep(options.cache, key, made)
+    return made
+
+
+def formulated(program: Program, rules: Sequence[Rule], options: Options) -> Formulation:
+    """The problem of a program under the options of `autoshard`."""
+    mesh_shape = dict(options.mesh.shape)
+    fixed = fixed_layouts(program, options.fixed, mesh_shape)
+    _check_types(program, fixed)
+    return formulate(
+        program,
+        rules,
+        mesh_shape,
+        options.topology,
+        memory=options.memory,
+        fixed={**program.ordered_arguments, **fixed},
+        beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
+        backend=options.backend,
+    )
+
+
+def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
+    """
+    Raises:
+        ConflictError: `fixed=` contradicts the type of an argument in explicit mode.
+    """
+    for i, typed in program.ordered_arguments.items():
+        if i in fixed and without_axes(fixed[i], program.open_axes) != typed:
+            raise ConflictError(
+                f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, its type says {spec_of(typed)}.\n"
+                "Drop it from fixed=, or lay the array so before the call (jax.sharding.reshard)."
+            )
+
+
+def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
+    """The stages from a traced program to its plan; where several are compiled, the best of them."""
+    formulation = formulated(program, rules, options)
+    try:
+        solution = solve_within(formulation, options.time_limit)
+    except InfeasibleError as error:
+        raise _memory_error(program, error, options.backend.usable) from None
+    warnings = unused_axes(program, dict(options.mesh.shape))
+    comparison = comparison_of(functools.partial(formulated, program, rules, options))
+
+    def plan_of(solution: Solution) -> Plan:
+        return Plan.of(make_plan(formulation, solution, options.mesh, warnings), comparison)
+
+    if options.refine == 1:
+        return plan_of(solution)
+
+    def made(solution: Solution) -> Plan:
+        return lowered(program, plan_of(solution), jit_keywords)
+
+    return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
+
+
+def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
+    """The rules of a program whose constraints the mesh can keep."""
+    rules = rules_for(program)
+    check_annotations(program, rules, mesh)
+    return rules
+
+
+def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
+    """What a plan is compared with. It formulates the step anew: a formulation takes megabytes, and a plan may stay."""
+    return Comparison(lambda: alternatives_of(formulate_anew()))
+
+
+def unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
+    """A remark for every mesh axis that divides no dim of any argument or inner value."""
+    sizes = {size for value in program.values for size in value.shape}
+    return tuple(
+        f"mesh axis {axis!r} ({devices} devices) divides no dim of {program.name}: its dims are "
+        f"{', '.join(map(str, sorted(sizes)))}. Every device along it computes the same."
+        for axis, devices in mesh.items()
+        if devices > 1 and not any(size and size % devices == 0 for size in sizes)
+    )
+
+
+def _memory_error(program: Program, error: InfeasibleError, usable: float) -> MemoryLimitError:
+    largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
+    listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
+    if program.ordered_arguments:
+        listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
+        listed += "ignore_constraints=True frees them."
+    needed = math.ceil(error.needed)
+    unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
+    return MemoryLimitError(
+        f"no sharding fits in {bytes_text(error.limit)} per device; the smallest limit that does is "
+        f"{bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
+        f"Largest values, before sharding:\n{listed}\n"
+        f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
+        budget=error.limit,
+        needed=needed,
+    )

@@ -1,0 +1,233 @@
+"""A `Program`: a traced step as data.
+
+It is one flat list of equations in program order. Calls (`jit`, `custom_jvp_call`,
+`custom_vjp_call`, `remat`) are opened and their equations stand in the list as if written there. Loops and branches
+are opened too: their bodies stand in the list once, with `Equation.trips` saying how often they run, between
+*boundary equations* that connect body and surroundings:
+
+========================  =====================================================================================
+primitive                 meaning
+========================  =====================================================================================
+``scan_const``            a value from outside, seen inside: identity, ``x -> y``
+``scan_carry``            one carry: operands (initial value, value the body hands on), results (value the body
+                          sees, value after the loop); all four have one layout
+``scan_slice``            one step's slice of a stacked operand: ``[steps, ...] -> [...]``
+``scan_stack``            one step's result stacked: ``[...] -> [steps, ...]``
+``branch_const``          a value from outside a `cond`, seen inside one branch: identity
+``branch_join``           operands: one value per branch, result: the value of the `cond`; all have one layout
+``idle``                  what stands in a branch for another platform (`Program.running_on`): computes nothing
+========================  =====================================================================================
+
+`while` uses ``scan_const`` and ``scan_carry``. A ``scan_carry`` stands before the body it feeds, so its second operand
+is defined later in the list than the equation itself: the one exception to definition before use.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from autoshard.jaxprs import ClosedJaxpr
+from autoshard.layout import Layout
+from autoshard.program.explicit import Types, open_axes
+from autoshard.program.trees import Tree
+from autoshard.program.user_code import Source
+
+dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
+
+
+@dataclass(frozen=True)
+class Value:
+    """One array of the traced step."""
+
+    id: int  # its index in Program.values
+    shape: tuple[int, ...]
+    dtype: Any  # numpy or JAX extended dtype (PRNG keys)
+    bytes: int  # of the whole array
+    name: str = ""  # the user's path for arguments ("state/params/w"), else ""
+    source: Source | None = None  # the line that made it; None for arguments
+    trips: int = 1  # how often per step it is made: the product of the loops around it
+    on_host: bool = False  # whether it lies in the host's memory
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes per element, PRNG keys included."""
+        return self.bytes // math.prod(self.shape) if self.bytes else self.dtype.itemsize
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether no equation makes it."""
+        return bool(self.name)
+
+    def __str__(self) -> str:
+        return f"{self.name or 'value'} {self.dtype}{'<host>' * self.on_host}{list(self.shape)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive applied to values; compared by identity."""
+
+    index: int  # its index in Program.equations
+    primitive: str
+    params: Mapping[str, Any] = field(repr=False)
+    inputs: tuple[Value | np.ndarray, ...]  # an array is a literal or a closed-over scalar
+    outputs: tuple[Value, ...]
+    source: Source | None
+    path: tuple  # where in the nested jaxprs it stands; `lower/` finds the equation by it
+    trips: int = 1  # how often it runs per step: the product of the loops around it
+    loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
+
+    @property
+    def label(self) -> str:
+        """What it is called in a compiled program: the user's line, and its index."""
+        return f"{self.source or 'unknown line'}#{self.index}"
+
+    def __str__(self) -> str:
+        operands = ", ".join(str(list(x.shape)) for x in self.inputs)
+        results = ", ".join(str(list(x.shape)) for x in self.outputs)
+        return f"{self.primitive} {operands} -> {results} ({self.source})"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced step: what it computes, on which arguments, and how both look to the user."""
+
+    name: str
+    equations: tuple[Equation, ...]
+    values: tuple[Value, ...]
+    arguments: tuple[Value, ...]  # one per flat argument, in order
+    constants: tuple[Value, ...]  # arrays that the function closes over
+    results: tuple[Value | np.ndarray, ...]  # one per flat result; an array is a literal
+    result_names: tuple[str, ...]
+    donated: frozenset[int]  # indices of donated arguments
+    carried: Mapping[int, int]  # argument index -> index of the result that takes its place in the next step
+    in_tree: Tree  # of (args, kwargs), static arguments left out
+    out_tree: Tree
+    jaxpr: ClosedJaxpr = field(repr=False)
+    guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
+    # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
+    merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
+    # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
+    platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def makers(self) -> Mapping[int, Equation]:
+        """The equation that makes a value, by its id; arguments and constants have none."""
+        return {output.id: equation for equation in self.equations for output in equation.outputs}
+
+    @cached_property
+    def reads(self) -> Counter[int]:
+        """How often equations read a value, by its id; 0 if none does."""
+        return Counter(x.id for equation in self.equations for x in equation.inputs if isinstance(x, Value))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal programs, in any process: what a plan file is checked against."""
+        digest = hashlib.sha256()
+        for value in (*self.arguments, *self.constants):
+            digest.update(f"{value.name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
+        for equation in self.equations:
+            operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
+            made = [(x.id, x.shape, dtype_name(x.dtype)) for x in equation.outputs]
+            params = [f"{name}={text}" for name, text in _printed(equation.params)]
+            digest.update(f"{equation.primitive} {operands} {made} {params} {equation.trips};".encode())
+        results = [x.id if isinstance(x, Value) else x.shape for x in self.results]
+        flags = sorted(self.donated), sorted(self.carried.items()), sorted(self.guarded)
+        digest.update(f"{results} {flags}".encode())
+        if self.types is not None:
+            axis_types = [str(one) for one in self.types.mesh.axis_types]
+            digest.update(f"{axis_types} {self.types.arguments} {self.types.results}".encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def ordered_arguments(self) -> Mapping[int, Layout]:
+        """Argument index -> the layout in its type, which is an order in explicit mode."""
+        layouts = self.types.arguments if self.types is not None else ()
+        return {i: layout for i, layout in enumerate(layouts) if layout}
+
+    @property
+    def open_axes(self) -> frozenset[str]:
+        """The mesh axes of which types of explicit mode say nothing."""
+        return open_axes(self.types.mesh) if self.types is not None else frozenset()
+
+    @property
+    def typed_arguments(self) -> frozenset[int]:
+        """Arguments that lie on the user's Explicit axes; all others lie on Auto axes."""
+        if self.types is None:
+            return frozenset()
+        return frozenset(i for i, value in enumerate(self.arguments) if not value.shape) | self.ordered_arguments.keys()
+
+    @property
+    def typed_results(self) -> frozenset[int]:
+        """Results that lie on the user's Explicit axes.
+
+        One that is open and may be the next call's state does not: its type would be an order there.
+        """
+        if self.types is None:
+            return frozenset()
+        opened = (value for i, value in enumerate(self.arguments) if i not in self.typed_arguments)
+        states = {(value.shape, value.dtype) for value in opened}
+        return frozenset(
+            i
+            for i, (value, layout) in enumerate(zip(self.results, self.types.results, strict=True))
+            if i not in self.types.on_auto
+            and (layout is not None or not value.shape or (value.shape, value.dtype) not in states)
+        )
+
+    @property
+    def closes_over_tracers(self) -> bool:
+        """Whether it is part of a function that is being traced, and means nothing after that."""
+        return any(isinstance(const, jax.core.Tracer) for const in self.jaxpr.consts)
+
+    def running_on(self, platform: str) -> Program:
+        """This program where the branches that other platforms take compute nothing; indices stay what they are."""
+        others = {
+            (*path, branch)
+            for path, branches in self.platforms.items()
+            for branch, names in enumerate(branches)
+            if any(names is None or platform in names for names in branches) and branch != _taken(branches, platform)
+        }
+        if not others:
+            return self
+        idle = [any(equation.path[:n] in others for n in range(len(equation.path))) for equation in self.equations]
+        never_made = itertools.chain(*(equation.outputs for equation in itertools.compress(self.equations, idle)))
+        blanks = {value.id: replace(value, shape=(), dtype=np.dtype(bool), bytes=0) for value in never_made}
+        equations = []
+        for equation, is_idle in zip(self.equations, idle, strict=True):
+            if is_idle:
+                outputs = tuple(blanks[value.id] for value in equation.outputs)
+                equation = replace(equation, primitive="idle", params={}, inputs=(), outputs=outputs)
+            elif equation.primitive == "branch_join":  # the only reader of what a branch makes
+                made = [x for x in equation.inputs if not (isinstance(x, Value) and x.id in blanks)]
+                read = (x if not (isinstance(x, Value) and x.id in blanks) else made[0] for x in equation.inputs)
+                equation = replace(equation, inputs=tuple(read))
+            equations.append(equation)
+        values = tuple(blanks.get(value.id, value) for value in self.values)
+        return replace(self, equations=tuple(equations), values=values)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
+
+
+def _taken(branches: Sequence[tuple[str, ...] | None], platform: str) -> int:
+    """The branch that a platform takes: the first that names it, or the one for all others."""
+    return next(branch for branch, names in enumerate(branches) if names is None or platform in names)
+
+
+def _printed(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The parameters that print alike in every process and on all devices: not sets, not objects with an address."""
+    bare = ((name, value.spec if isinstance(value, NamedSharding) else value) for name, value in sorted(params.items()))
+    texts = ((name, str(dict(x.shape) if isinstance(x, Mesh | AbstractMesh) else x)) for name, x in bare)
+    return [(name, text) for name, text in texts if " at 0x" not in text and "set(" not in text]

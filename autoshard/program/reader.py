@@ -1,0 +1,317 @@
+"""A jaxpr in, a `Program` out: the only walk over the jaxpr of a step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard.jaxprs import (
+    REMAT,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    called_jaxpr,
+    called_operands,
+    equations_of,
+    guards,
+    is_array,
+    is_kernel,
+    key_bytes,
+    on_host,
+    scan_counts,
+)
+from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
+from autoshard.program.program import Equation, Program, Value
+from autoshard.program.trees import Tree
+from autoshard.program.user_code import Source, source_of
+
+# Primitives that open into other equations, and those that are to be computed as often as they occur.
+_NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan", "while"})
+
+
+class Reader:
+    """One walk over a traced function's jaxpr."""
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.closed = closed
+        self.values: list[Value] = []
+        self.equations: list[Equation] = []
+        self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
+        self.guarded: set[int] = set()
+        self.merged: dict[tuple, int] = {}
+        self.platforms: dict[tuple, tuple] = {}
+
+    def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
+        closed = self.closed
+        names = parameter_names(closed.jaxpr.debug_info, in_tree.paths)
+        arguments = tuple(self.value(var.aval, name=name) for var, name in zip(closed.jaxpr.invars, names, strict=True))
+        constants = tuple(self.value(var.aval, name="closed-over array") for var in closed.jaxpr.constvars)
+        env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+        env |= zip(closed.jaxpr.constvars, constants, strict=True)
+        results = tuple(self.body(closed.jaxpr, env, _Place((), 1, None)))
+        return Program(
+            name=closed.jaxpr.debug_info.func_name,
+            equations=_without_dead(self.equations, results, self.steered),
+            values=tuple(self.values),
+            arguments=arguments,
+            constants=constants,
+            results=results,
+            result_names=tuple(map(slashed, out_tree.paths)),
+            donated=donated,
+            carried=carried_results(
+                in_tree.paths,
+                [_kind(value) for value in arguments],
+                out_tree.paths,
+                [_kind(x) if isinstance(x, Value) else None for x in results],
+                donated,
+            ),
+            in_tree=in_tree,
+            out_tree=out_tree,
+            jaxpr=closed,
+            guarded=frozenset(self.guarded),
+            merged=self.merged,
+            platforms=self.platforms,
+        )
+
+    def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
+        shape, dtype, is_on_host = kind_of(aval)
+        made = Value(len(self.values), shape, dtype, _bytes_of(aval), name, source, trips, is_on_host)
+        self.values.append(made)
+        return made
+
+    def emit(self, primitive: str, params: Mapping, inputs: list, outputs: list, at: _Place) -> Equation:
+        index = len(self.equations)
+        made = Equation(index, primitive, params, tuple(inputs), tuple(outputs), at.source, at.path, at.trips)
+        self.equations.append(made)
+        return made
+
+    def body(self, jaxpr: Jaxpr, env: dict, place: _Place) -> list[Value | np.ndarray]:
+        """Walks one jaxpr whose inputs are in `env`; the values of its results."""
+        computed: dict[tuple, int] = {}
+        equations = equations_of(jaxpr)
+        for i, eqn in enumerate(equations):
+            inputs = [_read(env, atom) for atom in eqn.invars]
+            at = _Place((*place.path, i), place.trips, source_of(eqn) or place.source)
+            what = _computed(eqn, inputs)
+            first = i if what is None else computed.setdefault(what, i)
+            if first < i:
+                self.merged[at.path] = first
+                outputs = [env[var] for var in equations[first].outvars]
+            else:
+                outputs = self.equation(eqn, inputs, at)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [_read(env, atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, inputs: list, at: _Place) -> list:
+        opened = called_jaxpr(eqn)
+        if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
+            behind = itertools.compress(inputs, guards(eqn))
+            self.guarded |= {x.id for x in behind if isinstance(x, Value)}
+        if opened is not None:
+            return self.call(opened, called_operands(eqn, inputs), at)
+        open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
+        if open_loop is not None:
+            return open_loop(eqn, inputs, at)
+        outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
+        self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
+        return outputs
+
+    def call(self, closed: ClosedJaxpr, inputs: list, place: _Place) -> list:
+        env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        env |= {var: _constant(const) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
+        return self.body(closed.jaxpr, env, place)
+
+    def scan(self, eqn, inputs, at: _Place) -> list:
+        consts, carries = scan_counts(eqn)
+        loop = _Loop(self, at, steps=eqn.params["length"])
+        closed = eqn.params["jaxpr"]
+        avals = [var.aval for var in closed.jaxpr.invars]
+        entries = [loop.const(x, aval) for x, aval in zip(inputs[:consts], avals, strict=False)]
+        finals = [loop.carry(x, var.aval) for x, var in zip(inputs[consts:], eqn.outvars[:carries], strict=False)]
+        entries += [seen for seen, _ in finals]
+        entries += [
+            loop.slice(x, aval) for x, aval in zip(inputs[consts + carries :], avals[consts + carries :], strict=True)
+        ]
+        results = self.call(closed, entries, loop.inside)
+        loop.hand_on(results[:carries])
+        stacked = [loop.stack(x, var.aval) for x, var in zip(results[carries:], eqn.outvars[carries:], strict=True)]
+        loop.close()
+        return [final for _, final in finals] + stacked
+
+    def while_loop(self, eqn, inputs, at: _Place) -> list:
+        """A `while` runs an unknown number of times: its body is weighed as if it ran once."""
+        params = eqn.params
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        loop = _Loop(self, at, steps=1)
+        avals = [var.aval for var in params["cond_jaxpr"].jaxpr.invars[:tests]]
+        avals += [var.aval for var in params["body_jaxpr"].jaxpr.invars[:consts]]
+        entries = [loop.const(x, aval) for x, aval in zip(inputs, avals, strict=False)]
+        finals = [loop.carry(x, var.aval) for x, var in zip(inputs[tests + consts :], eqn.outvars, strict=True)]
+        seen = [value for value, _ in finals]
+        going_on = self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
+        self.steered |= dict.fromkeys(loop.carries, going_on)
+        loop.hand_on(self.call(params["body_jaxpr"], entries[tests:] + seen, loop.inside.below("body")))
+        loop.close()
+        return [final for _, final in finals]
+
+    def cond(self, eqn, inputs, at: _Place) -> list:
+        if platforms := eqn.params.get("branches_platforms"):
+            self.platforms[at.path] = platforms
+        per_branch = []
+        for b, closed in enumerate(eqn.params["branches"]):
+            entries = []
+            for i, (x, var) in enumerate(zip(inputs[1:], closed.jaxpr.invars, strict=True)):
+                inner = self.value(var.aval, source=at.source, trips=at.trips)
+                self.emit("branch_const", {}, [x], [inner], at.below(b, "const", i))
+                entries.append(inner)
+            per_branch.append(self.call(closed, entries, at.below(b)))
+        outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
+        for i, (output, *choices) in enumerate(zip(outputs, *per_branch, strict=True)):
+            join = self.emit("branch_join", {}, choices, [output], at.below("join", i))
+            self.steered[join.index] = inputs[:1]
+        return outputs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the reader stands: the path of a jaxpr or equation, its runs per step, the innermost user line so far."""
+
+    path: tuple
+    trips: int
+    source: Source | None
+
+    def below(self, *steps) -> _Place:
+        return _Place((*self.path, *steps), self.trips, self.source)
+
+
+class _Loop:
+    """The boundary equations of one loop, as they are emitted around its body."""
+
+    def __init__(self, reader: Reader, at: _Place, steps: int):
+        self.reader, self.outside = reader, at
+        self.inside = _Place(at.path, at.trips * steps, at.source)
+        self.start = len(reader.equations)
+        self.indices: list[int] = []
+        self.carries: list[int] = []
+        self.counts: dict[str, int] = {}
+
+    def emit(self, kind: str, inputs, outputs, place: _Place) -> int:
+        position = self.counts[kind] = self.counts.get(kind, -1) + 1
+        at = place.below(kind.removeprefix("scan_"), position)
+        self.indices.append(self.reader.emit(kind, {}, inputs, outputs, at).index)
+        return self.indices[-1]
+
+    def value(self, aval, place: _Place) -> Value:
+        return self.reader.value(aval, source=place.source, trips=place.trips)
+
+    def const(self, outer, aval) -> Value:
+        inner = self.value(aval, self.inside)
+        self.emit("scan_const", [outer], [inner], self.outside)
+        return inner
+
+    def carry(self, initial, aval) -> tuple[Value, Value]:
+        seen, final = self.value(aval, self.inside), self.value(aval, self.outside)
+        self.carries.append(self.emit("scan_carry", [initial], [seen, final], self.outside))
+        return seen, final
+
+    def slice(self, stacked, aval) -> Value:
+        inner = self.value(aval, self.inside)
+        self.emit("scan_slice", [stacked], [inner], self.inside)
+        return inner
+
+    def stack(self, inner, aval) -> Value:
+        stacked = self.value(aval, self.outside)
+        self.emit("scan_stack", [inner], [stacked], self.inside)
+        return stacked
+
+    def hand_on(self, values: list) -> None:
+        """Closes the carries' circles: what the body returned becomes their second operand."""
+        for index, handed_on in zip(self.carries, values, strict=True):
+            carry = self.reader.equations[index]
+            self.reader.equations[index] = replace(carry, inputs=(carry.inputs[0], handed_on))
+
+    def close(self) -> None:
+        equations = self.reader.equations
+        for index in self.indices:
+            equations[index] = replace(equations[index], loop=(self.start, len(equations)))
+
+
+def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[int, list]) -> tuple[Equation, ...]:
+    """The equations that some result or effect needs, indices made anew."""
+    producer = {output.id: equation for equation in equations for output in equation.outputs}
+    needed: set[int] = set()
+    queue = [producer[x.id] for x in results if isinstance(x, Value) and x.id in producer]
+    queue += [equation for equation in equations if not equation.outputs]
+    while queue:
+        equation = queue.pop()
+        if equation.index in needed:
+            continue
+        needed.add(equation.index)
+        reads = (*equation.inputs, *steered.get(equation.index, ()))
+        queue += [producer[x.id] for x in reads if isinstance(x, Value) and x.id in producer]
+    before = np.concatenate([[0], np.cumsum([equation.index in needed for equation in equations])]).astype(int).tolist()
+
+    def moved(old: Equation) -> Equation:
+        loop = old.loop and (before[old.loop[0]], before[old.loop[1]])
+        index, inputs, outputs = before[old.index], old.inputs, old.outputs
+        return Equation(index, old.primitive, old.params, inputs, outputs, old.source, old.path, old.trips, loop)
+
+    return tuple(moved(equation) for equation in equations if equation.index in needed)
+
+
+def _computed(eqn: JaxprEqn, inputs: list) -> tuple | None:
+    """Equal for equations of one jaxpr that compute the same; None for what is not compared.
+
+    XLA merges those that are equal, and their collectives. What reads numbers alone costs nothing to make again.
+    """
+    if eqn.effects or eqn.primitive.name in _NEVER_MERGED or not any(isinstance(x, Value) for x in inputs):
+        return None
+    if is_kernel(eqn) or called_jaxpr(eqn) is not None:
+        return None
+    what = eqn.primitive, eqn.ctx, tuple(map(_identity, inputs)), tuple(sorted(eqn.params.items()))
+    try:
+        hash(what)
+    except TypeError:  # a parameter that cannot be compared
+        return None
+    return what
+
+
+def _identity(x: Value | np.ndarray) -> tuple:
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        return str(x.dtype), x.tobytes()
+    return (x.id,) if isinstance(x, Value) else (None, id(x))
+
+
+def kind_of(aval: Any) -> ArrayKind:
+    """What kind of array an abstract value is; a token counts as a boolean."""
+    return tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(bool)), on_host(aval)
+
+
+def _kind(value: Value) -> ArrayKind:
+    return value.shape, value.dtype, value.on_host
+
+
+def _read(env: Mapping, atom: Any) -> Value | np.ndarray:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    aval: Any = atom.aval
+    return _constant(atom.val, aval.dtype)
+
+
+def _constant(value: Any, dtype: Any = None) -> Any:
+    return value if isinstance(value, np.ndarray | jax.Array) else np.asarray(value, dtype)
+
+
+def _bytes_of(aval) -> int:
+    if not is_array(aval):
+        return 0
+    held = key_bytes(aval)
+    size = getattr(aval.dtype, "itemsize", 0)  # extended types that users define have none
+    return math.prod(aval.shape) * size if held is None else held

@@ -1,0 +1,123 @@
+"""Functions and abstract arguments in, a `Program` out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.tree_util import tree_flatten_with_path
+
+from autoshard.jaxprs import ClosedJaxpr, Literal
+from autoshard.program.explicit import Types, on_auto_axes, types_of
+from autoshard.program.paths import carried_results, slashed
+from autoshard.program.program import Program
+from autoshard.program.reader import Reader, kind_of
+from autoshard.program.signature import ArgumentSelection, join, signature_without
+from autoshard.program.trees import Box, Tree
+
+
+def trace(
+    fn: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    *,
+    leaves: Sequence[Any] | None = None,
+    obey: bool = True,
+    **jit_keywords: Any,
+) -> Program:
+    """The Program of `fn` on arrays or ShapeDtypeStructs.
+
+    Args:
+        fn: any function that `jax.jit` takes.
+        args: its positional arguments; arrays are only looked at for shape and dtype.
+        kwargs: its keyword arguments.
+        leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
+        obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
+        **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
+
+    Warns:
+        UserWarning: `fn` changes an argument in place, say an nnx module, and does not return what it changed.
+    """
+    jax.jit(fn, **jit_keywords)  # checks the keywords
+    chosen = ArgumentSelection.of(fn, jit_keywords, "static")
+    static, dynamic = chosen.split(args, dict(kwargs))
+    donating = ArgumentSelection.of(fn, jit_keywords, "donate")
+    positions = [i for i in range(len(args)) if i not in chosen]
+    given = [(i in donating, arg) for i, arg in zip(positions, dynamic[0], strict=True)]
+    given += [(name in donating, dynamic[1][name]) for name in sorted(dynamic[1])]
+    flags = [donated for donated, arg in given for _ in jax.tree.leaves(arg)]
+    boxed = [Box.of(arg) for _, arg in given]
+    if leaves is not None:
+        left = iter(leaves)
+        boxed = [Box(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
+    count = len(positions)
+    closed, result = jax.make_jaxpr(_watched(fn, static), return_shape=True)(
+        *boxed[:count], **dict(zip(sorted(dynamic[1]), boxed[count:], strict=True))
+    )
+    donated = frozenset(i for i, flag in enumerate(flags) if flag)
+    in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
+    settled = _results_in_place(closed, types, in_tree, result.tree, donated) if types else ()
+    untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
+    return replace(Reader(untyped).program(in_tree, result.tree, donated), types=types)
+
+
+def _results_in_place(
+    closed: ClosedJaxpr, types: Types, in_tree: Tree, out_tree: Tree, donated: frozenset[int]
+) -> list[int]:
+    """Results that take the place of an argument of their type, and so lie as it does."""
+    arguments = list(map(kind_of, closed.in_avals))
+    results = [None if isinstance(atom, Literal) else kind_of(atom.aval) for atom in closed.jaxpr.outvars]
+    carried = carried_results(in_tree.paths, arguments, out_tree.paths, results, donated)
+    return [result for argument, result in carried.items() if types.arguments[argument] == types.results[result]]
+
+
+_witness = jax.jit(lambda: ())
+
+
+def context() -> Any:
+    """The same object for as long as what `jax.jit` has traced is traced no other way.
+
+    JAX has no list of what makes it trace anew: x64, the precision of products, a mesh that is set, and so on. So this
+    is a trace that it keeps.
+    """
+    return _witness.trace().jaxpr
+
+
+def _watched(fn: Callable, static: tuple) -> Callable:
+    """`fn` of and to boxed pytrees, static arguments given.
+
+    Warns if it changes an argument in place and the change gets lost, as `jax.jit` loses it.
+    """
+
+    @functools.wraps(fn)
+    def watched(*args: Box, **kwargs: Box) -> Box:
+        opened = tuple(box.opened() for box in args), {name: box.opened() for name, box in kwargs.items()}
+        before = jax.tree.leaves(opened)
+        args, kwargs = join(static, opened)
+        result = Box.of(fn(*args, **kwargs))
+        after, _ = tree_flatten_with_path(opened)
+        returned = set(map(id, result.leaves))
+        changed = [
+            slashed(path[2:])
+            for (path, leaf), old in zip(after, before, strict=False)
+            if leaf is not old and id(leaf) not in returned
+        ]
+        if changed:
+            name = getattr(fn, "__name__", "the step")
+            warnings.warn(
+                f"{name} changes {len(changed)} arrays of its arguments in place and does not return them, "
+                f"{changed[0]!r} for one: the changes are lost, as under jax.jit.\n"
+                f"Return what it changes, as in `return (model, optimizer), loss`, and go on with what comes back.",
+                stacklevel=2,
+            )
+        return result
+
+    signature = signature_without(fn, [place for place, _ in static])
+    if signature is not None:  # errors of JAX name arguments by it
+        watched.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
+    return watched

@@ -1,0 +1,73 @@
+"""Equations and errors of JAX in, the lines of the user that they come from out."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoshard.errors import MeshError
+from autoshard.jaxprs import JaxprEqn
+
+_LIBRARIES = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|equinox|chex|jaxtyping|haiku)[/\\]")
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        name = self.file.rsplit("/", 1)[-1]
+        return f"{name}:{self.line}" if self.line else "unknown line"
+
+
+def source_of(eqn: JaxprEqn) -> Source | None:
+    """The innermost line that the user wrote: not JAX, not the model library, not the standard library."""
+    stack = eqn.source_info.traceback
+    if stack is None:
+        return None
+    for frame in stack.frames:
+        if _is_users(frame.file_name):
+            return Source(frame.file_name, frame.line_num, frame.function_name)
+    return None
+
+
+_ABOUT_LAYOUTS = re.compile(r"sharding|PartitionSpec|pspec|unreduced|\bmesh\b", re.IGNORECASE)
+
+
+def named_refusal(fn: Callable, error: Exception) -> MeshError | None:
+    """What JAX refuses of a step in explicit mode, in the user's words; None if the error is about something else."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    raised = frames[-1] if frames else None
+    is_users_own = raised is not None and re.match(r"raise\b|assert\b", raised.line or "")
+    is_jaxs = type(error).__module__.split(".")[0] in ("builtins", "jax") and not is_users_own
+    if not is_jaxs or not _ABOUT_LAYOUTS.search(str(error)):
+        return None
+    line = raised and Source(raised.filename, raised.lineno or 0, raised.name)
+    what = str(error).split(" This error occurs at source:")[0].strip()
+    if "of type Auto" in what:
+        then = "Set a mesh with Explicit axes, as jax.make_mesh makes them (jax.set_mesh), or give autoshard one."
+    else:
+        then = (
+            "Say there how the result lies (out_sharding=, jax.sharding.reshard), or trace the step on Auto axes, "
+            "where nothing has to be said: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
+        )
+    name = getattr(fn, "__name__", "the step")
+    return MeshError(f"JAX refuses {name} for its shardings at {line or 'unknown line'}: {what}\n{then}")
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    if _LIBRARIES.search(file) or file.startswith(_OWN):
+        return False
+    return "site-packages" in file or not file.startswith(_STANDARD)

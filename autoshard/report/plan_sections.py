@@ -1,0 +1,151 @@
+"""A plan in, the sections of its report out: what lies where, what a step costs, what other ways to shard it cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from autoshard.mesh.collectives import Collective
+from autoshard.plans.plan import PlacedArray, PlanData
+from autoshard.plans.prediction import Prediction
+from autoshard.report.folding import folded
+from autoshard.report.section import ArrayCount, Bytes, Column, Names, Phrase, Piece, Row, Seconds, Section, Share, Spec
+
+_MAX_ARRAYS = 40  # rows of arguments or results; all further arrays share one row
+_MAX_COLLECTIVES = 12  # rows of collectives; all further ones share one row
+
+# What other ways to shard a step cost, or why one has no figures. None: nobody has looked for them.
+Alternatives = Mapping[str, Prediction | str] | None
+
+
+def plan_sections(plan: PlanData, alternatives: Alternatives) -> list[Section]:
+    """The report of a plan, in the order in which it is read."""
+    return [
+        summary(plan),
+        arguments(plan),
+        results(plan),
+        comparison(plan, alternatives),
+        collectives(plan.predicted.collectives),
+        *(Section(lines=(("Warning: ", warning),)) for warning in plan.warnings),
+    ]
+
+
+def summary(plan: PlanData) -> Section:
+    """The step and its mesh; time, memory and proof of the plan."""
+    axes: list[Piece] = []
+    for axis, size in plan.mesh.shape.items():
+        axes += [", " if axes else "", axis, "=", size]
+    limit: Phrase = () if plan.memory is None else (" of ", Bytes(plan.memory))
+    predicted = plan.predicted
+    return Section(
+        lines=(
+            (plan.name, " on ", plan.mesh.size, " devices (", *axes, ")"),
+            (
+                *(Seconds(predicted.step_seconds), " per step, ", Bytes(predicted.peak_bytes), *limit),
+                *(" per device; ", *_proof(plan)),
+            ),
+        )
+    )
+
+
+def _proof(plan: PlanData) -> Phrase:
+    if plan.status == "optimal":
+        return ("optimal: no sharding of this step is predicted to be faster",)
+    if plan.bound <= 0:
+        return ("not proven to be near the best",)
+    return "at most ", Share(plan.gap), " slower than the best possible"
+
+
+def arguments(plan: PlanData) -> Section:
+    """Every argument, those that lie alike in one row."""
+    total = sum(placed.local_bytes for placed in plan.arguments if not placed.on_host)
+    on_host = sum(placed.local_bytes for placed in plan.arguments if placed.on_host)
+    more: Phrase = (", ", Bytes(on_host), " on its host") if on_host else ()
+    return _placed(("Arguments (", Bytes(total), " per device", *more, ")"), plan.arguments)
+
+
+def results(plan: PlanData) -> Section:
+    """The results, without those that lie as the argument whose place they take."""
+    as_before = {
+        result
+        for argument, result in plan.carried.items()
+        if plan.results[result].layout == plan.arguments[argument].layout
+    }
+    others = [placed for i, placed in enumerate(plan.results) if i not in as_before]
+    title = "Other results (the rest lie as the arguments they replace)" if as_before else "Results"
+    return _placed((title,), others)
+
+
+def _placed(title: Phrase, placed: Sequence[PlacedArray]) -> Section:
+    lines = folded(placed)
+    rows: list[Row] = [
+        (name, ArrayCount(len(alike)), alike[0].type, Spec(alike[0].layout), _local_bytes(alike))
+        for name, alike in lines[:_MAX_ARRAYS]
+    ]
+    if rest := [one for _, alike in lines[_MAX_ARRAYS:] for one in alike]:
+        rows.append((("and ", len(rest), " more"), "", "", "", _local_bytes(rest)))
+    columns = Column(""), Column("whole array"), Column("PartitionSpec"), Column("per device", is_number=True)
+    return Section(title, columns, tuple(rows))
+
+
+def _local_bytes(placed: Iterable[PlacedArray]) -> Bytes:
+    return Bytes(sum(one.local_bytes for one in placed))
+
+
+def comparison(plan: PlanData, alternatives: Alternatives) -> Section:
+    """Time and memory of the plan, beside those of other ways to shard the step."""
+    rows = [_figures("this plan", plan.predicted, plan.memory)]
+    for name, found in (alternatives or {}).items():
+        rows.append((name, *[""] * 5, found) if isinstance(found, str) else _figures(name, found, plan.memory))
+    headings = "per step", "compute", "communication", "exposed", "peak per device"
+    columns = *(Column(heading, is_number=True) for heading in headings), Column("")
+    lines: tuple[Phrase, ...] = ()
+    if alternatives is None:
+        lines = (("Not compared yet: plan.compare() finds what data parallel, FSDP and tensor parallel form cost.",),)
+    return Section(("Predicted",), columns, tuple(rows), lines)
+
+
+def _figures(name: str, predicted: Prediction, limit: float | None) -> Row:
+    seconds = (
+        predicted.step_seconds,
+        predicted.compute_seconds,
+        predicted.communication_seconds,
+        predicted.exposed_seconds,
+    )
+    over = limit is not None and predicted.peak_bytes > limit
+    return name, *map(Seconds, seconds), Bytes(predicted.peak_bytes), "over the limit" if over else ""
+
+
+def collectives(found: Iterable[Collective], title: str = "Collectives per step") -> Section:
+    """The largest, each with the user's line and what asks for it."""
+    ordered = sorted(_summed(found), key=lambda collective: -collective.bytes)
+    if not ordered:
+        return Section(lines=(("No collectives: the devices don't talk.",),))
+    rows: list[Row] = [
+        (one.kind, Names(one.axes), one.count, Bytes(one.bytes), one.source, one.why)
+        for one in ordered[:_MAX_COLLECTIVES]
+    ]
+    if rest := ordered[_MAX_COLLECTIVES:]:
+        count, size = sum(one.count for one in rest), sum(one.bytes for one in rest)
+        rows.append((("and ", len(rest), " more"), "", count, Bytes(size), "", ""))
+    columns = (
+        *(Column("over axes"), Column("runs", is_number=True), Column("bytes per device", is_number=True)),
+        *(Column("for"), Column("")),
+    )
+    return Section((title,), columns, tuple(rows))
+
+
+def _summed(collectives: Iterable[Collective]) -> list[Collective]:
+    """Those of one kind, line and reason as one; of several reasons on one line, the largest is given."""
+    found: dict[tuple, list[Collective]] = defaultdict(list)
+    for one in collectives:
+        found[one.kind, one.axes, one.source].append(one)
+    return [
+        replace(
+            max(alike, key=lambda one: one.bytes),
+            bytes=sum(one.bytes for one in alike),
+            count=sum(one.count for one in alike),
+        )
+        for alike in found.values()
+    ]
