@@ -715,7 +715,7 @@ def _rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[tuple[str, ...], Comparison]:
     """What a plan says beside its figures: warnings, and what it is compared with."""
     comparison = Comparison(functools.partial(alternatives_of, formulation))
-    return _unused_axes(formulation.program, mesh), comparison
+    return (*_unused_axes(formulation.program, mesh), *formulation.prices.backend.remarks), comparison
 
 
 def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:

@@ -225,15 +225,15 @@ def planned(name: str, machines: list[str], time_limit: float) -> Iterator[Row]:
 def formulation_of(name: str, machine: str) -> Any:
     """What a plan for a model on a machine is found from."""
     from autoshard import topology
-    from autoshard.mesh.backends import CPU, GPU, TPU
     from autoshard.model.formulation import formulate
+    from autoshard.model.xla.backends import CPU, H100, V5E
     from autoshard.program import trace
     from autoshard.propagation import rules_for
 
     step, state, batch = steps()[name]()
     mesh, target = MACHINES[machine], topology(machine, MACHINES[machine])
     program = trace(step, (state, batch), {}, donate_argnums=0)
-    backend = CPU if machine.startswith("cpu") else TPU if machine.startswith("v") else GPU
+    backend = CPU if machine.startswith("cpu") else V5E if machine.startswith("v") else H100
     return formulate(program, rules_for(program), mesh, target, memory=target.memory_bytes, backend=backend)
 
 

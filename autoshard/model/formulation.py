@@ -24,21 +24,10 @@ import numpy as np
 
 from autoshard.errors import ConflictError
 from autoshard.layout import Layout, MeshShape, layouts_of, replicated, spec_of, without_axes, without_idle_axes
-from autoshard.mesh.backends import CPU, Backend
 from autoshard.mesh.topology import Topology
-from autoshard.model.groups import (
-    Group,
-    entering_loops,
-    groups_of,
-    image_dims,
-    is_kernel_gradient,
-    kept_inside,
-    made_of_state,
-    read_through,
-    stacked_beside,
-    stays_whole,
-    turns_that_read,
-)
+from autoshard.model.equations import is_kernel_gradient, stays_whole
+from autoshard.model.grouping import groups_of
+from autoshard.model.groups import Group
 from autoshard.model.lifetimes import (
     HEAP,
     Holding,
@@ -46,18 +35,22 @@ from autoshard.model.lifetimes import (
     aliased,
     copied_when_donated,
     holding,
-    image_dims_of,
     looped,
     repeats,
-    scratch_copies,
-    transposes,
     updated_in_loops,
     use_span,
 )
-from autoshard.model.precision import widths_of
 from autoshard.model.prices import Priced, Prices
 from autoshard.model.resharding_memory import Change, Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.model.weights import entering_loops, made_of_state
+from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.convolutions import image_dims, image_dims_of, scratch_copies
+from autoshard.model.xla.fusion import read_through
+from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.rounding import widths_of
+from autoshard.model.xla.slicing import stacked_beside
+from autoshard.model.xla.transposes import transposes
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -188,7 +181,7 @@ def formulate(
         pairs = zip(program.equations, rules, strict=True)
         rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
     groups = groups_of(program, rules, backend, mesh)
-    widths, weights = widths_of(program, groups, backend), made_of_state(program, groups)
+    widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
     prices = Prices(
         mesh,
         topology,
@@ -197,8 +190,8 @@ def formulate(
         weights=weights,
         entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
-        kept=kept_inside(program, backend.keeps_sums) if backend.keeps_inside else None,
-        turns=turns_that_read(program) if backend.fetches_gathered else None,
+        kept=kept_inside(program, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
+        turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
         instead=read_through(groups),
         images=image_dims(program),
     )
@@ -444,12 +437,12 @@ class _Formulator:
         self._connect(node, holder, table)
         if held.used is None:
             return
-        if self.backend.sums_last and not kept:
+        if self.backend.sums.runs_last and not kept:
             self._hold_for_last(value, group, readers, held)
         stored = held.stored and not kept
         if stored:
             start, end = held.used
-            overwritten = self.backend.overwrites and self._is_overwritten(value, readers)
+            overwritten = self.backend.fusion.overwrites_operands and self._is_overwritten(value, readers)
             self._hold(holder, start, end - overwritten, self.prices.sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
@@ -548,8 +541,8 @@ class _Formulator:
         unfinished = self.prices.once(bytes_unfinished, strategies, of=widths)
         waits = np.zeros(len(strategies), bool)
         if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
-            waits = self.prices.once(_all_reduced, strategies) & (left < self.backend.combines_below)
-            start = end - 1 if self.backend.sums_last and group.can_wait else group.point
+            waits = self.prices.once(_all_reduced, strategies) & (left < self.backend.combining.below_bytes)
+            start = end - 1 if self.backend.sums.runs_last and group.can_wait else group.point
             self._hold(node, start, end - 1, np.maximum(left, unfinished) * waits)
             self._hold(node, end - 1, end, (left + unfinished) * waits)
         first = held.used[0] if held.used else group.point

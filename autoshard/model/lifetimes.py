@@ -38,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.model.groups import Group, Use, is_kernel_gradient, is_matrix_product, reads_images
+from autoshard.model.groups import Group, Use
 from autoshard.program import Equation, Program, Value
 
 # Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/predictions.py` prints.
@@ -83,36 +83,6 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
         assert equation.loop is not None, "boundaries of loops know theirs"
         return equation.loop[1]
     return group.point
-
-
-def scratch_copies(group: Group) -> int:
-    """How many times its result a group takes beside its operands and results, while it runs.
-
-    XLA's CPU backend turns `select_and_scatter_add`, the gradient of max-pooling, into a reduce_window that carries an
-    index per dim, and a scatter.
-    """
-    if group.equations[0].primitive == "select_and_scatter_add":
-        return len(group.made[0].value.shape) + 1
-    return 0
-
-
-def transposes(use: Use) -> bool:
-    """Whether XLA's CPU backend makes a transposed copy of this operand; it reads matrices either way round."""
-    if is_kernel_gradient(use.equation):
-        return use.operand == 0
-    if not is_matrix_product(use.equation) or len(use.value.shape) <= 2:
-        return False
-    contracted, batched = (sides[use.operand] for sides in use.equation.params["dimension_numbers"])
-    kept = [dim for dim in range(len(use.value.shape)) if dim not in (*contracted, *batched)]
-    wanted = (*batched, *kept, *contracted) if use.operand == 0 else (*batched, *contracted, *kept)
-    return list(wanted) != sorted(wanted)
-
-
-def image_dims_of(use: Use) -> tuple[int, int] | None:
-    """The batch and feature dims of images that a convolution reads as they arrive: it has them lie otherwise."""
-    if not reads_images(use) or not use.value.from_outside:
-        return None
-    return use.equation.params["dimension_numbers"].lhs_spec[:2]
 
 
 def repeats(group: Group) -> list[Use]:

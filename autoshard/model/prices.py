@@ -13,14 +13,19 @@ from typing import Any
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, divides, local_shape, shards
-from autoshard.mesh.backends import CPU, Backend, padded_size, tiled_dims
 from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import compute_seconds, flops
-from autoshard.mesh.resharding import Step, path, reshard
+from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group, Use
-from autoshard.model.precision import ROUNDED, Widths
-from autoshard.model.strategies import ALL_REDUCE, Finish, Strategy, axes_between_slices, strategies_of
+from autoshard.model.resharding_steps import ReshardingSteps
+from autoshard.model.strategies import Finish, Strategy, strategies_of
+from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.convolutions import ImageDims
+from autoshard.model.xla.gathers import combined
+from autoshard.model.xla.rounding import ROUNDED, Widths
+from autoshard.model.xla.scatters import axes_between_slices
+from autoshard.model.xla.tiles import padded_size, row_padding
 from autoshard.program import Equation, Value, dtype_name
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
@@ -32,11 +37,6 @@ LAUNCH_SECONDS = 1e-6
 # so that they are chosen where they save something, and one all_reduce where they don't.
 HALF_PENALTY = 1.2
 
-# From so many devices on XLA for TPU may all_reduce where a program gathers over all of them. It gathers several dims
-# at once with fewer, too; that is priced as one after the other, which is nearer to what such programs take.
-MANY_DEVICES = 64
-
-ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
 Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
@@ -95,7 +95,7 @@ class Prices:
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
-        self.between = axes_between_slices(self.mesh, backend)
+        self.between = axes_between_slices(self.mesh, backend.slices)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
         self.kept = kept or {}  # what can stay in the chip while a loop turns -> bytes of all that can in its loop
         self.turns = turns or {}  # what loops read in every turn -> how many these are
@@ -106,7 +106,7 @@ class Prices:
         self._found: dict[tuple, tuple] = {}
         self._local: dict[tuple, int] = {}
         self._collectives: dict[tuple, float] = {}
-        self._moves: dict[int, _Moves] = {}
+        self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
 
     def group(self, group: Group) -> Priced:
         """Every strategy of `group` with its seconds per step."""
@@ -192,7 +192,7 @@ class Prices:
         written = value.id in self.instead
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-            sent = self._moves_of(len(value.shape)).steps(sources, targets)[..., 0] > 0
+            sent = self._steps_of(len(value.shape)).steps(sources, targets)[..., 0] > 0
             return _frozen(~(sent | (written & _differ(sources, targets))))
 
         return self.once(made, self.one(sources), self.one(targets), of=(written,))
@@ -213,7 +213,7 @@ class Prices:
         turns = self.turns.get(value.id, 0)
         if not turns or self._local_size(value, target) <= self._local_size(value, source):
             return 0.0
-        often = self.backend.fetches_gathered * turns
+        often = self.backend.loop_memory.fetched_share * turns
         return often * self.copy_bytes(value, target) / self.topology.memory_bandwidth
 
     def _clearing(self, value: Value) -> float:
@@ -267,7 +267,7 @@ class Prices:
 
     def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
         """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
-        width = min(value.itemsize, ROUNDED) if self.backend.rounds_operands else value.itemsize
+        width = min(value.itemsize, ROUNDED) if self.backend.rounding.operands else value.itemsize
         return self._local_size(value, layout, minor) * width
 
     def _local_size(self, value: Value, layout: Layout, minor: ImageDims | None = None) -> int:
@@ -304,13 +304,13 @@ class Prices:
         if source == target:
             return (), 0.0, 0.0
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
-        steps, total, behind = [], 0.0 if found else self.backend.shortest, 0.0
-        for kind, axes, size, several in _at_once(found, self.mesh, self.backend):
+        steps, total, behind = [], 0.0 if found else self.backend.slicing.least_seconds, 0.0
+        for kind, axes, size, several in combined(found, self.mesh, self.backend.gathers):
             sent, seconds, share = self._sent(kind, axes, size, late)
             if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
                 seconds += self._recopied(size)
             if image_dims is not None and kind == "all_to_all":
-                more = self._more_copies(shape, width, image_dims, [source], [target]).item()
+                more = self._extra_copies(shape, width, image_dims, [source], [target]).item()
                 seconds += self._copied(size) * more
             steps.append(Step(sent, axes, size))
             total += seconds
@@ -331,7 +331,7 @@ class Prices:
             pairs = [[self._pair(shape, width, a, b, late, image_dims)[1:] for b in targets] for a in sources]
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
-        moves = self._moves_of(len(shape))
+        moves = self._steps_of(len(shape))
         steps = moves.steps(sources, targets)
         total = math.prod(shape) * width
         of_step = [(0.0, 0.0, 0.0, False)]
@@ -340,67 +340,35 @@ class Prices:
             _, takes, share = self._sent(kind, axes, size, late)
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
         seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
-        if self.backend.shortest:
-            seconds[..., 0] += self.backend.shortest * (_differ(sources, targets) & (steps[..., 0] == 0))
+        if self.backend.slicing.least_seconds:
+            seconds[..., 0] += self.backend.slicing.least_seconds * (_differ(sources, targets) & (steps[..., 0] == 0))
         if ordering.any():
             one, together = self._out_of_order(shape, sources, targets)[..., np.newaxis]
             seconds = seconds + ordering * np.where(several, together, one)
         if image_dims is not None:
             cut = [self._copied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
-            more = self._more_copies(shape, width, image_dims, sources, targets)
+            more = self._extra_copies(shape, width, image_dims, sources, targets)
             seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
         return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
 
-    def _moves_of(self, rank: int) -> _Moves:
-        return self._moves.setdefault(rank, _Moves(self.mesh, self.backend))
+    def _steps_of(self, rank: int) -> ReshardingSteps:
+        return self._steps.setdefault(rank, ReshardingSteps(self.mesh, self.backend.gathers))
 
     def _out_of_order(self, shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """[several, source, target]: whether what is gathered, in one dim or in several at once, is copied into order.
+        """[several, source, target]: whether what is gathered, in one dim or in several, is copied into order."""
+        return self.backend.recopies.out_of_order(shape, sources, targets, self.mesh, self.backend.tile)
 
-        Of several dims pieces come in order if they have one element of each dim from the first that is gathered to the
-        last, but for that. And XLA for TPU puts only whole tiles side by side: where pieces of rows or columns do not
-        end with one, it makes the dim the outermost, in which order only a matrix can stay. On some TPUs what are
-        columns as it is written cannot be rows for that.
-        """
-        before, after = (
-            np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
-        )
-        before, after = before[:, np.newaxis], after[np.newaxis]
-        gathered = before < after
-        later = np.zeros_like(gathered)
-        later[..., :-1] = np.logical_or.accumulate(gathered[..., :0:-1], axis=-1)[..., ::-1]
-        begun = np.logical_or.accumulate(gathered, axis=-1)
-        scattered = (begun & later & (before > 1)).any(axis=-1)
-        if self.backend.tile is None:
-            return np.stack([np.zeros_like(scattered), scattered])
-        tile_rows, tile_columns = self.backend.tile
-        roles = [tiled_dims(tuple(size), self.backend.tile) for size in after[0].tolist()]
-        other, rows, columns = np.stack(roles, axis=1)
-        whole = other | (rows & (before % tile_rows == 0)) | (columns & (before % tile_columns == 0))
-        if self.backend.keeps_columns and len(shape) > 1:
-            as_written = rows[..., -2] & columns[..., -1]
-            whole[..., -1] &= ~as_written | (before[..., -1] % tile_columns == 0)
-        around = (after > 1).sum(axis=-1, keepdims=True) - (after > 1)
-        broken = (gathered & ~later & ~whole & (around > 1)).any(axis=-1)
-        return np.stack([broken, broken | scattered])
-
-    def _more_copies(
-        self, shape: tuple[int, ...], width: int, image_dims: ImageDims, sources: list[Layout], targets: list[Layout]
+    def _extra_copies(
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        image_dims: ImageDims,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
     ) -> np.ndarray:
-        """How many times more often than other values the all_to_alls from `sources` to `targets` copy images.
-
-        Pieces of few channels or images pad. What takes long is to put elements in order, however wide they are.
-        """
-        if not self.backend.image_recopies:
-            return np.zeros((len(sources), len(targets)))
-        before, after = (
-            np.array([local_shape(shape, layout, self.mesh) for layout in layouts]) for layouts in (sources, targets)
-        )
-        cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in image_dims], axis=-1)
-        pieces, place = np.unique(cut.reshape(-1, 2), axis=0, return_inverse=True)
-        padding = [padded_size(piece, self.backend.tile) / max(1, math.prod(piece)) for piece in pieces.tolist()]
-        often = self.backend.image_recopies * ROUNDED / width * np.array(padding)[place]
-        return np.maximum(0.0, often - self.backend.recopies).reshape(len(sources), len(targets))
+        """[source, target]: how many times more often than other values all_to_alls copy images."""
+        recopies = self.backend.recopies
+        return recopies.extra_of_images(shape, width, image_dims, sources, targets, self.mesh, self.backend.tile)
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
@@ -410,34 +378,28 @@ class Prices:
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
                 cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
                 communication += cost
-                hidden += cost * self.backend.hides.get(finish.kind, 0.0) * ends
+                hidden += cost * self.backend.overlap.of(finish.kind) * ends
             found.append(Seconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
     def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
         """Seconds of one all_reduce of `size` bytes."""
-        return self._collective(ALL_REDUCE, axes, size)
-
-    def _sent_as(self, kind: str, axes: tuple[str, ...], size: int) -> str:
-        """The collective that XLA makes of one: on TPU all_reduces of all_gathers over all devices of a large slice."""
-        if kind != "all_gather" or size > self.backend.sums_gathers:
-            return kind
-        devices, everywhere = shards(axes, self.mesh), math.prod(self.mesh.values()) // self.backend.slices
-        return ALL_REDUCE if MANY_DEVICES <= devices == everywhere else kind
+        return self._collective("all_reduce", axes, size)
 
     def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
         """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
 
         For an all_reduce instead of a gather it makes an array of zeros.
         """
-        sent = self._sent_as(kind, axes, size)
+        everywhere = math.prod(self.mesh.values()) // self.backend.slices
+        sent = self.backend.gathers.sent_as(kind, shards(axes, self.mesh), everywhere, size)
         zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
         seconds = self._collective(sent, axes, size, late=late) + zeros
-        return sent, seconds, self.backend.hides.get(sent, 0.0)
+        return sent, seconds, self.backend.overlap.of(sent)
 
     def _recopied(self, size: int) -> float:
         """Seconds to bring the pieces of so many bytes into another order."""
-        return self.backend.recopies * self._copied(size)
+        return self.backend.recopies.pieces * self._copied(size)
 
     def _copied(self, size: int) -> float:
         """Seconds to read so many bytes and write them."""
@@ -454,21 +416,21 @@ class Prices:
         Args:
             late: whether nothing waits for it.
         """
-        combined = late and kind in self.backend.combined_kinds
+        combined = late and kind in self.backend.combining.kinds
         key = kind, axes, size, among, combined
         if key not in self._collectives:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
             penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
             latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among)
             through = self._recopied(size) if kind == "all_to_all" else 0.0
-            share = min(1.0, size / self.backend.combines_below) if combined else 1.0
+            share = self.backend.combining.share_of_launch(size) if combined else 1.0
             saved = (1 - share) * latency
             self._collectives[key] = (textbook - saved) * penalty + through + share * LAUNCH_SECONDS
         return self._collectives[key]
 
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
         """Of products that are added up before they are reduced each pays its part."""
-        if finish.kind == ALL_REDUCE and group.summands > 1:
+        if finish.kind == "all_reduce" and group.summands > 1:
             return self._collective(finish.kind, finish.axes, size) / group.summands
         among = finish.devices(self.mesh) if finish.groups else None
         return self._collective(finish.kind, finish.axes, size, among, late=group.late)
@@ -489,7 +451,7 @@ class Prices:
                 split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
             work += flops(equation) / split[factors]
         if group.equations[0].primitive == "conv_general_dilated":
-            work /= self.backend.convolves
+            work /= self.backend.convolutions.flops_share
         moved = np.broadcast_to(self._bytes_moved(group, wants, leaves), work.shape)
         dtype = _dtype(group.equations)
         both = zip(work.tolist(), moved.tolist(), strict=True)
@@ -501,7 +463,7 @@ class Prices:
         def sizes(value: Value) -> tuple:
             image_dims = self.images.get(value.id)
             width = self.widths.of(value), self.widths.stored(value)
-            return value.shape, image_dims, value.on_host, *width, self._room(value)
+            return value.shape, image_dims, value.on_host, *width, self._kept_share(value)
 
         place = itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
@@ -541,7 +503,12 @@ class Prices:
         first = group.equations[0]
         if first.primitive in _READS_PART:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
-            return 2 * written * padding / (self.backend.slicing if first.primitive == "scan_slice" else 1.0)
+            return (
+                2
+                * written
+                * padding
+                / (self.backend.slicing.loop_bandwidth_share if first.primitive == "scan_slice" else 1.0)
+            )
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]
             pairs = zip(group.uses, wants, strict=True)
@@ -571,83 +538,24 @@ class Prices:
 
     def _outside(self, value: Value, sizes: np.ndarray) -> np.ndarray:
         """Of what `value` takes those bytes that the chip has no room for."""
-        room = self._room(value)
-        return np.where(sizes > self.backend.keeps_inside, sizes, np.maximum(0.0, sizes - room)) if room else sizes
+        share = self._kept_share(value)
+        return self.backend.loop_memory.outside(sizes, share) if share else sizes
 
     def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
         """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
         numbers = equation.params.get("dimension_numbers")
         window = getattr(numbers, "offset_dims", ()) or getattr(numbers, "update_window_dims", ())
-        if self.backend.tile is None or math.prod(rows.shape[dim] for dim in window) <= 1:
+        tile = self.backend.tile
+        if tile is None or math.prod(rows.shape[dim] for dim in window) <= 1:
             return 1.0
+        shapes = [local_shape(rows.shape, layout, self.mesh) for layout in layouts]
+        together = [self._local_size(rows, layout) for layout in layouts]
+        pairs = zip(shapes, together, strict=True)
+        return np.array([row_padding(shape, window, size, tile) for shape, size in pairs])
 
-        def padding(layout: Layout) -> float:
-            shape = local_shape(rows.shape, layout, self.mesh)
-            row = tuple(shape[dim] for dim in window)
-            apart = math.prod(shape) // max(1, math.prod(row)) * padded_size(row, self.backend.tile)
-            return max(1.0, apart / max(1, self._local_size(rows, layout)))
-
-        return np.array([padding(layout) for layout in layouts])
-
-    def _room(self, value: Value) -> float:
-        """Bytes of `value` that stay in the chip's own memory: its part of the room for all that its loop keeps."""
-        share = value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
-        return self.backend.keeps_inside * share
-
-
-class _Moves:
-    """The steps of resharding between layouts of one rank: they depend on no shape that divides evenly."""
-
-    def __init__(self, mesh: MeshShape, backend: Backend):
-        self.mesh, self.backend = mesh, backend
-        self.known: dict[tuple[str, tuple[str, ...], int, bool], int] = {}  # kind, axes, tiles, several -> from 1
-        self._number: dict[Layout, int] = {}
-        # [source, target, step]: its number; 0: none; -1: unknown
-        self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
-
-    def steps(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """[source, target, step]: which of `known` it is; 0 where there are fewer steps."""
-        for layout in (*sources, *targets):
-            self._number.setdefault(layout, len(self._number))
-        missing = len(self._number) - len(self._steps)
-        if missing > 0:
-            self._steps = np.pad(self._steps, [(0, missing), (0, missing), (0, 0)], constant_values=-1)
-            self._widen(1)
-        rows, columns = ([self._number[layout] for layout in layouts] for layouts in (sources, targets))
-        cells = np.ix_(rows, columns)
-        for i, j in np.argwhere(self._steps[*cells, 0] < 0).tolist():
-            steps = _at_once(path(sources[i], targets[j], self.mesh), self.mesh, self.backend)
-            found = [self.known.setdefault(step, len(self.known) + 1) for step in steps]
-            self._widen(len(found))
-            self._steps[rows[i], columns[j]] = 0
-            self._steps[rows[i], columns[j], : len(found)] = found
-        return self._steps[cells]
-
-    def _widen(self, count: int) -> None:
-        more = count - self._steps.shape[2]
-        if more > 0:
-            rows, columns, before = self._steps.shape
-            added = np.where(self._steps[..., :1] < 0, -1, 0) if before else np.full((rows, columns, 1), -1)
-            self._steps = np.concatenate([self._steps, added.repeat(more, axis=2)], axis=2, dtype=np.int32)
-
-
-def _at_once(
-    steps: Iterable[tuple[str, tuple[str, ...], int]], mesh: MeshShape, backend: Backend
-) -> list[tuple[str, tuple[str, ...], int, bool]]:
-    """Collectives (kind, axes, what tells their size), and of each whether it gathers several dims.
-
-    Given are such as gather one dim each; those that follow each other become one where the backend does that.
-    """
-    sent: list[tuple[str, tuple[str, ...], int, bool]] = []
-    for kind, axes, size in steps:
-        several = False
-        if backend.gathers_at_once and sent and kind == sent[-1][0] == "all_gather":
-            all_axes = tuple(axis for axis in mesh if axis in axes or axis in sent[-1][1])
-            if shards(all_axes, mesh) >= MANY_DEVICES:
-                axes, several = all_axes, True
-                sent.pop()
-        sent.append((kind, axes, size, several))
-    return sent
+    def _kept_share(self, value: Value) -> float:
+        """The part that `value` has in all that its loop keeps in the chip's own memory; 0 if it is not kept there."""
+        return value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
 
 
 def _differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:

@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import adjusted
 from problems import answer, assert_same
 from programs import f32, formulated, model_program, random_choices, round_topology
 
 from autoshard.errors import ConflictError
 from autoshard.layout import layouts_of
-from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.model import formulation as module
 from autoshard.model.formulation import Formulation, formulate
 from autoshard.model.prices import Prices
 from autoshard.model.resharding_memory import Change
+from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.plans.chosen import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import solve
@@ -121,14 +122,14 @@ def test_arguments_alike_that_are_read_otherwise_cost_otherwise(first, second):
 
     state = {name: f32(2, 1024, 1024) for name in "ab"}
     topology = round_topology("x")
-    made = formulated(step, state, f32(4096, 1024), mesh={"x": 8}, topology=topology, donate=(0,), backend=GPU)
+    made = formulated(step, state, f32(4096, 1024), mesh={"x": 8}, topology=topology, donate=(0,), backend=H100)
     shares = {}
     for index, value in enumerate(made.program.arguments[:2]):
         priced = [(made.prices.exposed(value, k.home, k.copy), k) for k in made.arguments[index]]
         np.testing.assert_allclose(made.problem.costs[index], [seconds for seconds, _ in priced])
         exposed, gathered = max(priced, key=lambda pair: pair[0])
         shares[value.name] = exposed / made.prices.resharding(value, gathered.home, gathered.copy)
-    assert shares == pytest.approx({f"state/{first}": 1.0, f"state/{second}": 1 - GPU.hides["all_gather"]})
+    assert shares == pytest.approx({f"state/{first}": 1.0, f"state/{second}": 1 - H100.overlap.of("all_gather")})
 
 
 def test_what_a_resharding_holds():
@@ -176,7 +177,7 @@ def test_a_large_gradient_is_reduced_alone(below, waits):
         return w - x.T @ jnp.sin(x @ w), v - x.T @ jnp.sin(x @ v)
 
     fixed = {2: (("x",), ())}
-    backend = replace(CPU, combines_below=below)
+    backend = adjusted(CPU, "combining", below_bytes=below)
     formulation = formulated(update, W, W, X, mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
     gradient = next(i for i, group in enumerate(formulation.groups) if group.ends is not None and group.contracts)
     node, option = chosen(formulation, gradient, ((), ()), "all_reduce")
@@ -184,7 +185,7 @@ def test_a_large_gradient_is_reduced_alone(below, waits):
     assert (ends == formulation.groups[gradient].ends) == waits
 
 
-@pytest.mark.parametrize("backend", [CPU, GPU], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", [CPU, H100], ids=lambda backend: backend.name)
 def test_gradients_that_wait_hold_what_they_read(backend):
     def two_layers(w, v, x):
         h = x @ w
@@ -198,7 +199,7 @@ def test_gradients_that_wait_hold_what_they_read(backend):
         two_layers, *args, donate=(0, 1), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend
     )
     group = next(g for g in formulation.groups if g.can_wait and g.made[0].value.shape == (6, 4))
-    for finish, waits in [("all_reduce", backend is GPU), (None, False)]:
+    for finish, waits in [("all_reduce", backend is H100), (None, False)]:
         node, option = chosen(formulation, group.index, ((), ()), finish)
         held = [live for live in formulation.problem.lives if live.node == node and live.end == group.ends - 1]
         read = sum(live.usage[option] for live in held if live.start > group.point)
@@ -212,7 +213,12 @@ def test_elementwise_work_overwrites_what_nobody_else_reads():
         h = x @ w
         return (jnp.sin(h) @ v) @ (v.T @ h.T)
 
-    temporaries = [(forward, CPU, 48 + 48), (forward, GPU, 48), (read_again, CPU, 48 + 48), (read_again, GPU, 48 + 48)]
+    temporaries = [
+        (forward, CPU, 48 + 48),
+        (forward, H100, 48),
+        (read_again, CPU, 48 + 48),
+        (read_again, H100, 48 + 48),
+    ]
     for fn, backend, size in temporaries:
         fixed = dict.fromkeys(range(3), ((), ()))
         formulation = formulated(fn, X, W, f32(6, 4), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
@@ -273,7 +279,7 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
         sine = jnp.sin(x)
         return sine @ w, sine @ v
 
-    formulation = formulated(fn, X, W, W, mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    formulation = formulated(fn, X, W, W, mesh=LINE, topology=TOPOLOGY, backend=V5E)
     rows, whole = (("x",), ()), ((), ())
     sine = formulation.groups[0].made[0].value
     shared, (first, last) = formulation.shared[sine.id], formulation.readers[sine.id]
@@ -300,7 +306,7 @@ def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
         sine = jnp.sin(y)
         return sine @ (jnp.cos(w @ w) @ w), y
 
-    formulation = formulated(fn, f32(8, 8), f32(8, 8), mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    formulation = formulated(fn, f32(8, 8), f32(8, 8), mesh=LINE, topology=TOPOLOGY, backend=V5E)
     by_rows, by_columns = (("x",), ()), ((), ("x",))
     sine = next(group for group in formulation.groups if group.equations[-1].primitive == "sin")
     made, product = sine.made[0].value, formulation.readers[sine.made[0].value.id][0]
@@ -528,7 +534,7 @@ def a_product_and_a_sum(axis: int):
     formulation = formulated(
         lambda x, u, w: (lambda h: (h @ w, h.sum(axis)))(x @ u),
         f32(64, 512), f32(512, 512), f32(512, 6),
-        mesh=LINE, topology=TOPOLOGY, backend=TPU, fixed={0: WHOLE, 1: COLUMNS, 2: WHOLE},
+        mesh=LINE, topology=TOPOLOGY, backend=V5E, fixed={0: WHOLE, 1: COLUMNS, 2: WHOLE},
     )  # fmt: skip
     first, product, total = formulation.groups
 
@@ -578,13 +584,13 @@ def test_what_readers_make_again_is_written_to_be_resharded():
     """Even by a slice, which is but an operation of its own where there is an array to take it from."""
     formulation = formulated(
         lambda x, w, v: (lambda sine: (sine @ w, sine @ v))(jnp.sin(x)),
-        X, W, W, mesh=LINE, topology=TOPOLOGY, backend=TPU,
+        X, W, W, mesh=LINE, topology=TOPOLOGY, backend=V5E,
     )  # fmt: skip
     rows, whole = (("x",), ()), ((), ())
     prices, (sine, *_) = formulation.prices, formulation.groups
     value = sine.made[0].value
     assert sine.repeated and prices.writing(value, whole) > 0
-    sliced = TPU.shortest
+    sliced = V5E.slicing.least_seconds
     assert prices.table(value, (whole,), (whole, rows)).tolist() == [[0.0, sliced + prices.writing(value, whole)]]
     argument = formulation.program.arguments[0]
     assert prices.table(argument, (whole,), (whole, rows)).tolist() == [[0.0, sliced]]
@@ -595,7 +601,7 @@ def test_what_a_loop_makes_again_is_charged_once():
         outside = jnp.broadcast_to(mask, x.shape)
         return jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, outside) * 2, None), x, None, length=3)[0]
 
-    formulation = formulated(fn, X, f32(4), mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    formulation = formulated(fn, X, f32(4), mesh=LINE, topology=TOPOLOGY, backend=V5E)
     (maker,) = (group for group in formulation.groups if group.sunk)
     written = formulation.prices.writing(maker.made[0].value, ((), ()))
     whole = [strategy.leaves == (((), ()),) for strategy in formulation.priced[maker.index].strategies].index(True)
