@@ -127,7 +127,10 @@ class Formulation:
             left, wanted = change.layouts(choice)
             end = change.used[1]
             if change.counts_wanted:
-                yield (change.used_until(change.users, last), end), -self.prices.local_bytes(change.value, wanted)
+                yield (
+                    (change.used_until(change.users, last), end),
+                    -self.prices.arrays.local_bytes(change.value, wanted),
+                )
             elif left != wanted:
                 end = change.used_until(change.copied_to(choice), last)
             start = change.starts(extra)
@@ -292,7 +295,7 @@ class _Formulator:
             return tuple(found)
 
         what = value.shape, value.on_host, fixed, said, apart, tuple(homes)
-        return self.prices.once(options, *(reader.wants for reader in readers), of=what)
+        return self.prices.memo.once(options, *(reader.wants for reader in readers), of=what)
 
     def _check_host_memory(self, homes: Sequence[tuple[Kept, ...]]) -> None:
         """
@@ -317,10 +320,10 @@ class _Formulator:
                 )
 
     def _homes_of(self, kepts: tuple[Kept, ...]) -> tuple[Layout, ...]:
-        return self.prices.once(_homes, kepts)
+        return self.prices.memo.once(_homes, kepts)
 
     def _copies_of(self, kepts: tuple[Kept, ...]) -> tuple[Layout, ...]:
-        return self.prices.once(_copies, kepts)
+        return self.prices.memo.once(_copies, kepts)
 
     def _add_arguments(self, options: list[tuple[Kept, ...]]) -> None:
         for index, value in enumerate(self.program.arguments):
@@ -337,14 +340,14 @@ class _Formulator:
                 costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
                 return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
 
-            self.costs.append(self.prices.once(seconds, kepts, of=(*what, stored)))
+            self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored)))
         copied = copied_when_donated(self.program, self.groups)
         in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
             for reader in self.readers[value.id]:
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader))
-            at_home = self.prices.sizes(value, self._homes_of(kepts))
+            at_home = self.prices.arrays.sizes(value, self._homes_of(kepts))
             self.lives.append(Live(index, 0, len(self.program.equations), at_home))
             uses = uses_of(self.readers[value.id])
             if index in in_loops:  # a copy of it is the loop's own buffer
@@ -368,14 +371,14 @@ class _Formulator:
         """
         value = self.program.arguments[index]
         start, end = min(start for start, _ in spans), max(end for _, end in spans)
-        at_home = self.prices.sizes(value, self._homes_of(kepts))
-        gathered = self.prices.copy_sizes(value, self._copies_of(kepts))
-        own = at_home if copied and gradient is None else self.prices.once(np.zeros_like, at_home)
-        self._hold(index, start, end, self.prices.once(_held, kepts, own, gathered))
+        at_home = self.prices.arrays.sizes(value, self._homes_of(kepts))
+        gathered = self.prices.arrays.copy_sizes(value, self._copies_of(kepts))
+        own = at_home if copied and gradient is None else self.prices.memo.once(np.zeros_like, at_home)
+        self._hold(index, start, end, self.prices.memo.once(_held, kepts, own, gathered))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.made[0].value
             alone = [
-                0 if strategy.finishes else self.prices.local_bytes(made, strategy.leaves[0])
+                0 if strategy.finishes else self.prices.arrays.local_bytes(made, strategy.leaves[0])
                 for strategy in self._strategies(gradient)
             ]
             self._hold(len(self.program.arguments) + gradient.index, start, end, np.array(alone))
@@ -383,14 +386,14 @@ class _Formulator:
     def _hold_images(self, index: int, kepts: tuple[Kept, ...], minor: tuple[int, int], spans: Sequence[Span]) -> None:
         """What an argument holds beside its home while convolutions read it, as images lie."""
         value = self.program.arguments[index]
-        laid_out = np.array([self.prices.image_bytes(value, kept.copy, minor) for kept in kepts])
+        laid_out = np.array([self.prices.arrays.image_bytes(value, kept.copy, minor) for kept in kepts])
         self._hold(index, min(start for start, _ in spans), max(end for _, end in spans), laid_out)
 
     def _argument_table(self, value: Value, kepts: tuple[Kept, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
         stays = self.prices.stays(value, self._homes_of(kepts), reader.wants)
         from_copy = self.prices.table(value, self._copies_of(kepts), reader.wants)
-        return self.prices.once(_from_argument, kepts, reader.wants, stays, from_copy)
+        return self.prices.memo.once(_from_argument, kepts, reader.wants, stays, from_copy)
 
     # Groups.
 
@@ -413,25 +416,25 @@ class _Formulator:
         readers = self.readers[value.id]
         held = holding(value, group, uses_of(readers))
         kept = value.id in outputs or value.id in in_place  # a result, whose buffer is there all the time
-        left = self.prices.sizes(value, leaves)
+        left = self.prices.arrays.sizes(value, leaves)
         self._hold_made(node, group, held, left, kept)
         if value.id in outputs:
             self.lives.append(Live(node, 0, len(self.program.equations), left))
         if not readers:
             return
         narrow = self._narrow_readers(readers, value)
-        apart = self.prices.once(_gathered, leaves, *(reader.wants for reader in readers)) if narrow else ()
+        apart = self.prices.memo.once(_gathered, leaves, *(reader.wants for reader in readers)) if narrow else ()
         holder, wants = self._connect_readers(readers, value, narrow, apart, group.point if group.repeated else None)
         alone = _copied_for(readers[0]) if len(readers) == 1 else None
         table = self.prices.table(value, leaves, wants, alone)
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
-            table = self.prices.once(_with_copies_apart, table, narrow_table, leaves, apart)
+            table = self.prices.memo.once(_with_copies_apart, table, narrow_table, leaves, apart)
         if group.is_view:  # what it views can as well be resharded, and is counted
             stays = self.prices.stays(value, leaves, wants)
             if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
-                stays = self.prices.once(_or_unlike, stays, leaves, wants)
-            table = self.prices.once(_only_where, stays, table)
+                stays = self.prices.memo.once(_or_unlike, stays, leaves, wants)
+            table = self.prices.memo.once(_only_where, stays, table)
         if group.hoisted is not None:
             table = table + self._unhoisted(group, value, leaves, wants)
         self._connect(node, holder, table)
@@ -443,7 +446,7 @@ class _Formulator:
         if stored:
             start, end = held.used
             overwritten = self.backend.fusion.overwrites_operands and self._is_overwritten(value, readers)
-            self._hold(holder, start, end - overwritten, self.prices.sizes(value, wants))
+            self._hold(holder, start, end - overwritten, self.prices.arrays.sizes(value, wants))
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.repeated else None
@@ -464,7 +467,7 @@ class _Formulator:
         if not waiting:
             return
         reader, last = max(waiting, key=lambda one: one[1].point)
-        summed = self.prices.once(_finished, self._strategies(last))
+        summed = self.prices.memo.once(_finished, self._strategies(last))
         end = last.ends if last.ends is not None else len(self.program.equations)
         for source in [value] if held.stored else self.prices.instead.get(value.id, ()):
             if source.shape == value.shape and not source.from_outside:
@@ -472,7 +475,7 @@ class _Formulator:
                 if held.stored:
                     assert held.used is not None, "somebody waits for it"
                     start = held.used[1]
-                self._hold(reader.node, start, end - 1, self.prices.sizes(source, reader.wants) * summed)
+                self._hold(reader.node, start, end - 1, self.prices.arrays.sizes(source, reader.wants) * summed)
 
     def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
         """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
@@ -500,9 +503,9 @@ class _Formulator:
         """
         if len(readers) == 1:
             return readers[0].node, readers[0].wants
-        wants = self.prices.once(_any_of, *(reader.wants for reader in readers))
+        wants = self.prices.memo.once(_any_of, *(reader.wants for reader in readers))
         if apart:
-            wants = self.prices.once(_and_copies_apart, wants, apart)
+            wants = self.prices.memo.once(_and_copies_apart, wants, apart)
         holder = len(self.costs)
         self.shared[value.id] = Shared(holder, wants)
         self.costs.append(np.zeros(len(wants)))
@@ -512,10 +515,10 @@ class _Formulator:
             copied_for = _copied_for(reader)
             table = self.prices.table(value, wants, reader.wants, copied_for)
             if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
-                sizes = self.prices.sizes(value, wants), self.prices.sizes(value, reader.wants)
-                table = self.prices.once(_without_growth, table, *sizes)
+                sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
+                table = self.prices.memo.once(_without_growth, table, *sizes)
             if apart and reader.group not in narrow:
-                table = self.prices.once(_without_copies_apart, table, reader.wants, apart)
+                table = self.prices.memo.once(_without_copies_apart, table, reader.wants, apart)
             self._connect(holder, reader.node, table)
             if reader.group is not None and reader.use is not None:
                 used = use_span(reader.group, reader.use)
@@ -538,10 +541,10 @@ class _Formulator:
             return np.array([self._unfinished(group, strategy) for strategy in strategies])
 
         strategies = self._strategies(group)
-        unfinished = self.prices.once(bytes_unfinished, strategies, of=widths)
+        unfinished = self.prices.memo.once(bytes_unfinished, strategies, of=widths)
         waits = np.zeros(len(strategies), bool)
         if (end := group.ends) is not None:  # reductions that XLA combines into one wait for the last of them
-            waits = self.prices.once(_all_reduced, strategies) & (left < self.backend.combining.below_bytes)
+            waits = self.prices.memo.once(_all_reduced, strategies) & (left < self.backend.combining.below_bytes)
             start = end - 1 if self.backend.sums.runs_last and group.can_wait else group.point
             self._hold(node, start, end - 1, np.maximum(left, unfinished) * waits)
             self._hold(node, end - 1, end, (left + unfinished) * waits)
@@ -563,7 +566,7 @@ class _Formulator:
         """Of all operands together, per strategy."""
         values = [use.value for use in group.uses]
         return np.array(
-            [sum(map(self.prices.local_bytes, values, strategy.wants)) for strategy in self._strategies(group)]
+            [sum(map(self.prices.arrays.local_bytes, values, strategy.wants)) for strategy in self._strategies(group)]
         )
 
     def _unfinished(self, group: Group, strategy: Strategy) -> int:

@@ -5,28 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from autoshard.layout import Layout, MeshShape, divides, local_shape, shards
+from autoshard.layout import Layout, MeshShape, divides, shards
 from autoshard.mesh.collectives import seconds as collective_seconds
-from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.compute import flops
 from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
-from autoshard.model.groups import Group, Use
+from autoshard.model.groups import Group
+from autoshard.model.memo import Memo, read_only
 from autoshard.model.resharding_steps import ReshardingSteps
+from autoshard.model.roofline import GroupWork, compute_dtype
+from autoshard.model.sizes import ArraySizes
 from autoshard.model.strategies import Finish, Strategy, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
-from autoshard.model.xla.rounding import ROUNDED, Widths
+from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
-from autoshard.model.xla.tiles import padded_size, row_padding
-from autoshard.program import Equation, Value, dtype_name
+from autoshard.program import Value
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
 # runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
@@ -36,14 +37,6 @@ LAUNCH_SECONDS = 1e-6
 # devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We take the least,
 # so that they are chosen where they save something, and one all_reduce where they don't.
 HALF_PENALTY = 1.2
-
-Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
-
-_CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
-_READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
-# Touch as much as they insert, which is this operand.
-_WRITES_PART = {"dynamic_update_slice": 1, "scan_stack": 0, "scatter": 2, "scatter-add": 2, "scatter-max": 2,
-                "scatter-min": 2, "scatter-mul": 2, "scatter-sub": 2}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,14 +90,13 @@ class Prices:
         self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
         self.between = axes_between_slices(self.mesh, backend.slices)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
-        self.kept = kept or {}  # what can stay in the chip while a loop turns -> bytes of all that can in its loop
         self.turns = turns or {}  # what loops read in every turn -> how many these are
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
+        self.memo = Memo()
+        self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
+        self.work = GroupWork(self.arrays, topology, self.instead, kept or {})
         self._groups: dict[tuple, Priced] = {}
-        self._lists: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
-        self._found: dict[tuple, tuple] = {}
-        self._local: dict[tuple, int] = {}
         self._collectives: dict[tuple, float] = {}
         self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
 
@@ -113,28 +105,10 @@ class Prices:
         key = self._signature(group)
         if key not in self._groups:
             strategies = tuple(strategies_of(group, self.mesh, self.backend))
-            wants = tuple(map(self.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
-            leaves = tuple(map(self.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
+            wants = tuple(map(self.memo.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
+            leaves = tuple(map(self.memo.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
             self._groups[key] = Priced(strategies, self._seconds(group, strategies, wants, leaves), wants, leaves)
         return self._groups[key]
-
-    def one(self, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
-        """The one tuple of these layouts: equal ones are the same object, so that `once` knows them again."""
-        layouts = tuple(layouts)
-        return self._lists.setdefault(layouts, layouts)
-
-    def once(self, make: Callable[..., Any], *args: Any, of: tuple = ()) -> Any:
-        """What `make(*args)` returns, made once for these very arguments: layers repeat.
-
-        Args:
-            make: a function of `args` and `of` alone.
-            *args: told apart by identity, so that large ones need not be compared; what is remembered keeps them alive.
-            of: what else the result depends on, compared by value.
-        """
-        key = make.__module__, make.__qualname__, *map(id, args), of
-        if key not in self._found:
-            self._found[key] = make(*args), args
-        return self._found[key][0]
 
     def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
         """The collectives that bring `value` from one layout to the other, for these readers."""
@@ -180,9 +154,9 @@ class Prices:
                 table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
             if turns:
                 table = table + np.array([[self._fetching(value, a, b) for b in columns] for a in rows])
-            return _frozen((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
+            return read_only((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
 
-        return self.once(made, self.one(sources), self.one(targets), of=what)
+        return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=what)
 
     def stays(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """[source, target]: whether resharding `value` takes a slice at most: nothing is sent, nor written for it.
@@ -193,9 +167,9 @@ class Prices:
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             sent = self._steps_of(len(value.shape)).steps(sources, targets)[..., 0] > 0
-            return _frozen(~(sent | (written & _differ(sources, targets))))
+            return read_only(~(sent | (written & _differ(sources, targets))))
 
-        return self.once(made, self.one(sources), self.one(targets), of=(written,))
+        return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=(written,))
 
     def memory_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         """Seconds in which memory is written and read because a value is resharded.
@@ -211,10 +185,10 @@ class Prices:
     def _fetching(self, value: Value, source: Layout, target: Layout) -> float:
         """Seconds in which loops read from memory, in all their turns, what is gathered for them; 0 if it is not."""
         turns = self.turns.get(value.id, 0)
-        if not turns or self._local_size(value, target) <= self._local_size(value, source):
+        if not turns or self.arrays.elements(value, target) <= self.arrays.elements(value, source):
             return 0.0
         often = self.backend.loop_memory.fetched_share * turns
-        return often * self.copy_bytes(value, target) / self.topology.memory_bandwidth
+        return often * self.arrays.copy_bytes(value, target) / self.topology.memory_bandwidth
 
     def _clearing(self, value: Value) -> float:
         """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
@@ -233,50 +207,7 @@ class Prices:
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
-        return self.local_bytes(value, layout) / self.topology.memory_bandwidth
-
-    def local_bytes(self, value: Value, layout: Layout) -> int:
-        """Bytes of `value` in the memory of one device."""
-        return 0 if value.on_host else self._local_size(value, layout) * self.widths.stored(value)
-
-    def sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of `value` in the memory of one device, per layout. The array is shared, and not to be changed."""
-
-        def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
-            return _frozen(np.array([self.local_bytes(value, layout) for layout in layouts]))
-
-        what = value.shape, self.images.get(value.id), value.on_host, self.widths.stored(value)
-        return self.once(local_bytes, layouts, of=what)
-
-    def shard_bytes(self, value: Value, layout: Layout) -> int:
-        """Bytes of the elements of `value` that one device has."""
-        return math.prod(local_shape(value.shape, layout, self.mesh)) * value.itemsize
-
-    def copy_bytes(self, value: Value, layout: Layout, readers: Readers = None) -> int:
-        """Bytes of a resharded copy of `value` in the memory of one device."""
-        return self._local_size(value, layout) * self.widths.moving(value, readers)
-
-    def copy_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of a resharded copy of `value` for all its readers, per layout; shared, and not to be changed."""
-
-        def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
-            return _frozen(np.array([self.copy_bytes(value, layout) for layout in layouts]))
-
-        what = value.shape, self.images.get(value.id), self.widths.moving(value)
-        return self.once(copy_bytes, layouts, of=what)
-
-    def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
-        """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
-        width = min(value.itemsize, ROUNDED) if self.backend.rounding.operands else value.itemsize
-        return self._local_size(value, layout, minor) * width
-
-    def _local_size(self, value: Value, layout: Layout, minor: ImageDims | None = None) -> int:
-        """Elements of `value` that one device has, with padding."""
-        minor = minor or self.images.get(value.id)
-        key = value.shape, layout, minor
-        if key not in self._local:
-            self._local[key] = padded_size(local_shape(value.shape, layout, self.mesh), self.backend.tile, minor)
-        return self._local[key]
+        return self.arrays.local_bytes(value, layout) / self.topology.memory_bandwidth
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
@@ -373,7 +304,7 @@ class Prices:
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
         ends = group.ends is not None
-        for strategy, compute in zip(strategies, self._compute(group, strategies, wants, leaves), strict=True):
+        for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):
             communication = hidden = 0.0
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
                 cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
@@ -435,40 +366,21 @@ class Prices:
         among = finish.devices(self.mesh) if finish.groups else None
         return self._collective(finish.kind, finish.axes, size, among, late=group.late)
 
-    def _compute(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
-        """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        if (group.only_moves and not group.sunk) or group.equations[0].primitive in _CROSSINGS:
-            return [0.0] * len(strategies)
-        pieces = {
-            factor: np.array([shards(strategy.axes.get(factor, ()), self.mesh) for strategy in strategies])
-            for factor in group.sizes
-        }
-        split: dict[frozenset[int], np.ndarray] = {}
-        work = np.zeros(len(strategies))
-        for equation in group.equations:
-            factors = frozenset(group.factors_of(equation))
-            if factors not in split:
-                split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
-            work += flops(equation) / split[factors]
-        if group.equations[0].primitive == "conv_general_dilated":
-            work /= self.backend.convolutions.flops_share
-        moved = np.broadcast_to(self._bytes_moved(group, wants, leaves), work.shape)
-        dtype = _dtype(group.equations)
-        both = zip(work.tolist(), moved.tolist(), strict=True)
-        return [compute_seconds(done, through, dtype, self.topology) for done, through in both]
-
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""
 
         def sizes(value: Value) -> tuple:
             image_dims = self.images.get(value.id)
             width = self.widths.of(value), self.widths.stored(value)
-            return value.shape, image_dims, value.on_host, *width, self._kept_share(value)
+            return value.shape, image_dims, value.on_host, *width, self.work.kept_share(value)
 
         place = itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
         return (
-            tuple(tuple((places[value.id], *sizes(value)) for value in self._read(use.value)) for use in group.uses),
+            tuple(
+                tuple((places[value.id], *sizes(value)) for value in self.work.read_instead(use.value))
+                for use in group.uses
+            ),
             tuple((sizes(use.value), use.dims) for use in group.uses),
             tuple((sizes(made.value), made.dims) for made in group.made),
             tuple(group.sizes.items()),
@@ -477,7 +389,7 @@ class Prices:
             tuple(group.given.items()),
             group.beside,
             tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
-            _dtype(group.equations),
+            compute_dtype(group.equations),
             group.trips,
             group.late,
             group.ends is not None,
@@ -487,93 +399,12 @@ class Prices:
             group.sunk,
         )
 
-    def _read(self, value: Value) -> Sequence[Value]:
-        """What is in memory of what a reader of `value` reads."""
-        return self.instead.get(value.id, (value,))
-
-    def _bytes_moved(self, group: Group, wants, leaves) -> np.ndarray | float:
-        """To and from memory, per strategy. What its readers make again they read themselves.
-
-        What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
-        XLA does make all of it if its readers want it in another layout.
-        """
-        if group.repeated and not group.sunk:
-            return 0.0
-        written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
-        first = group.equations[0]
-        if first.primitive in _READS_PART:
-            padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
-            return (
-                2
-                * written
-                * padding
-                / (self.backend.slicing.loop_bandwidth_share if first.primitive == "scan_slice" else 1.0)
-            )
-        if first.primitive in _WRITES_PART:
-            part = first, _WRITES_PART[first.primitive]
-            pairs = zip(group.uses, wants, strict=True)
-            inserted = sum(
-                self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want)
-                for use, want in pairs
-                if (use.equation, use.operand) == part
-            )
-            return 2 * np.where(inserted, inserted, written)
-        return self._read_bytes(zip(group.uses, wants, strict=True)) + written
-
-    def _read_bytes(self, uses: Iterable[tuple[Use, Sequence[Layout]]]) -> np.ndarray | float:
-        """Of everything once, however many operands are made of it; per strategy."""
-        read: dict[int, np.ndarray] = {}
-        for use, want in uses:
-            local = self._through_memory(use.value, want)
-            whole = math.prod(use.value.shape) * self.widths.stored(use.value)
-            for value in self._read(use.value):
-                share = math.prod(value.shape) * self.widths.stored(value) / whole if whole else 0.0
-                size = local * share if value is use.value else self._outside(value, local * share)
-                read[value.id] = np.maximum(read.get(value.id, 0.0), size)
-        return sum(read.values(), start=0.0)
-
-    def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of `value` that go to memory and come from there, per layout."""
-        return self._outside(value, self.sizes(value, layouts))
-
-    def _outside(self, value: Value, sizes: np.ndarray) -> np.ndarray:
-        """Of what `value` takes those bytes that the chip has no room for."""
-        share = self._kept_share(value)
-        return self.backend.loop_memory.outside(sizes, share) if share else sizes
-
-    def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
-        """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
-        numbers = equation.params.get("dimension_numbers")
-        window = getattr(numbers, "offset_dims", ()) or getattr(numbers, "update_window_dims", ())
-        tile = self.backend.tile
-        if tile is None or math.prod(rows.shape[dim] for dim in window) <= 1:
-            return 1.0
-        shapes = [local_shape(rows.shape, layout, self.mesh) for layout in layouts]
-        together = [self._local_size(rows, layout) for layout in layouts]
-        pairs = zip(shapes, together, strict=True)
-        return np.array([row_padding(shape, window, size, tile) for shape, size in pairs])
-
-    def _kept_share(self, value: Value) -> float:
-        """The part that `value` has in all that its loop keeps in the chip's own memory; 0 if it is not kept there."""
-        return value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
-
 
 def _differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
     """[source, target]: whether these are two."""
     return np.array([[source != target for target in targets] for source in sources])
 
 
-def _frozen(array: np.ndarray) -> np.ndarray:
-    array.setflags(write=False)
-    return array
-
-
 def _places(layouts: Sequence[Layout], among: Sequence[Layout]) -> list[int]:
     place = {layout: i for i, layout in enumerate(among)}
     return [place[layout] for layout in layouts]
-
-
-def _dtype(equations: Sequence[Equation]) -> str:
-    """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
-    operands = (*equations[0].inputs, *equations[0].outputs)
-    return dtype_name(operands[0].dtype) if operands else "bool"  # an effect alone

@@ -79,8 +79,8 @@ class Change:
         """
         if left == wanted:
             return Extra(0, 0, False)
-        before = prices.local_bytes(self.value, left)
-        after = prices.copy_bytes(self.value, wanted, self.copied_for)
+        before = prices.arrays.local_bytes(self.value, left)
+        after = prices.arrays.copy_bytes(self.value, wanted, self.copied_for)
         kinds = [step.kind for step in prices.steps(self.value, left, wanted, self.copied_for)]
         if not kinds:
             return Extra(0, (before - after) * self.fused, False)
@@ -111,7 +111,7 @@ def counted(problem: Problem, changes: Iterable[Change], prices: Prices) -> Prob
     """The problem with a node for each of these changes behind its own. Never counts less than they hold."""
     costs, edges, lives, names = list(problem.costs), list(problem.edges), list(problem.lives), list(problem.names)
     for change in changes:
-        node, own = len(costs), prices.once(_node, change, prices)
+        node, own = len(costs), prices.memo.once(_node, change, prices)
         costs.append(own.costs)
         edges += [Edge(decides, node, table) for decides, table in own.agree.items()]
         lives += [Live(node, start, end, usage) for (start, end), usage in own.lives]

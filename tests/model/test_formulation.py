@@ -293,7 +293,7 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
     change = Change(sine, (0, end + 1), *hop, counts_left=False, counts_wanted=False, **flags)
     other = Live(0, end, end + 1, np.full(99, 10**6))
     formulation = holding(formulation, [change], other)
-    copy = HEAP * formulation.prices.copy_bytes(sine, whole)
+    copy = HEAP * formulation.prices.arrays.copy_bytes(sine, whole)
     assert formulation.peak_bytes(choice) == int(10**6 + copy * (not last_wants_rows))
 
 

@@ -122,12 +122,12 @@ def test_images_are_padded_along_batch_and_features():
     )  # fmt: skip
     asked = Prices(LINE, TOPOLOGY, backend=V5E, images=image_dims(program))
     whole = ((),) * 4
-    assert asked.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
-    assert asked.sizes(program.results[0], [whole]) == 4 * 128 * 128 * 8 * 128
-    assert asked.local_bytes(program.arguments[0], whole) == 4 * 8 * 128 * 128 * 3
+    assert asked.arrays.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
+    assert asked.arrays.sizes(program.results[0], [whole]) == 4 * 128 * 128 * 8 * 128
+    assert asked.arrays.local_bytes(program.arguments[0], whole) == 4 * 8 * 128 * 128 * 3
     (read,) = (x for x in program.values if x.shape == (8, 128, 128, 3) and x is not program.arguments[0])
-    assert asked.local_bytes(read, whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
-    assert asked.local_bytes(program.arguments[1], whole) == 4 * 3 * 3 * 4 * 128
+    assert asked.arrays.local_bytes(read, whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
+    assert asked.arrays.local_bytes(program.arguments[1], whole) == 4 * 3 * 3 * 4 * 128
 
 
 def test_convolutions_have_the_rate_of_the_backend():
@@ -311,7 +311,7 @@ def test_windows_lie_by_themselves(case):
         seconds for strategy, seconds in zip(asked.group(group).strategies, asked.group(group).seconds, strict=True)
         if not strategy.axes
     )  # fmt: skip
-    size = asked.local_bytes(made, ((),) * len(made.shape))
+    size = asked.arrays.local_bytes(made, ((),) * len(made.shape))
     assert nothing_split.compute * TOPOLOGY.memory_bandwidth == pytest.approx(2 * size * larger)
 
 
@@ -489,12 +489,12 @@ def test_a_table_is_every_pair_as_often_as_the_value_is_made():
 
 @pytest.mark.parametrize("layout, bytes", [(NONE, 256), (X, 64), (Y, 64)])
 def test_bytes_and_writing(layout, bytes):
-    assert prices().local_bytes(value(8, 8), layout) == bytes
+    assert prices().arrays.local_bytes(value(8, 8), layout) == bytes
     assert prices().writing(value(8, 8), layout) == pytest.approx(bytes * 1e-9)
 
 
 def test_uneven_shards_are_padded():
-    assert prices().local_bytes(value(9, 8), X) == 3 * 8 * 4
+    assert prices().arrays.local_bytes(value(9, 8), X) == 3 * 8 * 4
 
 
 @pytest.mark.parametrize("dtype, size", [(np.float16, 2), (np.int8, 1), (np.complex64, 8)])
@@ -582,7 +582,7 @@ def test_reduce_scatters_that_nothing_waits_for_are_hidden(fn, share):
 def test_products_that_are_reduced_together_pay_once(together, seconds):
     """Each half of one all_reduce; else each its own, combined with others."""
     program = traced(lambda x, w, v: x @ w + x @ v, f32(8, 4), f32(4, 6), f32(4, 6))
-    groups = groups_of(program, rules_for(program), replace(TEXTBOOK, sums_first=together))
+    groups = groups_of(program, rules_for(program), adjusted(TEXTBOOK, "sums", adds_first=together))
     for group in (group for group in groups if group.contracts):
         priced = prices().group(group)
         found = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value, dtype_name
 
 ROUNDED = 2  # bytes of a bfloat16
+Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
 # What is rounded ahead of these, if what they make of it is rounded.
 _PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
@@ -54,7 +55,7 @@ class Widths:
     def stored(self, value: Value) -> int:
         return ROUNDED if value.id in self.fused else self.of(value)
 
-    def moving(self, value: Value, readers: Iterable[Group] | None = None) -> int:
+    def moving(self, value: Value, readers: Readers = None) -> int:
         """Of a copy for these readers; by default for all that do not compute on the shards as they lie."""
         size = self.moved.get(value.id, value.itemsize)
         if readers is None:

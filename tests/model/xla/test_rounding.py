@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from programs import f32, traced
 
-from autoshard.model.xla import rounding as module
 from autoshard.model.grouping import groups_of
+from autoshard.model.xla import rounding as module
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.rounding import Widths, widths_of
 from autoshard.program import Program
