@@ -34,7 +34,8 @@ from autoshard.jaxprs import calls_back
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering, Step, named_refusals
 from autoshard.mesh.topology import Topology
-from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
 from autoshard.model.given_layouts import as_propagated
 from autoshard.model.memory_limit import solve_within
 from autoshard.on_shards import check_plan

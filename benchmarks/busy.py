@@ -225,7 +225,7 @@ def planned(name: str, machines: list[str], time_limit: float) -> Iterator[Row]:
 def formulation_of(name: str, machine: str) -> Any:
     """What a plan for a model on a machine is found from."""
     from autoshard import topology
-    from autoshard.model.formulation import formulate
+    from autoshard.model.formulating import formulate
     from autoshard.model.xla.backends import CPU, H100, V5E
     from autoshard.program import trace
     from autoshard.propagation import rules_for

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from workloads import LARGE  # noqa: E402  (needs the path above)
 
 from autoshard import topology  # noqa: E402
-from autoshard.model.formulation import formulate  # noqa: E402
+from autoshard.model.formulating import formulate  # noqa: E402
 from autoshard.model.xla.backends import CPU, H100, V5E, Backend  # noqa: E402
 from autoshard.program import Program, trace  # noqa: E402
 from autoshard.propagation import rules_for  # noqa: E402

@@ -14,7 +14,8 @@ import pytest
 from models import MODELS, MORE_MODELS
 
 from autoshard import topology
-from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.program import trace

@@ -50,7 +50,7 @@ _SEEN_THROUGH = frozenset({"scan_const", "branch_const"})  # what they make is t
 
 
 @dataclass(frozen=True)
-class Holding:
+class Lifetime:
     """When the buffers of one value stand in memory."""
 
     made: Span | None  # in the layout it is made in, until its first use; None: not stored
@@ -93,19 +93,19 @@ def repeats(group: Group) -> list[Use]:
     return [use for use in group.uses if 1 < math.prod(use.value.shape) < size]
 
 
-def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holding:
+def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Lifetime:
     """When a value that `group` makes and `users` read holds memory; results are the caller's business."""
     producer = next(equation for equation in group.equations if value in equation.outputs)
     spans = [use_span(user, use) for user, use in users]
     used = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
     start = made_at(group, producer, producer.outputs.index(value))
     if producer.primitive == "scan_carry" and value is producer.outputs[0]:
-        return Holding(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
+        return Lifetime(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
     if producer.primitive in _SEEN_THROUGH or group.repeated:
-        return Holding(None, used, stored=False)
+        return Lifetime(None, used, stored=False)
     if used and group.fills:
-        return Holding(None, used, stored=True)
-    return Holding((start, max(start, used[0]) if used else start + 1), used, stored=True)
+        return Lifetime(None, used, stored=True)
+    return Lifetime((start, max(start, used[0]) if used else start + 1), used, stored=True)
 
 
 def aliased(program: Program) -> set[int]:

@@ -29,8 +29,9 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.layout import Layout, replicated, shards
-from autoshard.model.formulation import Formulation, Kept
+from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
+from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.strategies import Strategy
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.prediction import Prediction
@@ -144,7 +145,7 @@ class _Problems:
     def value(self, argument: int) -> Value:
         return self.formulation.program.arguments[argument]
 
-    def options(self, argument: int) -> tuple[Kept, ...]:
+    def options(self, argument: int) -> tuple[ArgumentOption, ...]:
         return self.formulation.arguments[argument]
 
     def homes(self, homes: Mapping[int, list[Layout]]) -> dict[int, list[int]]:

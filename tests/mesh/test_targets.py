@@ -23,7 +23,7 @@ from autoshard.layout import layout_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.machines import parse_machine
 from autoshard.mesh.targets import compiler_options, target_mesh
-from autoshard.model.prices import Prices
+from autoshard.model.pricing.prices import Prices
 from autoshard.model.xla.backends import V5E, backend_of
 from autoshard.program import Value
 

@@ -14,9 +14,10 @@ from programs import f32, formulated, model_program, random_choices, round_topol
 from autoshard.errors import ConflictError
 from autoshard.layout import layouts_of
 from autoshard.model import formulation as module
-from autoshard.model.formulation import Formulation, formulate
-from autoshard.model.prices import Prices
-from autoshard.model.resharding_memory import Change
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.resharding_memory import Resharding
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.plans.chosen import prediction_of
 from autoshard.propagation import rules_for
@@ -228,12 +229,12 @@ def test_elementwise_work_overwrites_what_nobody_else_reads():
         assert at_sine == pytest.approx(HEAP * 4 * size), (fn.__name__, backend.name)
 
 
-PLAIN = {"fused": False, "users": (), "copied_for": None, "made": None}  # of a `Change`
+PLAIN = {"fused": False, "users": (), "copied_for": None, "made": None}  # of a `Resharding`
 
 
-def holding(formulation: Formulation, changes: list[Change], *lives: Live) -> Formulation:
+def holding(formulation: Formulation, changes: list[Resharding], *lives: Live) -> Formulation:
     """The formulation with these alone holding memory."""
-    return replace(formulation, changes=changes, problem=replace(formulation.problem, lives=lives, checked=True))
+    return replace(formulation, reshardings=changes, problem=replace(formulation.problem, lives=lives, checked=True))
 
 
 def test_a_gather_of_an_inner_dim_is_transposed():
@@ -241,7 +242,7 @@ def test_a_gather_of_an_inner_dim_is_transposed():
     value = formulation.program.results[0]
     whole, inside, ahead = ((), (), ()), ((), (), ("x",)), (("x",), (), ())
     hop = (0, [inside, ahead]), (1, [whole])
-    change = Change(value, (0, 2), *hop, counts_left=False, counts_wanted=True, **PLAIN)
+    change = Resharding(value, (0, 2), *hop, counts_left=False, counts_wanted=True, **PLAIN)
     formulation = holding(formulation, [change])
     # beside the gathered copy: the half that was gathered, and once the whole with its dims the other way round
     assert formulation.peak_bytes([0, 0]) == int(HEAP * 4 * (96 + 192))
@@ -262,7 +263,7 @@ def test_what_is_not_stored_is_resharded_when_it_is_made(source, made, together)
     target = source[::-1]
     hop = (0, [source]), (1, [target])
     flags = PLAIN | {"made": made}
-    change = Change(formulation.program.results[0], (4, 5), *hop, counts_left=True, counts_wanted=False, **flags)
+    change = Resharding(formulation.program.results[0], (4, 5), *hop, counts_left=True, counts_wanted=False, **flags)
     other = Live(0, 3, 4, np.array([1000]))
     formulation = holding(formulation, [change], other)
     program = formulation.program
@@ -290,7 +291,7 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
     hop = (len(choice) - 1, [rows]), (shared.node, shared.layouts)
     end = last.group.point
     flags = PLAIN | {"users": formulation.readers[sine.id]}
-    change = Change(sine, (0, end + 1), *hop, counts_left=False, counts_wanted=False, **flags)
+    change = Resharding(sine, (0, end + 1), *hop, counts_left=False, counts_wanted=False, **flags)
     other = Live(0, end, end + 1, np.full(99, 10**6))
     formulation = holding(formulation, [change], other)
     copy = HEAP * formulation.prices.arrays.copy_bytes(sine, whole)
@@ -315,7 +316,7 @@ def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
     node, option = chosen(formulation, sine.index, by_rows)
     choice[node] = option
     choice[product.node] = product.wants.index(by_rows if rows else by_columns)
-    moved = [one for one in formulation.changes if one.extra(*one.layouts(choice), formulation.prices).at_once]
+    moved = [one for one in formulation.reshardings if one.extra(*one.layouts(choice), formulation.prices).at_once]
     assert [one.value for one in moved] == [made] * (not rows)
     readers = {(one.value.id, reader.node) for one in moved for reader in one.copied_to(choice)}
     last = formulation._last_runs(readers)[sine.index]

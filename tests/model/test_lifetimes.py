@@ -302,7 +302,7 @@ def test_a_fill_is_made_as_it_is_wanted():
     zeros = fill.made[0].value
     ((carry, use),) = ((group, use) for group in groups for use in group.uses if use.value is zeros)
     start, _ = use.equation.loop
-    assert holding(zeros, fill, [(carry, use)]) == lifetimes.Holding(None, (start, start), stored=True)
+    assert holding(zeros, fill, [(carry, use)]) == lifetimes.Lifetime(None, (start, start), stored=True)
 
 
 # What must hold whatever the program.

@@ -9,7 +9,8 @@ import pytest
 from programs import f32, formulated, model_program, random_choices, round_topology
 
 from autoshard.model import memory_limit, resharding_memory
-from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.resharding_memory import counted
 from autoshard.model.xla.backends import CPU, H100, V5E
@@ -36,7 +37,7 @@ def agreeing(formulation: Formulation, counting, choice) -> tuple[int, ...]:
 def assert_counted(formulation: Formulation, count: int) -> float:
     """Holds all changes counted against what choices at random hold; how much more they are, at the median."""
     exact = formulation.problem
-    counting = counted(exact, formulation.changes, formulation.prices)
+    counting = counted(exact, formulation.reshardings, formulation.prices)
     shares = []
     for choice in random_choices(formulation, count):
         cost, peak = verify(counting, agreeing(formulation, counting, choice))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, local_shape
-from autoshard.model.memo import Memo, read_only
+from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.rounding import ROUNDED, Readers, Widths

@@ -14,9 +14,9 @@ from programs import f32, grouped, round_topology, traced
 from autoshard.errors import MeshError
 from autoshard.mesh.links import Link
 from autoshard.mesh.topology import Topology
-from autoshard.model import prices as module
 from autoshard.model.grouping import groups_of
-from autoshard.model.prices import Prices
+from autoshard.model.pricing import prices as module
+from autoshard.model.pricing.prices import Prices
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.convolutions import image_dims

@@ -17,10 +17,10 @@ from autoshard.mesh.compute import flops
 from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
-from autoshard.model.memo import Memo, read_only
-from autoshard.model.resharding_steps import ReshardingSteps
-from autoshard.model.roofline import GroupWork, compute_dtype
-from autoshard.model.sizes import ArraySizes
+from autoshard.model.pricing.memo import Memo, read_only
+from autoshard.model.pricing.resharding_steps import ReshardingSteps
+from autoshard.model.pricing.roofline import GroupWork, compute_dtype
+from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Finish, Strategy, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
@@ -53,7 +53,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedStrategies:
     """A group's strategies and their seconds; groups that look alike share one."""
 
     strategies: tuple[Strategy, ...]
@@ -96,18 +96,20 @@ class Prices:
         self.memo = Memo()
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
         self.work = GroupWork(self.arrays, topology, self.instead, kept or {})
-        self._groups: dict[tuple, Priced] = {}
+        self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
         self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
 
-    def group(self, group: Group) -> Priced:
+    def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
         key = self._signature(group)
         if key not in self._groups:
             strategies = tuple(strategies_of(group, self.mesh, self.backend))
             wants = tuple(map(self.memo.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
             leaves = tuple(map(self.memo.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
-            self._groups[key] = Priced(strategies, self._seconds(group, strategies, wants, leaves), wants, leaves)
+            self._groups[key] = PricedStrategies(
+                strategies, self._seconds(group, strategies, wants, leaves), wants, leaves
+            )
         return self._groups[key]
 
     def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:

@@ -11,7 +11,7 @@ from autoshard.layout import Layout, local_shape, shards
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group, Use
-from autoshard.model.sizes import ArraySizes
+from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.tiles import row_padding
 from autoshard.program import Equation, Value, dtype_name
