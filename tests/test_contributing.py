@@ -47,7 +47,7 @@ def follow(text: str, folder: Path, also: str = "") -> subprocess.CompletedProce
             (folder / title).write_text(before)
 
 
-EXAMPLES = [("Add a sharding rule", FACTS), ("Add a chip", "")]
+EXAMPLES = [("Add a sharding rule", FACTS), ("Add a chip", ""), ("Add a term of memory", "")]
 
 
 @pytest.mark.parametrize("title, also", EXAMPLES)
@@ -59,7 +59,9 @@ def test_the_example_does_what_it_promises(package, title, also):
 PLANTED = [  # section, what it says, what is planted, the error
     ("Add a sharding rule", "results, (1,), 1)", "results, (), 1)", "RuleError|ValueError|IndexError"),
     ("Add a sharding rule", '("reduce reduce_xor sum_of_squares"', '("reduce reduce_xor"', "AssertionError"),
-    ("Add a chip", '("example-1",), 48,', '("example-1",), 47,', "AssertionError"),
+    ("Add a chip", '("example-1",), _H100, 48,', '("example-1",), _H100, 47,', "AssertionError"),
+    ("Add a chip", '("example-1",), _H100, 48,', '("example-1",), _V5P, 48,', "AssertionError"),
+    ("Add a term of memory", '== "cumsum":', '== "cumprod":', "AssertionError"),
 ]
 
 

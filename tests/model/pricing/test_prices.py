@@ -17,6 +17,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.grouping import groups_of
 from autoshard.model.pricing import prices as module
 from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.roofline import GroupWork
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.convolutions import image_dims
@@ -680,7 +681,7 @@ def test_bytes_of_inner_values_are_caught(monkeypatch):
     def unfused(self, group, wants, leaves):
         return sum(x.bytes for e in group.equations for x in (*e.inputs, *e.outputs) if isinstance(x, Value))
 
-    monkeypatch.setattr(Prices, "_bytes_moved", unfused)
+    monkeypatch.setattr(GroupWork, "_bytes_moved", unfused)
     with pytest.raises(AssertionError):
         test_compute_by_hand("a chain reads and writes its ends only")
 
