@@ -43,7 +43,7 @@ from autoshard.options import TRACE_KEYWORDS, Options, check_jit_keywords, optio
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Program, Value, context, named_refusal, trace
-from autoshard.propagation import Propagated, PropagatedValue, Rule, propagate_layouts, rules_for
+from autoshard.propagation import PropagatedValue, Propagation, Rule, propagate_layouts, rules_for
 from autoshard.refine import refined
 from autoshard.report.text import bytes_text
 from autoshard.signature import Arguments, Chosen, join
@@ -581,7 +581,7 @@ def propagate(
     in_specs: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
-) -> Propagated:
+) -> Propagation:
     """GSPMD-style sharding propagation alone: from the arguments' PartitionSpecs to those of every value.
 
     Args:
@@ -601,7 +601,7 @@ def propagate(
     found = propagate_layouts(program, _rules(program, dict(mesh.shape)), dict(mesh.shape), fixed)
     given = dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     maker: dict[int, Equation | None] = {**given, **program.makers}
-    return Propagated(
+    return Propagation(
         arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
         outputs=tuple(map(spec_of, found.results)),
         values=tuple(

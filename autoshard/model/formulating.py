@@ -34,8 +34,8 @@ from autoshard.model.memory_terms import (
     OUTPUT_TERMS,
     READ_TERMS,
     HeldArgument,
+    HeldBytes,
     HeldOutput,
-    Holds,
     ReadValue,
 )
 from autoshard.model.pricing.cost_tables import (
@@ -276,7 +276,7 @@ class _Formulator:
                 strategies=self._strategies,
                 prices=self.prices,
             )
-            self._hold(holds for term in ARGUMENT_TERMS for holds in term(argument))
+            self._hold(part for term in ARGUMENT_TERMS for part in term(argument))
 
     def _argument_table(self, value: Value, kepts: tuple[ArgumentOption, ...], reader: Reader) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
@@ -317,7 +317,7 @@ class _Formulator:
             end=len(self.program.equations),
             prices=self.prices,
         )
-        self._hold(holds for term in OUTPUT_TERMS for holds in term(output))
+        self._hold(part for term in OUTPUT_TERMS for part in term(output))
         if not readers:
             return
         narrow = self._narrow_readers(readers, value)
@@ -347,7 +347,7 @@ class _Formulator:
             is_overwritten=self._is_overwritten(value, readers),
             strategies=self._strategies,
         )
-        self._hold(holds for term in READ_TERMS for holds in term(read))
+        self._hold(part for term in READ_TERMS for part in term(read))
         kept, stored = output.has_buffer, output.is_stored
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
@@ -427,14 +427,14 @@ class _Formulator:
     def group_node(self, group: Group) -> int:
         return len(self.program.arguments) + group.index
 
-    def _hold(self, held: Iterable[Holds]) -> None:
+    def _hold(self, held: Iterable[HeldBytes]) -> None:
         """Counts what terms of memory hold; temporaries with the gaps between them."""
-        for holds in held:
-            (start, end), usage = holds.span, holds.usage
-            if not holds.in_heap:
-                self.lives.append(Live(holds.node, start, end, usage))
+        for part in held:
+            (start, end), usage = part.span, part.usage
+            if not part.in_heap:
+                self.lives.append(Live(part.node, start, end, usage))
             elif start < end and usage.any():
-                self.lives.append(Live(holds.node, start, end, usage * HEAP))
+                self.lives.append(Live(part.node, start, end, usage * HEAP))
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
         if i == j:  # a loop that hands a carry on untouched

@@ -1,6 +1,6 @@
 """What holds memory: one function per term, and how many bytes it holds per option over which program points.
 
-A *term* takes an argument, a value as a group makes it, or a value as others read it, and yields what it `Holds`. The
+A *term* takes an argument, a value as a group makes it, or a value as others read it, and yields `HeldBytes`. The
 decorators enter it into the list of its kind; the problem counts every list. `lifetimes.py` says when values are there,
 and the head of that file lists what holds memory. What one resharding holds depends on two choices at once, and stands
 in `resharding_memory.py`.
@@ -35,7 +35,7 @@ from autoshard.program import Value
 
 
 @dataclass(frozen=True)
-class Holds:
+class HeldBytes:
     """Bytes that something takes over a stretch of program points."""
 
     node: int  # whose options decide how many
@@ -65,7 +65,7 @@ class HeldArgument:
         """Bytes in the home layout, per option."""
         return self.prices.arrays.sizes(self.value, self.prices.memo.once(homes_of, self.options))
 
-    def copies(self, spans: Sequence[Span], *, copied: bool, gradient: Group | None = None) -> Iterator[Holds]:
+    def copies(self, spans: Sequence[Span], *, copied: bool, gradient: Group | None = None) -> Iterator[HeldBytes]:
         """What it holds beside its home over these spans: its gathered copy, or, if `copied`, XLA's own.
 
         XLA makes none while an all_reduce finishes the gradient.
@@ -74,14 +74,14 @@ class HeldArgument:
         start, end = _around(spans)
         gathered = arrays.copy_sizes(self.value, memo.once(copies_of, self.options))
         own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
-        yield Holds(self.node, (start, end), memo.once(copy_bytes, self.options, own, gathered))
+        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, gathered))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.made[0].value
             alone = [
                 0 if strategy.finishes else arrays.local_bytes(made, strategy.leaves[0])
                 for strategy in self.strategies(gradient)
             ]
-            yield Holds(self.nodes(gradient), (start, end), np.array(alone))
+            yield HeldBytes(self.nodes(gradient), (start, end), np.array(alone))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +155,9 @@ class ReadValue:
     strategies: Callable[[Group], tuple[Strategy, ...]]
 
 
-ArgumentTerm = Callable[[HeldArgument], Iterator[Holds]]
-OutputTerm = Callable[[HeldOutput], Iterator[Holds]]
-ReadTerm = Callable[[ReadValue], Iterator[Holds]]
+ArgumentTerm = Callable[[HeldArgument], Iterator[HeldBytes]]
+OutputTerm = Callable[[HeldOutput], Iterator[HeldBytes]]
+ReadTerm = Callable[[ReadValue], Iterator[HeldBytes]]
 ARGUMENT_TERMS: list[ArgumentTerm] = []
 OUTPUT_TERMS: list[OutputTerm] = []
 READ_TERMS: list[ReadTerm] = []
@@ -182,13 +182,13 @@ def of_reads(term: ReadTerm) -> ReadTerm:
 
 
 @of_arguments
-def home(argument: HeldArgument) -> Iterator[Holds]:
+def home(argument: HeldArgument) -> Iterator[HeldBytes]:
     """The argument itself, all the time."""
-    yield Holds(argument.node, (0, argument.end), argument.at_home, in_heap=False)
+    yield HeldBytes(argument.node, (0, argument.end), argument.at_home, in_heap=False)
 
 
 @of_arguments
-def copies(argument: HeldArgument) -> Iterator[Holds]:
+def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A second copy of the argument while it is used: gathered, transposed, as images lie, or because it is donated."""
     prices, uses = argument.prices, argument.uses
     if argument.is_loop_buffer:  # a copy of it is the loop's own buffer
@@ -200,67 +200,67 @@ def copies(argument: HeldArgument) -> Iterator[Holds]:
         yield from argument.copies([(0, 0), *spans], copied=True)
     elif prices.backend.tile and (minor := next(filter(None, (image_dims_of(use) for _, use in uses)), None)):
         images = [prices.arrays.image_bytes(argument.value, option.copy, minor) for option in argument.options]
-        yield Holds(argument.node, _around(spans), np.array(images))
+        yield HeldBytes(argument.node, _around(spans), np.array(images))
     elif uses:
         yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
 
 
 @of_outputs
-def waiting_sums(output: HeldOutput) -> Iterator[Holds]:
+def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
     end = output.group.ends
     if end is not None:
         runs_last = output.prices.backend.sums.runs_last and output.group.can_wait
         start = end - 1 if runs_last else output.group.point
-        yield Holds(output.node, (start, end - 1), np.maximum(output.left, output.unfinished) * output.waits)
-        yield Holds(output.node, (end - 1, end), (output.left + output.unfinished) * output.waits)
+        yield HeldBytes(output.node, (start, end - 1), np.maximum(output.left, output.unfinished) * output.waits)
+        yield HeldBytes(output.node, (end - 1, end), (output.left + output.unfinished) * output.waits)
 
 
 @of_outputs
-def unfinished_sums(output: HeldOutput) -> Iterator[Holds]:
+def unfinished_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """The unreduced result, until the reduced one is used: XLA runs reductions that do not wait for others together."""
     point = output.group.point
     first = output.lifetime.used[0] if output.lifetime.used else point
-    yield Holds(output.node, (point, max(point + 1, first)), output.unfinished * ~output.waits)
+    yield HeldBytes(output.node, (point, max(point + 1, first)), output.unfinished * ~output.waits)
 
 
 @of_outputs
-def made_values(output: HeldOutput) -> Iterator[Holds]:
+def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
     """The value as it is made, until it is first used."""
     if output.lifetime.made and not output.has_buffer:
-        yield Holds(output.node, output.lifetime.made, output.left * ~output.waits)
+        yield HeldBytes(output.node, output.lifetime.made, output.left * ~output.waits)
 
 
 @of_outputs
-def repeated_operands(output: HeldOutput) -> Iterator[Holds]:
+def repeated_operands(output: HeldOutput) -> Iterator[HeldBytes]:
     """What XLA writes out at the full size of a product, ahead of the reduction that the product is folded into."""
     for use in repeats(output.group):
-        yield Holds(output.node, (output.points.get(use.value.id, 0), output.group.point + 1), output.left)
+        yield HeldBytes(output.node, (output.points.get(use.value.id, 0), output.group.point + 1), output.left)
 
 
 @of_outputs
-def kernel_gradient_operands(output: HeldOutput) -> Iterator[Holds]:
+def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
     """Transposed copies of both operands of a convolution that makes a kernel's gradient, while it runs."""
     if output.prices.backend.transposes_operands and is_kernel_gradient(output.group.equations[0]):
-        yield Holds(output.node, (output.group.point, output.group.point + 1), output.operand_bytes)
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), output.operand_bytes)
 
 
 @of_outputs
-def scratch(output: HeldOutput) -> Iterator[Holds]:
+def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
     """What an operation takes beside its operands and results, while it runs."""
     if output.prices.backend.transposes_operands and (count := scratch_copies(output.group)):
-        yield Holds(output.node, (output.group.point, output.group.point + 1), output.left * count)
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), output.left * count)
 
 
 @of_outputs
-def results(output: HeldOutput) -> Iterator[Holds]:
+def results(output: HeldOutput) -> Iterator[HeldBytes]:
     """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program."""
     if output.is_result:
-        yield Holds(output.node, (0, output.end), output.left, in_heap=False)
+        yield HeldBytes(output.node, (0, output.end), output.left, in_heap=False)
 
 
 @of_reads
-def sources_of_late_sums(read: ReadValue) -> Iterator[Holds]:
+def sources_of_late_sums(read: ReadValue) -> Iterator[HeldBytes]:
     """What is read by a sum that is computed last, once other readers have read it, until the end.
 
     If it is made again there, that is what it is made of.
@@ -278,15 +278,15 @@ def sources_of_late_sums(read: ReadValue) -> Iterator[Holds]:
     for source in [value] if is_stored else output.prices.instead.get(value.id, ()):
         if source.shape == value.shape and not source.from_outside:
             start = read.used[1] if is_stored else output.group.last + 1
-            yield Holds(reader.node, (start, end - 1), output.prices.arrays.sizes(source, reader.wants) * summed)
+            yield HeldBytes(reader.node, (start, end - 1), output.prices.arrays.sizes(source, reader.wants) * summed)
 
 
 @of_reads
-def read_values(read: ReadValue) -> Iterator[Holds]:
+def read_values(read: ReadValue) -> Iterator[HeldBytes]:
     """The value as it is read, from its first to its last use."""
     output, (start, end) = read.made, read.used
     if output.is_stored:
-        yield Holds(read.holder, (start, end - read.is_overwritten), read.sizes)
+        yield HeldBytes(read.holder, (start, end - read.is_overwritten), read.sizes)
 
 
 def _around(spans: Sequence[Span]) -> Span:

@@ -13,7 +13,7 @@ from programs import f32, formulated, model_program, random_choices, round_topol
 
 from autoshard.errors import ConflictError
 from autoshard.layout import layouts_of
-from autoshard.model import formulation as module
+from autoshard.model import formulating as module
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.pricing.prices import Prices
