@@ -14,8 +14,8 @@ import autoshard
 from autoshard import api, refine
 from autoshard.cache import key_of
 from autoshard.mesh import collectives
-from autoshard.model import prices
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.pricing import prices
 from autoshard.model.xla.backends import CPU
 from autoshard.options import options_of
 from autoshard.plans.alternatives import solutions_of

@@ -23,7 +23,7 @@ Program point `t` is the moment equation `t` runs. What holds memory:
   XLA computes these last. So it is with what a loss is picked from, unless XLA sums the picks with the softmax;
 * on GPU no operand of an elementwise group that writes its result over it, if nobody else reads that.
 
-What depends on the options that are chosen, slices and collectives, `formulation.py` counts. A value is not stored if
+What depends on the options that are chosen, slices and collectives, `memory_terms.py` counts. A value is not stored if
 XLA computes it again inside each of its readers (`Group.repeated`); then what it is computed from is held until the
 last of them. Values inside a group are never stored.
 """

@@ -3,7 +3,7 @@
 On TPU the batch and feature dims of images are the tiled ones, and an argument is copied to lie so. On CPU convolutions
 run at part of the FLOP rate of matrix products, and the gradient of max-pooling takes scratch copies. Sources: layouts
 and heaps of compiled v5e and CPU programs; measured CPU steps (`docs/benchmarks/prediction.md`).
-`tests/model/test_lifetimes.py` compiles the small programs.
+`tests/end_to_end/test_what_xla_does.py` compiles a CNN for CPU devices, `tests/mesh/test_targets.py` compiles for TPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Fusion: which work XLA's compilers do again in each reader of a value instead of storing the value.
 
 Elementwise work goes into the loops that read it, on GPU also into reductions and gathers, on TPU into products, and
-slices are cut as they are read. Source: compiled programs. `tests/model/test_lifetimes.py` and
-`tests/end_to_end/test_what_xla_does.py` compile programs and compare their heaps.
+slices are cut as they are read. Source: compiled programs. `tests/end_to_end/test_what_xla_does.py` compiles models for
+CPU devices and compares heaps, `tests/mesh/test_targets.py` an associative scan for GPU, and
+`python benchmarks/prediction.py` nine models for CPU, TPU and GPU.
 """
 
 from __future__ import annotations

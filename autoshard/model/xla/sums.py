@@ -1,9 +1,9 @@
 """Partial sums: where XLA's compilers reduce what several products, or the turns of a loop, add up.
 
 TPU and GPU compilers add partial sums first and reduce the total once, of a loop after its last turn. The GPU compiler
-computes what is summed over devices, and what nothing waits for, last of all. Source: compiled programs; the tests
-named `*hoisted*` and `*summands*` in `tests/model/test_groups.py` hold the groups of such programs, and
-`tests/end_to_end/test_what_xla_does.py` compiles loops that accumulate gradients.
+computes what is summed over devices, and what nothing waits for, last of all. Source: compiled programs.
+`tests/end_to_end/test_what_xla_does.py` compiles loops that accumulate gradients for CPU, which does none of this;
+`python benchmarks/prediction.py` compiles models for TPU and GPU. `tests/model/test_groups.py` has groups by hand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Transposes: XLA's CPU backend copies operands of products whose dims it wants in another order.
 
-Source: the heaps of compiled CPU programs. `tests/model/test_lifetimes.py` compiles products of all orders.
+Source: the heaps of compiled CPU programs. `tests/end_to_end/test_what_xla_does.py` compiles models for CPU, and
+`tests/model/test_lifetimes.py` has products of all orders by hand.
 """
 
 from __future__ import annotations
