@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autoshard.cache import CacheWarning
     from autoshard.mesh import Collective, Link, Topology, topology
     from autoshard.plans.prediction import Prediction
-    from autoshard.propagation import Propagated, UnknownPrimitiveWarning, register_rule
+    from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
     from autoshard.user_plan import Plan
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
-    "Propagated",
+    "Propagation",
     "RuleError",
     "SolverError",
     "Topology",
@@ -61,7 +61,7 @@ _HOMES = {
     "autoshard.cache": ("CacheWarning",),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
     "autoshard.plans.prediction": ("Prediction",),
-    "autoshard.propagation": ("Propagated", "UnknownPrimitiveWarning", "register_rule"),
+    "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
     "autoshard.user_plan": ("Plan",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -16,13 +16,13 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
-from autoshard.model.formulation import formulate
+from autoshard.model.formulating import formulate
 from autoshard.model.given_layouts import as_propagated
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
-from autoshard.planning import checked_rules, comparison_of, lowered, unused_axes
+from autoshard.planning import checked_rules, comparison_of, lowered, remarks
 from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Value
-from autoshard.propagation import Propagated, PropagatedValue, propagate_layouts
+from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
 from autoshard.user_plan import Plan
 
@@ -225,8 +225,8 @@ def evaluate(
     formulation = formulate_anew()
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
-    warnings = unused_axes(program, mesh_shape)
-    made = Plan.of(make_plan(formulation, solution, options.mesh, warnings), comparison_of(formulate_anew))
+    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
+    made = Plan.of(made, comparison_of(formulate_anew))
     return lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords))
 
 
@@ -296,7 +296,7 @@ def propagate(
     in_specs: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
-) -> Propagated:
+) -> Propagation:
     """GSPMD-style sharding propagation alone: from the arguments' PartitionSpecs to those of every value.
 
     Args:
@@ -316,7 +316,7 @@ def propagate(
     found = propagate_layouts(program, checked_rules(program, dict(mesh.shape)), dict(mesh.shape), fixed)
     given = dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     maker: dict[int, Equation | None] = {**given, **program.makers}
-    return Propagated(
+    return Propagation(
         arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
         outputs=tuple(map(spec_of, found.results)),
         values=tuple(

@@ -14,8 +14,10 @@ import os
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -45,7 +47,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         rule_texts,
         dict(options.mesh.shape),
         options.topology,
-        [sorted(trait) if isinstance(trait, frozenset) else trait for trait in vars(options.backend).values()],
+        _constants(options.backend),
         options.memory,
         sorted((path, str(spec)) for path, spec in options.fixed.items()),
         options.time_limit,
@@ -54,6 +56,13 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def _constants(part: Any) -> Any:
+    """A backend's constants, of which sets are sorted: their text is the same in any process."""
+    if is_dataclass(part):
+        return [(field.name, _constants(getattr(part, field.name))) for field in fields(part)]
+    return sorted(part) if isinstance(part, frozenset) else part
 
 
 def find(folder: Path, key: str, program: Program, options: Options) -> Plan | None:

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.layout import with_auto_axes
-from autoshard.mesh.backends import Backend, backend_of
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
+from autoshard.model.xla.backends import Backend, backend_of
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")

@@ -13,7 +13,8 @@ from autoshard.errors import ConflictError, MemoryLimitError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
-from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
 from autoshard.plans.alternatives import alternatives_of
@@ -116,7 +117,7 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
         solution = solve_within(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
-    warnings = unused_axes(program, dict(options.mesh.shape))
+    warnings = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(functools.partial(formulated, program, rules, options))
 
     def plan_of(solution: Solution) -> Plan:
@@ -143,7 +144,12 @@ def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
     return Comparison(lambda: alternatives_of(formulate_anew()))
 
 
-def unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
+def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
+    """What a plan says beside its figures."""
+    return *_unused_axes(formulation.program, mesh), *formulation.prices.backend.remarks
+
+
+def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
     """A remark for every mesh axis that divides no dim of any argument or inner value."""
     sizes = {size for value in program.values for size in value.shape}
     return tuple(

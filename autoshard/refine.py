@@ -26,6 +26,7 @@ from autoshard.layout import shards
 from autoshard.mesh.collectives import total_seconds
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.xla.overlap import Overlap
 from autoshard.options import Options
 from autoshard.plans.alternatives import solutions_of
 from autoshard.plans.chosen import prediction_of
@@ -112,7 +113,7 @@ def _overlapping(
     formulation: Formulation, options: Options, formulated: Callable[[Options], Formulation]
 ) -> Iterator[Solution]:
     """The cheapest solution if much runs behind compute, at the cost that it is predicted to have."""
-    hiding = formulated(replace(options, backend=replace(options.backend, hides=MUCH_HIDDEN)))
+    hiding = formulated(replace(options, backend=replace(options.backend, overlap=Overlap(MUCH_HIDDEN))))
     with contextlib.suppress(SolverError):
         choice = solve_within(hiding, options.time_limit).choice
         cost, _ = verify(formulation.problem, choice)

@@ -25,13 +25,8 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from workloads import LARGE  # noqa: E402  (needs the path above)
 
 from autoshard import topology  # noqa: E402
-from autoshard.mesh.backends import (  # noqa: E402
-    CPU,
-    GPU,
-    TPU,
-    Backend,
-)
-from autoshard.model.formulation import formulate  # noqa: E402
+from autoshard.model.formulating import formulate  # noqa: E402
+from autoshard.model.xla.backends import CPU, H100, V5E, Backend  # noqa: E402
 from autoshard.program import Program, trace  # noqa: E402
 from autoshard.propagation import rules_for  # noqa: E402
 from autoshard.solver import Problem, Solution, solve  # noqa: E402
@@ -49,9 +44,9 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "tpu": Machine("v5e:4x4", {"data": 4, "model": 4}, TPU),
-    "gpu": Machine("h100:2x8", {"data": 2, "model": 8}, GPU),
-    "slices": Machine("2x v5e:4x4", {"slice": 2, "data": 4, "model": 4}, TPU),
+    "tpu": Machine("v5e:4x4", {"data": 4, "model": 4}, V5E),
+    "gpu": Machine("h100:2x8", {"data": 2, "model": 8}, H100),
+    "slices": Machine("2x v5e:4x4", {"slice": 2, "data": 4, "model": 4}, V5E),
 }
 FREE, TIGHT = None, 0.1  # limits: what the machine has, or a share of the way from the least to what the cheapest holds
 INSTANCES = [  # model, machine, limits; few of three axes, which make files of megabytes

@@ -13,6 +13,7 @@ they may be from the best. The plot of the growth with layers needs matplotlib.
 """
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -38,7 +39,12 @@ ROWS = {  # name -> workload, mesh, machine, target in CPU seconds
 FIRST = next(iter(ROWS))
 LAYERS = (2, 4, 8, 16, 32)
 RUNS = 3  # of each row: a core that others share is slower at times
-STAGES = {"trace": "trace", "_formulated": "formulate", "solve_within": "solve", "make_plan": "plan"}
+STAGES = {  # module of autoshard, function -> column
+    ("decorated", "trace"): "trace",
+    ("planning", "formulated"): "formulate",
+    ("planning", "solve_within"): "solve",
+    ("planning", "make_plan"): "plan",
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def measured(name: str, layers: int, start: int, cache: str) -> Row:
     from jax.sharding import AbstractMesh, AxisType
     from workloads import PLANNED, Workload
 
-    from autoshard import api, autoshard
+    from autoshard import autoshard
 
     workload, mesh, machine, _ = ROWS[name]
     work = PLANNED[workload]
@@ -120,18 +126,20 @@ def measured(name: str, layers: int, start: int, cache: str) -> Row:
     step, state, batch = work.abstract()
     devices = AbstractMesh(mesh, tuple("xyz"[: len(mesh)]), axis_types=(AxisType.Auto,) * len(mesh))
     taken, results = dict.fromkeys(STAGES, 0.0), {}
-    for function in STAGES:
-        setattr(api, function, timed(getattr(api, function), function, taken, results))
+    for module, function in STAGES:
+        room = importlib.import_module(f"autoshard.{module}")
+        setattr(room, function, timed(getattr(room, function), (module, function), taken, results))
     decorated = autoshard(step, mesh=devices, topology=machine, donate_argnums=0, cache=cache or None)
     begin = time.process_time()
     plan = decorated.plan(state, batch)
     seconds = time.process_time() - begin
-    problem = results["_formulated"].problem if "_formulated" in results else None
+    formulation = results.get(("planning", "formulated"))
+    problem = formulation.problem if formulation is not None else None
     return Row(
         name=name,
         layers=layers,
         start=start,
-        equations=len(results["trace"].equations),
+        equations=len(results["decorated", "trace"].equations),
         nodes=len(problem.costs) if problem else 0,
         options=sum(map(len, problem.costs)) if problem else 0,
         seconds=seconds,
@@ -142,7 +150,7 @@ def measured(name: str, layers: int, start: int, cache: str) -> Row:
     )
 
 
-def timed(fn: Callable, name: str, taken: dict, results: dict) -> Callable:
+def timed(fn: Callable, name: tuple[str, str], taken: dict, results: dict) -> Callable:
     """`fn`, with the CPU seconds that it takes noted, and its last result."""
 
     def run(*args, **kwargs):

@@ -28,9 +28,9 @@ from workloads import LARGE, TRAINED, Abstract, Workload
 
 from autoshard import AutoshardError, MemoryLimitError, Prediction, evaluate, plan, topology
 from autoshard.compiled.collectives import read_collectives
-from autoshard.mesh.backends import backend_of
 from autoshard.mesh.collectives import total_seconds
 from autoshard.mesh.targets import target_mesh
+from autoshard.model.xla.backends import backend_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "plans.md"
 MACHINES = {

@@ -20,9 +20,10 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard.jaxprs import called_jaxpr, called_operands, is_array, is_kernel, run, scan_counts
 from autoshard.layout import spec_of
 from autoshard.lower import annotated
-from autoshard.mesh.backends import CPU
-from autoshard.model.groups import Group, groups_of
+from autoshard.model.grouping import groups_of
+from autoshard.model.groups import Group
 from autoshard.model.strategies import Strategy, strategies_of
+from autoshard.model.xla.backends import CPU
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.chosen import scatter_of
 from autoshard.program import Program, Value, trace

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh
 from models import MODELS, Model, gpt
 
 from autoshard import Collective, Link, MemoryLimitError, Topology, plan
-from autoshard.mesh.backends import CPU
+from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.scatters import Scatters
 
 MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x2x2": {"x": 2, "y": 2, "z": 2}, "1": {"x": 1}}
 SMALL: dict[str, Callable[[], Model]] = {
@@ -26,7 +27,7 @@ SMALL: dict[str, Callable[[], Model]] = {
     "moe": lambda: MODELS["moe"](groups=8, tokens=8, d_model=16, d_hidden=16, experts=8, capacity=4),
     "tied": lambda: MODELS["tied"](vocab=64, d_model=16, seq=8, batch=8),
 }
-TEXTBOOK = replace(CPU, reduce_scatters=True)  # a compiler that rounds, pads and hides nothing
+TEXTBOOK = replace(CPU, scatters=Scatters())  # a compiler that rounds, pads and hides nothing
 
 
 def mesh_of(shape: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:
@@ -99,3 +100,8 @@ def tally(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]]
     for collective in collectives:
         found[collective.kind, collective.axes] += collective.bytes
     return dict(found)
+
+
+def adjusted(backend: Backend, habit: str, **constants) -> Backend:
+    """A compiler with other constants of one habit."""
+    return replace(backend, **{habit: replace(getattr(backend, habit), **constants)})

@@ -11,8 +11,10 @@ from oracles import SMALL, TEXTBOOK
 
 from autoshard.mesh.links import Link
 from autoshard.mesh.topology import Topology
-from autoshard.model.formulation import Formulation, formulate
-from autoshard.model.groups import Group, groups_of
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
+from autoshard.model.grouping import groups_of
+from autoshard.model.groups import Group
 from autoshard.program import Program, trace
 from autoshard.propagation import rules_for
 from autoshard.solver import solve

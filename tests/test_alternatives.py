@@ -144,7 +144,9 @@ def state_bytes(step, state, batch, shape, topology):
     assert set(solutions) == {"data parallel", "FSDP", "tensor parallel"}, alternatives_of(formulation)
     return {
         name: sum(
-            formulation.prices.shard_bytes(program.arguments[i], formulation.arguments[i][solution.choice[i]].home)
+            formulation.prices.arrays.shard_bytes(
+                program.arguments[i], formulation.arguments[i][solution.choice[i]].home
+            )
             for i in program.carried
         )
         for name, solution in solutions.items()

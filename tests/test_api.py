@@ -18,7 +18,7 @@ from oracles import mesh_of, slow_chips, v5e
 
 import autoshard
 from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError, Plan
-from autoshard.mesh.backends import CPU
+from autoshard.model.xla.backends import CPU
 
 SHAPE = {"x": 4, "y": 2}
 OPTIONS = {"mesh": mesh_of(SHAPE), "topology": slow_chips(SHAPE), "time_limit": 10}

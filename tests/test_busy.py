@@ -14,14 +14,15 @@ import pytest
 from models import MODELS, MORE_MODELS
 
 from autoshard import topology
-from autoshard.mesh.backends import CPU, GPU, TPU
-from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.program import trace
 from autoshard.propagation import rules_for
 from autoshard.solver.problem import Solution
 
-MACHINES = {"cpu:8": ({"data": 4, "model": 2}, CPU), "v5e:2x4": ({"x": 2, "y": 4}, TPU), "h100:1x8": ({"x": 8}, GPU)}
+MACHINES = {"cpu:8": ({"data": 4, "model": 2}, CPU), "v5e:2x4": ({"x": 2, "y": 4}, V5E), "h100:1x8": ({"x": 8}, H100)}
 FREE, TIGHT = 1.0, 0.5  # of the memory that a plan holds which may hold all there is
 SECONDS = {FREE: 60.0, TIGHT: 5.0}  # where little memory makes it hard, work ends the search
 CASES = [

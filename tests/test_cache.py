@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from oracles import mesh_of, slow_chips, v5e
+from oracles import adjusted, mesh_of, slow_chips, v5e
 
 import autoshard
 from autoshard import CacheWarning, planning
@@ -117,7 +117,7 @@ def test_versions_and_rules_count(what, monkeypatch):
     elif what == "jax":
         monkeypatch.setattr(jax, "__version__", "99")
     elif what == "compiler":
-        options = replace(options, backend=replace(options.backend, sums_gathers=1.0))
+        options = replace(options, backend=adjusted(options.backend, "gathers", summed_up_to_bytes=1.0))
     else:
         index = next(i for i, rule in enumerate(rules) if rule.reduction)
         rules[index] = replace(rules[index], reduction=frozenset())

@@ -55,6 +55,7 @@ EXAMPLES = [
     ("Add a sharding rule", FACTS),
     ("Add a chip", ""),
     ("Add a search algorithm", ""),
+    ("Add a term of memory", ""),
     ("Add a section of the report", ""),
 ]
 
@@ -70,7 +71,9 @@ PLANTED = [  # section, what it says, what is planted, the error
     ("Add a sharding rule", '("reduce reduce_xor sum_of_squares"', '("reduce reduce_xor"', "AssertionError"),
     ("Add a search algorithm", "+    Annealing(),\n", "", "AssertionError"),
     ("Add a search algorithm", "+                    incumbent.offer(choice)\n", "", "AssertionError"),
-    ("Add a chip", '("example-1",), 48,', '("example-1",), 47,', "AssertionError"),
+    ("Add a chip", '("example-1",), _H100, 48,', '("example-1",), _H100, 47,', "AssertionError"),
+    ("Add a chip", '("example-1",), _H100, 48,', '("example-1",), _V5P, 48,', "AssertionError"),
+    ("Add a term of memory", '== "cumsum":', '== "cumprod":', "AssertionError"),
     ("Add a section of the report", "+        traffic(plan),\n", "", "ValueError"),
     ("Add a section of the report", "+= collective.bytes", "+= 1", "AssertionError"),
 ]

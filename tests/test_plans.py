@@ -1,6 +1,5 @@
 """Plans: what they give to JAX, how they are saved and found again, and that they are the same in every process."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import SMALL, TEXTBOOK, mesh_of, slow_chips
+from oracles import SMALL, TEXTBOOK, adjusted, mesh_of, slow_chips
 
 import autoshard
 from autoshard import Link, Plan, PlanError, Topology, options
@@ -264,7 +263,7 @@ def test_key_arrays_have_abstract_types_after_loading(tmp_path):
 
 def fully_sharded(hides, monkeypatch, **machine):
     """One layer under FSDP, for a compiler that hides these shares of its collectives."""
-    monkeypatch.setattr(options, "backend_of", lambda *_: dataclasses.replace(TEXTBOOK, hides=hides))
+    monkeypatch.setattr(options, "backend_of", lambda *_: adjusted(TEXTBOOK, "overlap", hidden_share=hides))
     figures = {"memory_bytes": 1e9, "memory_bandwidth": 1e9, "flops": {"float32": 1e9}} | machine
     links = {axis: Link(latency=1e-6, bandwidth=1e9) for axis in SHAPE}
     return autoshard.evaluate(

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles import mesh_of, slow_chips
+from oracles import adjusted, mesh_of, slow_chips
 
 import autoshard
 from autoshard import planning, refine
 from autoshard.cache import key_of
 from autoshard.mesh import collectives
-from autoshard.mesh.backends import CPU
-from autoshard.model import prices
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.pricing import prices
+from autoshard.model.xla.backends import CPU
 from autoshard.options import options_of
 from autoshard.plans.alternatives import solutions_of
 from autoshard.program import trace
@@ -88,7 +88,7 @@ def test_a_textbook_is_compared_however_dear_it_is_predicted_to_be(monkeypatch):
 
 def test_what_would_be_the_cheapest_if_much_ran_behind_compute_comes_third():
     program = trace(step, (WEIGHTS, BATCH), {}, donate_argnums=0)
-    hiding = replace(options(), backend=replace(CPU, hides=refine.MUCH_HIDDEN))
+    hiding = replace(options(), backend=adjusted(CPU, "overlap", hidden_share=refine.MUCH_HIDDEN))
     expected = solve_within(planning.formulated(program, rules_for(program), hiding), 10)
     formulation, (best, textbook, overlapping, *_) = candidates(refine=3)
     assert overlapping.choice == expected.choice != best.choice

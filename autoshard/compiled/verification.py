@@ -18,11 +18,11 @@ from autoshard.compiled.collectives import equation_of, peak_bytes, read_collect
 from autoshard.compiled.schedule import Schedule, schedule_of
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape, shards
-from autoshard.mesh.backends import backend_of
 from autoshard.mesh.chips import chip_of
 from autoshard.mesh.collectives import Collective
 from autoshard.mesh.targets import compiler_options
 from autoshard.mesh.topology import Topology
+from autoshard.model.xla.backends import backend_of
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.report.plan_sections import collectives as collectives_section
@@ -145,7 +145,7 @@ def verification(
         plain: whether it is a program under `jax.jit` alone, which XLA's partitioner finishes all sums of.
     """
     foreseen: Sequence[Collective] = predicted.collectives if predicted else ()
-    if plain and not backend_of(mesh).reduce_scatters:
+    if plain and not backend_of(mesh).scatters.from_all_reduces:
         foreseen = as_all_reduces(foreseen, dict(mesh.shape))
     return Verification(
         predicted=traffic(foreseen),

@@ -31,8 +31,8 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, shards, spec_of, spec_text
-from autoshard.model.groups import folds_by_hand, is_grouped_convolution, sums_locally
-from autoshard.model.strategies import scatter_stages
+from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
+from autoshard.model.xla.scatters import scatter_stages
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors

@@ -27,10 +27,29 @@ _GB, _GIB = 1e9, 2.0**30
 
 
 @dataclass(frozen=True)
+class CompilerConstants:
+    """Which constants of XLA's compilers predictions for a chip use."""
+
+    of: str  # the chip from whose programs they were read: a key of BACKENDS in model/xla/backends.py
+    measured: bool  # whether that is this very chip; if not, every plan for it carries a remark
+
+
+def _measured_on(chip: str) -> CompilerConstants:
+    """Programs were compiled for this chip, and read."""
+    return CompilerConstants(of=chip, measured=True)
+
+
+def _taken_from(chip: str) -> CompilerConstants:
+    """Nobody has read programs for this chip: it is taken for another one."""
+    return CompilerConstants(of=chip, measured=False)
+
+
+@dataclass(frozen=True)
 class Chip:
     """One JAX device of a kind, and what it is wired to."""
 
     kinds: tuple[str, ...]  # what its `device_kind` contains, in lower case
+    compiler_constants: CompilerConstants
     memory_bytes: float  # bytes
     memory_bandwidth: float  # bytes/s
     flops: Mapping[str, float]  # FLOP/s by dtype
@@ -61,12 +80,14 @@ class Chip:
 
 
 def _tpu(
-    kinds, memory_gib, memory_gb_s, bf16, ici_gb_s, dcn_gbit_s, *, dims, wraps, clock=None, int8=None, fp8=None, cores=1
-) -> Chip:
+    kinds, constants, memory_gib, memory_gb_s, bf16, ici_gb_s, dcn_gbit_s, *, dims, wraps,
+    clock=None, int8=None, fp8=None, cores=1,
+) -> Chip:  # fmt: skip
     """A row in the units of the sources, all per chip: GiB, GB/s, TFLOP/s, GB/s one way per link, Gbit/s, GHz."""
     rates = {"bfloat16": bf16, "float32": bf16, "int8": int8, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
     return Chip(
         kinds=kinds,
+        compiler_constants=constants,
         memory_bytes=memory_gib * _GIB / cores,
         memory_bandwidth=memory_gb_s * _GB / cores,
         flops={dtype: rate * 1e12 / cores for dtype, rate in rates.items() if rate is not None},
@@ -80,11 +101,12 @@ def _tpu(
     )
 
 
-def _gpu(kinds, memory_gb, memory_gb_s, bf16, tf32, nvlink_gb_s, network_gbit_s, *, int8, fp8=None) -> Chip:
+def _gpu(kinds, constants, memory_gb, memory_gb_s, bf16, tf32, nvlink_gb_s, network_gbit_s, *, int8, fp8=None) -> Chip:
     """A row in the units of the data sheets: GB, GB/s, TFLOP/s, GB/s one direction, Gbit/s."""
     rates = {"bfloat16": bf16, "float32": tf32, "int8": int8, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
     return Chip(
         kinds=kinds,
+        compiler_constants=constants,
         memory_bytes=memory_gb * _GB,
         memory_bandwidth=memory_gb_s * _GB,
         flops={dtype: rate * 1e12 for dtype, rate in rates.items() if rate is not None},
@@ -93,25 +115,34 @@ def _gpu(kinds, memory_gb, memory_gb_s, bf16, tf32, nvlink_gb_s, network_gbit_s,
     )
 
 
+# Programs for v5e and v5p are compiled by libtpu, programs for h100 by XLA's GPU compiler, and those for CPU run:
+# `docs/benchmarks/prediction.md`, `docs/benchmarks/plans.md`, `tests/mesh/test_targets.py`. For v6e a single gather is.
+_V5E, _V5P, _H100 = _taken_from("v5e"), _taken_from("v5p"), _taken_from("h100")
+
 CHIPS: Mapping[str, Chip] = {
     # [tpu]: memory, its bandwidth, peak compute, network per chip (v4: [guess]); [book]: ICI of one link; [aot]: clock
-    "v4": _tpu(("tpu v4",), 32, 1200, 275, 45, 50, dims=3, wraps=4, clock=1.05, int8=275),
-    "v5e": _tpu(("tpu v5 lite", "tpu v5e"), 16, 819, 197, 50, 25, dims=2, wraps=16, clock=1.5, int8=393),
-    "v5p": _tpu(("tpu v5p", "tpu v5"), 95, 2765, 459, 100, 50, dims=3, wraps=4, clock=1.75, int8=918),
-    "v6e": _tpu(("tpu v6 lite", "tpu v6e"), 32, 1638, 918, 100, 100, dims=2, wraps=16, clock=1.75, int8=1836),
+    "v4": _tpu(("tpu v4",), _V5P, 32, 1200, 275, 45, 50, dims=3, wraps=4, clock=1.05, int8=275),
+    "v5e": _tpu(
+        ("tpu v5 lite", "tpu v5e"), _measured_on("v5e"), 16, 819, 197, 50, 25, dims=2, wraps=16, clock=1.5, int8=393
+    ),
+    "v5p": _tpu(
+        ("tpu v5p", "tpu v5"), _measured_on("v5p"), 95, 2765, 459, 100, 50, dims=3, wraps=4, clock=1.75, int8=918
+    ),
+    "v6e": _tpu(("tpu v6 lite", "tpu v6e"), _V5E, 32, 1638, 918, 100, 100, dims=2, wraps=16, clock=1.75, int8=1836),
     # its two chiplets are two JAX devices, each with half of the chip
-    "7x": _tpu(("tpu7x", "tpu v7x"), 192, 7380, 2307, 100, 100, dims=3, wraps=4, fp8=4614, cores=2),
+    "7x": _tpu(("tpu7x", "tpu v7x"), _V5P, 192, 7380, 2307, 100, 100, dims=3, wraps=4, fp8=4614, cores=2),
     # [nv] and [dgx]
-    "a100": _gpu(("a100",), 80, 2039, 312, 156, 300, 200, int8=624),
-    "h100": _gpu(("h100",), 80, 3350, 989.5, 494.5, 450, 400, int8=1979, fp8=1979),
-    "h200": _gpu(("h200",), 141, 4800, 989.5, 494.5, 450, 400, int8=1979, fp8=1979),
-    "b200": _gpu(("b200",), 180, 8000, 2250, 1125, 900, 400, int8=4500, fp8=4500),
+    "a100": _gpu(("a100",), _H100, 80, 2039, 312, 156, 300, 200, int8=624),
+    "h100": _gpu(("h100",), _measured_on("h100"), 80, 3350, 989.5, 494.5, 450, 400, int8=1979, fp8=1979),
+    "h200": _gpu(("h200",), _H100, 141, 4800, 989.5, 494.5, 450, 400, int8=1979, fp8=1979),
+    "b200": _gpu(("b200",), _H100, 180, 8000, 2250, 1125, 900, 400, int8=4500, fp8=4500),
     # One of 8 virtual devices that share a 2-core x86 host. 8 chained matmuls of 512 x 512 make 2.3e10 float32 FLOP/s
     # on each of the 8; memory is an eighth of a 32 GiB host. The rest was fitted to the measured steps of nine models
     # under six shardings (docs/benchmarks/prediction.md): in a step, devices that share cores wait for each other, and
     # fresh memory costs more than in a loop. Orders of magnitude: enough to plan tests and demos by.
     "cpu": Chip(
         kinds=("cpu",),
+        compiler_constants=_measured_on("cpu"),
         memory_bytes=4 * _GIB,
         memory_bandwidth=6.5e8,
         flops={"float32": 2.3e10, "bfloat16": 2.2e10},
@@ -122,8 +153,14 @@ CHIPS: Mapping[str, Chip] = {
 }
 
 
-def chip_of(device_kind: str) -> Chip | None:
-    """The row of a `jax.Device.device_kind`."""
+def chip_name_of(device_kind: str) -> str | None:
+    """The key of CHIPS for a `jax.Device.device_kind`."""
     kind = device_kind.lower()
     matches = [(len(part), name) for name, chip in CHIPS.items() for part in chip.kinds if part in kind]
-    return CHIPS[max(matches)[1]] if matches else None
+    return max(matches)[1] if matches else None
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The row of a `jax.Device.device_kind`."""
+    name = chip_name_of(device_kind)
+    return None if name is None else CHIPS[name]

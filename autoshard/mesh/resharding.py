@@ -34,6 +34,16 @@ import numpy as np
 
 from autoshard.layout import Layout, MeshShape, shards
 from autoshard.mesh.collectives import seconds
+from autoshard.mesh.tilings import (
+    Tiling,
+    copy_dim,
+    devices_by_group,
+    shape_inside,
+    split_or_merge,
+    swapped,
+    swaps,
+    tiling_of,
+)
 from autoshard.mesh.topology import Topology
 
 
@@ -207,58 +217,9 @@ def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> 
     everyone = np.arange(math.prod(sizes))
     told_apart: set[str] = set()
     group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes, told_apart)
-    result = group.reshard(_tiling(source, mesh), _tiling(target, mesh))
+    result = group.reshard(tiling_of(source, mesh), tiling_of(target, mesh))
     assert result is not None  # only a caller that forbids full replication gets None
     return tuple(result), frozenset(told_apart)
-
-
-@dataclass(frozen=True)
-class _Tiling:
-    """Which device holds which tile: devices by tile coordinates, and last by copy."""
-
-    devices: np.ndarray
-
-    @property
-    def tiles(self) -> tuple[int, ...]:
-        return self.devices.shape[:-1]
-
-    @property
-    def copies(self) -> int:
-        return self.devices.shape[-1]
-
-    @property
-    def partial(self) -> bool:
-        return self.copies > 1
-
-    @property
-    def replicated(self) -> bool:
-        return self.copies == self.devices.size
-
-    def coordinates(self) -> np.ndarray:
-        """The tile coordinates of each device, [device, dim]."""
-        where = np.empty((self.devices.size, len(self.tiles)), dtype=int)
-        where[self.devices.ravel()] = np.indices(self.devices.shape)[:-1].reshape(len(self.tiles), -1).T
-        return where
-
-    def same(self, other: _Tiling) -> bool:
-        if self.replicated or other.replicated:
-            return self.replicated and other.replicated
-        return self.devices.shape == other.devices.shape and bool((self.devices == other.devices).all())
-
-    def split(self, dim: int, size: int) -> _Tiling:
-        """Dim `dim` as two, the first of `size` tiles."""
-        shape = self.devices.shape
-        return _Tiling(self.devices.reshape(*shape[:dim], size, shape[dim] // size, *shape[dim + 1 :]))
-
-
-def _tiling(layout: Layout, mesh: tuple[tuple[str, int], ...]) -> _Tiling:
-    names = [axis for axis, _ in mesh]
-    sizes = dict(mesh)
-    used = [axis for axes in layout for axis in axes]
-    order = used + [axis for axis in names if axis not in used]
-    devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    tiles = [math.prod(sizes[axis] for axis in axes) for axes in layout]
-    return _Tiling(devices.transpose([names.index(axis) for axis in order]).reshape(*tiles, -1))
 
 
 @dataclass(frozen=True)
@@ -272,19 +233,19 @@ class _Group:
     told_apart: set[str]  # which of DIMS, DEVICES and CUTS are true of what was found so far
 
     @overload
-    def reshard(self, source: _Tiling, target: _Tiling) -> _Steps: ...
+    def reshard(self, source: Tiling, target: Tiling) -> _Steps: ...
 
     @overload
-    def reshard(self, source: _Tiling, target: _Tiling, *, rematerialize: bool) -> _Steps | None: ...
+    def reshard(self, source: Tiling, target: Tiling, *, rematerialize: bool) -> _Steps | None: ...
 
-    def reshard(self, source: _Tiling, target: _Tiling, *, rematerialize: bool = True) -> _Steps | None:
+    def reshard(self, source: Tiling, target: Tiling, *, rematerialize: bool = True) -> _Steps | None:
         """ReshardNoCache; None only without `rematerialize`, where nothing but full replication would do."""
         if source.same(target) or source.replicated:
             return []
         if not target.replicated:
             if source.devices.shape == target.devices.shape:
                 return self.permute(source, target)
-            if (pairs := _swaps(source, target)) is not None:
+            if (pairs := swaps(source, target)) is not None:
                 return self.all_to_all(source, target, pairs)
         if source.partial and not target.replicated:
             steps = self.slice_copies(source, target)
@@ -315,13 +276,13 @@ class _Group:
         )
         return kind, axes, tiles * self.tiles
 
-    def permute(self, source: _Tiling, target: _Tiling) -> _Steps:
+    def permute(self, source: Tiling, target: Tiling) -> _Steps:
         if source.same(target):
             return []
         pairs = np.stack([source.devices.ravel(), target.devices.ravel()], axis=1)
         return [self.step("collective_permute", pairs, math.prod(source.tiles))]
 
-    def gather(self, source: _Tiling, tiles: Sequence[int]) -> _Steps:
+    def gather(self, source: Tiling, tiles: Sequence[int]) -> _Steps:
         """All-gathers, last dim first, until only `tiles` are left of each dim."""
         steps, left = [], list(source.tiles)
         for dim in reversed(range(len(tiles))):
@@ -334,7 +295,7 @@ class _Group:
                 steps.append(self.step("all_gather", talk, math.prod(left)))
         return steps
 
-    def all_to_all(self, source: _Tiling, target: _Tiling, pairs: Sequence[tuple[int, int]]) -> _Steps:
+    def all_to_all(self, source: Tiling, target: Tiling, pairs: Sequence[tuple[int, int]]) -> _Steps:
         """ReshardWithAllToAll: pairs of dims that share no dim go together, any others one by one."""
         together: list[tuple[int, int]] = []
         later: list[tuple[int, int]] = []
@@ -351,27 +312,27 @@ class _Group:
                 break
             factors = {after: source.tiles[before] // source.tiles[after] for before, after in batch}
             for before, after in batch:
-                source = _swapped(source, before, after)
+                source = swapped(source, before, after)
             devices = source.devices
             minor: list[int] = []
             for dim in sorted(factors, reverse=True):
-                devices = _Tiling(devices).split(dim, devices.shape[dim] // factors[dim]).devices
+                devices = Tiling(devices).split(dim, devices.shape[dim] // factors[dim]).devices
                 minor = [dim + 1, *(place + 1 for place in minor)]
             talk = np.moveaxis(devices, minor, range(-len(minor), 0)).reshape(-1, math.prod(factors.values()))
             steps.append(self.step("all_to_all", talk, math.prod(source.tiles)))
         return steps + self.permute(source, target)
 
-    def slice_copies(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+    def slice_copies(self, source: Tiling, target: Tiling) -> _Steps | None:
         """ReshardFromPartialReplicateWithDynamicSlice."""
         reached = self.compatible(source, target)
         return None if reached is None else self.permute(reached, target)
 
-    def gather_copies(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+    def gather_copies(self, source: Tiling, target: Tiling) -> _Steps | None:
         """ReshardToPartialReplicateWithAllGather."""
         start = self.compatible(target, source)
         return None if start is None else self.permute(source, start) + self.gather(start, target.tiles)
 
-    def compatible(self, coarse: _Tiling, fine: _Tiling) -> _Tiling | None:
+    def compatible(self, coarse: Tiling, fine: Tiling) -> Tiling | None:
         """PartialReplicateReshardCompatibleSharding: `fine`'s counts, each tile on devices that hold it in `coarse`."""
         if not coarse.partial or any(n % m for n, m in zip(fine.tiles, coarse.tiles, strict=True)):
             return None
@@ -382,9 +343,9 @@ class _Group:
         rank = len(factors)
         order = [place for dim in range(rank) for place in (dim, rank + dim)]
         devices = coarse.devices.reshape(*coarse.tiles, *factors, fine.copies)
-        return _Tiling(devices.transpose(*order, 2 * rank).reshape(fine.devices.shape))
+        return Tiling(devices.transpose(*order, 2 * rank).reshape(fine.devices.shape))
 
-    def shifted_all_to_all(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+    def shifted_all_to_all(self, source: Tiling, target: Tiling) -> _Steps | None:
         """ReshardPartialReplicateWithAllToAll: [1,2,3 copies] to [2,3] and back, tile counts shifted by one dim."""
         if source.partial == target.partial:
             return None
@@ -395,35 +356,35 @@ class _Group:
             return None
         self.told_apart.update((DIMS, DEVICES, CUTS))
         last = max(dim for dim, count in enumerate(tiled.tiles) if count > 1)
-        between = _copy_dim(tiled, last)
+        between = copy_dim(tiled, last)
         if source.partial:
-            pairs = _swaps(source, between)
+            pairs = swaps(source, between)
             return None if pairs is None else self.all_to_all(source, between, pairs) + self.reshard(between, target)
-        pairs = _swaps(between, target)
+        pairs = swaps(between, target)
         return None if pairs is None else self.reshard(source, between) + self.all_to_all(between, target, pairs)
 
-    def in_two(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+    def in_two(self, source: Tiling, target: Tiling) -> _Steps | None:
         """TryComplexReshardHandling: by way of a tiling from where a direct reshard leads on."""
-        if (halves := _split_or_merge(source, target)) is not None:
+        if (halves := split_or_merge(source, target)) is not None:
             return self.reshard(*halves, rematerialize=False)
         between = None
         if target.partial:
             for dim, count in enumerate(source.tiles):
                 if count > 1 and count * source.copies == target.copies:
                     self.told_apart.add(DEVICES)
-                    between = _copy_dim(source, dim)
+                    between = copy_dim(source, dim)
                     break
         elif source.partial:
             for dim, (before, after) in enumerate(zip(source.tiles, target.tiles, strict=True)):
                 if before == 1 and after != 1 and after % source.copies == 0:
-                    between = _Tiling(np.swapaxes(source.devices, dim, -1))
+                    between = Tiling(np.swapaxes(source.devices, dim, -1))
                     break
         if between is None:
             return None
         onward = self.reshard(between, target, rematerialize=False)
         return None if onward is None else self.reshard(source, between) + onward
 
-    def in_groups(self, source: _Tiling, target: _Tiling) -> _Steps | None:
+    def in_groups(self, source: Tiling, target: Tiling) -> _Steps | None:
         """Tiles of the target that the source only cuts finer: aside, the rest inside the devices that share them."""
         counts = [
             after if before % after == 0 and (before == after or not (source.partial or target.partial)) else 1
@@ -431,13 +392,13 @@ class _Group:
         ]
         if max(counts) == 1:
             return None
-        before, after = _grouped(source, counts), _grouped(target, counts)
-        inner_source = _Tiling(np.arange(before.shape[-1]).reshape(_inside(source, counts)))
-        inner_target = _Tiling(np.arange(before.shape[-1]).reshape(_inside(target, counts)))
+        before, after = devices_by_group(source, counts), devices_by_group(target, counts)
+        inner_source = Tiling(np.arange(before.shape[-1]).reshape(shape_inside(source, counts)))
+        inner_target = Tiling(np.arange(before.shape[-1]).reshape(shape_inside(target, counts)))
         if (np.sort(before) == np.sort(after)).all():  # the same groups: number the target's members as the source's
             rising = np.argsort(before[0])
             numbers = rising[np.searchsorted(before[0][rising], after[0])]
-            inner_target = _Tiling(numbers.reshape(inner_target.devices.shape))
+            inner_target = Tiling(numbers.reshape(inner_target.devices.shape))
         inner = _Group(
             self.members[:, before].reshape(-1, before.shape[-1]),
             self.tiles * math.prod(counts),
@@ -449,104 +410,5 @@ class _Group:
         # [outer per dim..., inner per dim..., copies] -> [outer and inner of each dim..., copies]
         rank = len(counts)
         order = [place for dim in range(rank) for place in (dim, rank + dim)]
-        between = _Tiling(reached.transpose(*order, 2 * rank).reshape(target.devices.shape))
+        between = Tiling(reached.transpose(*order, 2 * rank).reshape(target.devices.shape))
         return inner.reshard(inner_source, inner_target) + self.reshard(between, target)
-
-
-def _inside(tiling: _Tiling, counts: Sequence[int]) -> list[int]:
-    """The shape of a tiling's devices within one of `counts` parts of each dim."""
-    return [tiles // count for tiles, count in zip(tiling.tiles, counts, strict=True)] + [tiling.copies]
-
-
-def _grouped(tiling: _Tiling, counts: Sequence[int]) -> np.ndarray:
-    """Devices by their place among the `counts` major parts of each dim, [group, member]."""
-    rank = len(counts)
-    split = [size for pair in zip(counts, _inside(tiling, counts), strict=False) for size in pair]
-    order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank]
-    return tiling.devices.reshape(*split, tiling.copies).transpose(order).reshape(math.prod(counts), -1)
-
-
-def _swaps(source: _Tiling, target: _Tiling) -> list[tuple[int, int]] | None:
-    """GetReshardAllToAllSourceTargetDims: pairs (from dim, to dim) whose tile counts trade places."""
-    differ = [dim for dim, counts in enumerate(zip(source.tiles, target.tiles, strict=True)) if counts[0] != counts[1]]
-    if not differ or sorted(source.tiles) != sorted(target.tiles):
-        return None
-    places: dict[int, list[int]] = {}
-    for dim in differ:
-        places.setdefault(source.tiles[dim], []).append(dim)
-    pairs = []
-    while places:
-        count = min(places)
-        dim = places[count][-1]
-        wanted = target.tiles[dim]
-        if wanted == count:
-            _remove(places, count, dim)
-            continue
-        candidates = places[wanted]
-        if count == 1:
-            useful = [other for other in candidates if target.tiles[other] != 1]
-        elif wanted % count == 0:
-            useful = [other for other in candidates if target.tiles[other] == count]
-        else:
-            return None
-        other = useful[0] if useful else candidates[-1]
-        pairs.append((other, dim))
-        places[count][-1] = other
-        _remove(places, wanted, other)
-    return pairs
-
-
-def _remove(places: dict[int, list[int]], count: int, dim: int) -> None:
-    places[count].remove(dim)
-    if not places[count]:
-        del places[count]
-
-
-def _swapped(tiling: _Tiling, before: int, after: int) -> _Tiling:
-    """GetAllToAllSharding: the minor tiles of dim `before` become the minor tiles of dim `after`."""
-    keep, shape = tiling.tiles[after], list(tiling.devices.shape)
-    split, places = [], {}
-    for dim, count in enumerate(shape):
-        if dim == before:
-            split += [keep, count // keep]
-        elif dim == after:
-            split += [count, 1]
-        else:
-            split.append(count)
-        places[dim] = len(split) - 1
-    shape[before], shape[after] = shape[after], shape[before]
-    return _Tiling(np.swapaxes(tiling.devices.reshape(split), places[before], places[after]).reshape(shape))
-
-
-def _copy_dim(tiling: _Tiling, dim: int) -> _Tiling:
-    """PartiallyReplicateTiledShardingOnDims: the tiles along `dim` become copies."""
-    shape = list(tiling.devices.shape)
-    shape[-1] *= shape[dim]
-    shape[dim] = 1
-    return _Tiling(np.sort(np.moveaxis(tiling.devices, dim, -2).reshape(shape)))
-
-
-def _split_or_merge(source: _Tiling, target: _Tiling) -> tuple[_Tiling, _Tiling] | None:
-    """PatternMatchMergeOrSplitSharding: both with one dim split in two, so that part of it can move to another."""
-    if source.copies != target.copies:
-        return None
-    differ = [dim for dim, counts in enumerate(zip(source.tiles, target.tiles, strict=True)) if counts[0] != counts[1]]
-    before, after = source.tiles, target.tiles
-    for place, first in enumerate(differ):
-        for second in differ[place + 1 :]:
-            ones = [before[first], before[second], after[first], after[second]].count(1)
-            same = before[first] * before[second] == after[first] * after[second]
-            i, j = first, second
-            if ones == 0:
-                if before[i] < after[i]:
-                    i, j = j, i
-                if before[i] % after[i] or not (same or before[i] == after[i] * after[j]):
-                    continue
-            elif ones == 1 and same:
-                if 1 in (before[i], after[i]):
-                    i = j
-            else:
-                continue
-            size = min(before[i], after[i])
-            return source.split(i, size), target.split(i, size)
-    return None

@@ -23,7 +23,7 @@ Program point `t` is the moment equation `t` runs. What holds memory:
   XLA computes these last. So it is with what a loss is picked from, unless XLA sums the picks with the softmax;
 * on GPU no operand of an elementwise group that writes its result over it, if nobody else reads that.
 
-What depends on the options that are chosen, slices and collectives, `formulation.py` counts. A value is not stored if
+What depends on the options that are chosen, slices and collectives, `memory_terms.py` counts. A value is not stored if
 XLA computes it again inside each of its readers (`Group.repeated`); then what it is computed from is held until the
 last of them. Values inside a group are never stored.
 """
@@ -38,7 +38,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.model.groups import Group, Use, is_kernel_gradient, is_matrix_product, reads_images
+from autoshard.model.groups import Group, Use
 from autoshard.program import Equation, Program, Value
 
 # Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/peaks_under_limits.py`
@@ -51,7 +51,7 @@ _SEEN_THROUGH = frozenset({"scan_const", "branch_const"})  # what they make is t
 
 
 @dataclass(frozen=True)
-class Holding:
+class Lifetime:
     """When the buffers of one value stand in memory."""
 
     made: Span | None  # in the layout it is made in, until its first use; None: not stored
@@ -86,36 +86,6 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
     return group.point
 
 
-def scratch_copies(group: Group) -> int:
-    """How many times its result a group takes beside its operands and results, while it runs.
-
-    XLA's CPU backend turns `select_and_scatter_add`, the gradient of max-pooling, into a reduce_window that carries an
-    index per dim, and a scatter.
-    """
-    if group.equations[0].primitive == "select_and_scatter_add":
-        return len(group.made[0].value.shape) + 1
-    return 0
-
-
-def transposes(use: Use) -> bool:
-    """Whether XLA's CPU backend makes a transposed copy of this operand; it reads matrices either way round."""
-    if is_kernel_gradient(use.equation):
-        return use.operand == 0
-    if not is_matrix_product(use.equation) or len(use.value.shape) <= 2:
-        return False
-    contracted, batched = (sides[use.operand] for sides in use.equation.params["dimension_numbers"])
-    kept = [dim for dim in range(len(use.value.shape)) if dim not in (*contracted, *batched)]
-    wanted = (*batched, *kept, *contracted) if use.operand == 0 else (*batched, *contracted, *kept)
-    return list(wanted) != sorted(wanted)
-
-
-def image_dims_of(use: Use) -> tuple[int, int] | None:
-    """The batch and feature dims of images that a convolution reads as they arrive: it has them lie otherwise."""
-    if not reads_images(use) or not use.value.from_outside:
-        return None
-    return use.equation.params["dimension_numbers"].lhs_spec[:2]
-
-
 def repeats(group: Group) -> list[Use]:
     """The operands that XLA writes out at the full size of the product, ahead of the reduction it is folded into."""
     if not group.folded:
@@ -124,19 +94,19 @@ def repeats(group: Group) -> list[Use]:
     return [use for use in group.uses if 1 < math.prod(use.value.shape) < size]
 
 
-def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Holding:
+def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Lifetime:
     """When a value that `group` makes and `users` read holds memory; results are the caller's business."""
     producer = next(equation for equation in group.equations if value in equation.outputs)
     spans = [use_span(user, use) for user, use in users]
     used = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
     start = made_at(group, producer, producer.outputs.index(value))
     if producer.primitive == "scan_carry" and value is producer.outputs[0]:
-        return Holding(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
+        return Lifetime(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
     if producer.primitive in _SEEN_THROUGH or group.repeated:
-        return Holding(None, used, stored=False)
+        return Lifetime(None, used, stored=False)
     if used and group.fills:
-        return Holding(None, used, stored=True)
-    return Holding((start, max(start, used[0]) if used else start + 1), used, stored=True)
+        return Lifetime(None, used, stored=True)
+    return Lifetime((start, max(start, used[0]) if used else start + 1), used, stored=True)
 
 
 def aliased(program: Program) -> set[int]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.resharding_memory import Change, counted
+from autoshard.model.resharding_memory import Resharding, counted
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.runtime.budget import Budget
@@ -54,7 +54,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
     budget = Budget.of(time_limit)
-    changes: dict[Change, None] = {}
+    reshardings: dict[Resharding, None] = {}
     best = None
 
     def within(choice: Sequence[int]) -> bool:
@@ -65,7 +65,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
             break
         try:
             gap = ENOUGH if i else 0.0
-            solution = _solved(formulation, problem, changes, budget.part(ROUND_SHARE), gap=gap, accepts=within)
+            solution = _solved(formulation, problem, reshardings, budget.part(ROUND_SHARE), gap=gap, accepts=within)
         except ForbiddenError:
             raise
         except SolverError:  # nothing fits, or nothing was found in time
@@ -79,10 +79,10 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
             break
         if budget.interrupted:
             raise KeyboardInterrupt
-        over = formulation.changes_over(solution.choice, limit)
-        if i and changes.keys() >= set(over):  # but for rounding there is another one
+        over = formulation.reshardings_over(solution.choice, limit)
+        if i and reshardings.keys() >= set(over):  # but for rounding there is another one
             break
-        changes.update(dict.fromkeys(over))
+        reshardings.update(dict.fromkeys(over))
         problem = rounded
     needed, free = math.inf, 0.0
     try:
@@ -117,10 +117,10 @@ def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
 
 
 def _solved(
-    formulation: Formulation, problem: Problem, changes: Iterable[Change], budget: Budget, **limits: Any
+    formulation: Formulation, problem: Problem, reshardings: Iterable[Resharding], budget: Budget, **limits: Any
 ) -> Solution:
-    """A solution of the problem with these changes counted."""
-    counting = counted(problem, changes, formulation.prices)
+    """A solution of the problem with these reshardings counted."""
+    counting = counted(problem, reshardings, formulation.prices)
     solution = solve_for_plan(counting, time_limit=budget.seconds, budget=budget, **limits)
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 
@@ -149,7 +149,7 @@ def _lean_solutions(
         least = error
     except SolverError as error:
         raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
-    changes: dict[Change, None] = {}
+    reshardings: dict[Resharding, None] = {}
     last, peak = None, 0
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
         for limit in (slack * least.needed for slack in SLACKS for _ in range(2)):
@@ -158,9 +158,9 @@ def _lean_solutions(
                     break
                 if fits(peak, limit):
                     continue  # about as good as any here
-                changes.update(dict.fromkeys(formulation.changes_over(last.choice, limit)))
+                reshardings.update(dict.fromkeys(formulation.reshardings_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            last = _solved(formulation, leaner, changes, budget.part(1.0), iterations=LEAN_ITERATIONS, gap=ENOUGH)
+            last = _solved(formulation, leaner, reshardings, budget.part(1.0), iterations=LEAN_ITERATIONS, gap=ENOUGH)
             peak = formulation.peak_bytes(last.choice)
             yield last, peak
     assert least.choice is not None, "`solve` says which choice needs so little"

@@ -1,8 +1,9 @@
 """What is held while values are resharded. Two nodes decide it, so it stands in no `Problem` until it is counted there.
 
-A change that is counted has a node of its own. Each of its options stands for some layouts in which the value may be
-left, some in which it may be wanted, and the bytes that every resharding from the ones to the others holds; edges allow
-the options that agree with what the two nodes choose. Such nodes cost nothing, and say nothing of how a step is run.
+A resharding that is counted has a node of its own. Each of its options stands for some layouts in which the value may
+be left, some in which it may be wanted, and the bytes that every resharding from the ones to the others holds. Edges
+allow the options that agree with what the two nodes choose. Such nodes cost nothing, and say nothing of how a step is
+run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import HEAP, Span, use_span
-from autoshard.model.prices import Prices, Readers
+from autoshard.model.pricing.prices import Prices, Readers
 from autoshard.program import Value
 from autoshard.solver.problem import Edge, Live, Problem
 
@@ -37,7 +38,7 @@ def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
     return [(reader.group, reader.use) for reader in readers if reader.group and reader.use]
 
 
-class Extra(NamedTuple):
+class ExtraBytes(NamedTuple):
     """Bytes that a resharding holds beside what is counted anyway."""
 
     first: int  # when it starts: the value as it was left, pieces that an all_to_all cuts it into
@@ -46,8 +47,8 @@ class Extra(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
-    """A value that may be resharded."""
+class Resharding:
+    """A value between how it is left and how it is wanted, which may be two layouts."""
 
     value: Value
     used: Span  # from the first to past the last use
@@ -71,25 +72,25 @@ class Change:
         (left, lefts), (wanted, wants) = self.left, self.wanted
         return lefts[choice[left]], wants[choice[wanted]]
 
-    def extra(self, left: Layout, wanted: Layout, prices: Prices) -> Extra:
+    def extra(self, left: Layout, wanted: Layout, prices: Prices) -> ExtraBytes:
         """What it holds from one layout to the other.
 
         A slice that is taken on the way costs nothing, but the value as it was left has to stay. What is not stored XLA
         reshards as soon as it is made, unless that makes it larger; it is not made again then.
         """
         if left == wanted:
-            return Extra(0, 0, False)
-        before = prices.local_bytes(self.value, left)
-        after = prices.copy_bytes(self.value, wanted, self.copied_for)
+            return ExtraBytes(0, 0, False)
+        before = prices.arrays.local_bytes(self.value, left)
+        after = prices.arrays.copy_bytes(self.value, wanted, self.copied_for)
         kinds = [step.kind for step in prices.steps(self.value, left, wanted, self.copied_for)]
         if not kinds:
-            return Extra(0, (before - after) * self.fused, False)
+            return ExtraBytes(0, (before - after) * self.fused, False)
         copies = (not self.counts_left) + ("all_to_all" in kinds)
         transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
         at_once = self.made is not None and after <= before
-        return Extra(copies * before + transposed * after, after * (not self.counts_wanted), at_once)
+        return ExtraBytes(copies * before + transposed * after, after * (not self.counts_wanted), at_once)
 
-    def starts(self, extra: Extra) -> int:
+    def starts(self, extra: ExtraBytes) -> int:
         """The point at which a resharding that holds this starts."""
         if not extra.at_once:
             return self.used[0]
@@ -107,15 +108,15 @@ class Change:
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
 
-def counted(problem: Problem, changes: Iterable[Change], prices: Prices) -> Problem:
-    """The problem with a node for each of these changes behind its own. Never counts less than they hold."""
+def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices) -> Problem:
+    """The problem with a node for each of these reshardings behind its own. Never counts less than they hold."""
     costs, edges, lives, names = list(problem.costs), list(problem.edges), list(problem.lives), list(problem.names)
-    for change in changes:
-        node, own = len(costs), prices.once(_node, change, prices)
+    for resharding in reshardings:
+        node, own = len(costs), prices.memo.once(_node, resharding, prices)
         costs.append(own.costs)
         edges += [Edge(decides, node, table) for decides, table in own.agree.items()]
         lives += [Live(node, start, end, usage) for (start, end), usage in own.lives]
-        names.append(f"resharding of {change.value}")
+        names.append(f"resharding of {resharding.value}")
     return Problem(
         costs=tuple(costs),
         edges=tuple(edges),
@@ -127,34 +128,37 @@ def counted(problem: Problem, changes: Iterable[Change], prices: Prices) -> Prob
 
 
 class _Node(NamedTuple):
-    """What is added to a problem for a change."""
+    """What is added to a problem for a resharding."""
 
     costs: np.ndarray  # per option
     agree: dict[int, np.ndarray]  # node that decides -> [its option, own option]: inf where they contradict each other
     lives: list[tuple[Span, np.ndarray]]  # bytes per option
 
 
-def _node(change: Change, prices: Prices) -> _Node:
-    options = list(_options(change, prices))
+def _node(resharding: Resharding, prices: Prices) -> _Node:
+    options = list(_options(resharding, prices))
     agree: dict[int, np.ndarray] = {}
-    for (decides, layouts), among in zip((change.left, change.wanted), zip(*options, strict=True), strict=False):
+    ends = resharding.left, resharding.wanted
+    for (decides, layouts), among in zip(ends, zip(*options, strict=True), strict=False):
         own = np.array([[0.0 if layout in some else np.inf for some in among] for layout in layouts])
         agree[decides] = agree[decides] + own if decides in agree else own
     lives = []
-    for start in {change.starts(extra) for *_, extra in options}:
-        here = [extra if change.starts(extra) == start else Extra(0, 0, False) for *_, extra in options]
+    for start in {resharding.starts(extra) for *_, extra in options}:
+        here = [extra if resharding.starts(extra) == start else ExtraBytes(0, 0, False) for *_, extra in options]
         first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP for part in (0, 1))
-        lives += [((start, start + 1), first), ((start, max(change.used[1], start + 1)), then)]
+        lives += [((start, start + 1), first), ((start, max(resharding.used[1], start + 1)), then)]
     return _Node(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
 
 
-def _options(change: Change, prices: Prices) -> Iterable[tuple[tuple[Layout, ...], tuple[Layout, ...], Extra]]:
+def _options(
+    resharding: Resharding, prices: Prices
+) -> Iterable[tuple[tuple[Layout, ...], tuple[Layout, ...], ExtraBytes]]:
     """Layouts it is left in, layouts it is wanted in, and what every resharding between them holds: each pair once."""
-    found: dict[tuple[tuple[Layout, ...], Extra], list[Layout]] = defaultdict(list)
-    for wanted in dict.fromkeys(change.wanted[1]):
-        same: dict[Extra, list[Layout]] = defaultdict(list)
-        for left in dict.fromkeys(change.left[1]):
-            same[change.extra(left, wanted, prices)].append(left)
+    found: dict[tuple[tuple[Layout, ...], ExtraBytes], list[Layout]] = defaultdict(list)
+    for wanted in dict.fromkeys(resharding.wanted[1]):
+        same: dict[ExtraBytes, list[Layout]] = defaultdict(list)
+        for left in dict.fromkeys(resharding.left[1]):
+            same[resharding.extra(left, wanted, prices)].append(left)
         for extra, lefts in same.items():
             found[tuple(lefts), extra].append(wanted)
     return ((lefts, tuple(wants), extra) for (lefts, extra), wants in found.items())

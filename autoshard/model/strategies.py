@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shards
-from autoshard.mesh.backends import GPU, Backend
-from autoshard.model.groups import FactorDims, Group, folds_by_hand
+from autoshard.model.equations import folds_by_hand
+from autoshard.model.groups import FactorDims, Group
+from autoshard.model.xla.backends import H100, Backend
+from autoshard.model.xla.scatters import IndexGroups, scatters_at_once, stages_of
 from autoshard.propagation.projection import layout_of_factors
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all_gather", "all_reduce", "reduce_scatter"
-
-
-IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group, member]
-Stages = tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Strategy:
         return dict(self.assignment)
 
 
-def strategies_of(group: Group, mesh: MeshShape, backend: Backend = GPU) -> list[Strategy]:
+def strategies_of(group: Group, mesh: MeshShape, backend: Backend = H100) -> list[Strategy]:
     """Every strategy of `group`; the first splits nothing.
 
     Two strategies that want and leave the same layouts at the same cost are one: strategies come in a fixed order and
@@ -125,13 +123,13 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         return
     yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
     by_hand = group.sums_locally(assignment)
-    if len(group.made) != 1 or not (by_hand or backend.reduce_scatters):
+    if len(group.made) != 1 or not (by_hand or backend.scatters.from_all_reduces):
         return
     (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
     if not local:
         return
     for scattered_factor, axes in partial:
-        if not by_hand and not _scatters_at_once(axes, mesh, backend):
+        if not by_hand and not scatters_at_once(axes, mesh, backend):
             continue
         for dim in range(len(shape)):
             scattered = _scattered(layout, axes, dim, shape, mesh)
@@ -147,62 +145,11 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
                 yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
 
 
-def _scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
-    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one."""
-    between, inside = _levels(axes, mesh, backend)
-    everybody = shards(inside, mesh) * backend.slices >= math.prod(mesh.values())
-    return backend.scatters_globally or not inside or not (between or everybody)
-
-
-def axes_between_slices(mesh: MeshShape, backend: Backend) -> frozenset[str]:
-    """The axes that join slices, not devices of one: the outermost."""
-    between, count = set(), 1
-    for axis, size in mesh.items():
-        count *= size
-        if size > 1 and backend.slices % count == 0:
-            between.add(axis)
-    return frozenset(between)
-
-
-def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those of the axes that lie between slices, and those that go on inside one."""
-    between = axes_between_slices(mesh, backend)
-    return tuple(axis for axis in axes if axis in between), tuple(axis for axis in axes if axis not in between)
-
-
 def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:
-    """One reduce_scatter of `local` elements, or several, over minor axes first, where a backend does not have it."""
-    between, inside = _levels(axes, mesh, backend)
-    stages: Stages = ((axes, None),)
-    if not _scatters_at_once(axes, mesh, backend):
-        stages = ((inside, None),) if _scatters_at_once(inside, mesh, backend) else _in_two(inside, mesh)
-        stages += ((between, None),) if between else ()
-    for stage_axes, groups in stages:
+    """The reduce_scatters of `local` elements over these axes."""
+    for stage_axes, groups in stages_of(axes, mesh, backend):
         local //= len(groups[0]) if groups else shards(stage_axes, mesh)
         yield Finish(REDUCE_SCATTER, stage_axes, 0, local, groups)
-
-
-def scatter_stages(axes: tuple[str, ...], mesh: MeshShape) -> list[Stages]:
-    """All ways in which a sum over these axes may be scattered, whatever the backend and the slices."""
-    found: list[Stages] = [((axes, None),)]
-    for count in range(len(axes)):
-        between, inside = axes[:count], axes[count:]
-        outside = ((between, None),) if between else ()
-        found += [((inside, None), *outside), (*_in_two(inside, mesh), *outside)]
-    return found
-
-
-def _in_two(axes: tuple[str, ...], mesh: MeshShape) -> Stages:
-    """A reduce_scatter as two, the one inside the other; of a prime number of devices there is but one."""
-    if len(axes) > 1:
-        return (axes[1:], None), (axes[:1], None)
-    count = shards(axes, mesh)
-    rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
-    if rows == 1:
-        return ((axes, None),)
-    columns = count // rows
-    places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
-    return (axes, tuple(places)), (axes, tuple(zip(*places, strict=True)))
 
 
 def _scattered(layout: Layout, axes: tuple[str, ...], dim: int, shape, mesh: MeshShape) -> Layout | None:

@@ -29,8 +29,9 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.layout import Layout, MeshShape, replicated, shards
-from autoshard.model.formulation import Formulation, Kept
+from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
+from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.strategies import Strategy
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.prediction import Prediction
@@ -144,7 +145,7 @@ class _Problems:
     def value(self, argument: int) -> Value:
         return self.formulation.program.arguments[argument]
 
-    def options(self, argument: int) -> tuple[Kept, ...]:
+    def options(self, argument: int) -> tuple[ArgumentOption, ...]:
         return self.formulation.arguments[argument]
 
     def homes(self, homes: Mapping[int, list[Layout]]) -> dict[int, list[int]]:
@@ -259,7 +260,7 @@ class _Problems:
             for value, shared in self.formulation.shared.items()
             if value in self.of_state
         }
-        sliced = {node: self.formulation.prices.backend.shortest * count for node, count in trips.items()}
+        sliced = {node: self.formulation.prices.backend.slicing.least_seconds * count for node, count in trips.items()}
         edges = tuple(
             replace(edge, costs=np.where(edge.costs > sliced[edge.i], np.inf, edge.costs)) if edge.i in sliced else edge
             for edge in problem.edges

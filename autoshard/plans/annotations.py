@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.layout import Layout
-from autoshard.model.strategies import Stages
+from autoshard.model.xla.scatters import Stages
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class ChosenOptions:
         layout = self.homes[value.id] if layout is None else layout
         if 0 in value.shape:  # XLA keeps results without elements whole; JAX cannot read them under another sharding
             layout = ((),) * len(value.shape)
-        size = self.prices.shard_bytes(value, layout)
+        size = self.prices.arrays.shard_bytes(value, layout)
         return PlacedArray(name, value.shape, str(value.dtype), layout, size, value.on_host)
 
     def placed_result(self, index: int) -> PlacedArray:
@@ -226,7 +226,7 @@ class ChosenOptions:
         replaced = aliased(self.program)
         results = (x for i, x in enumerate(self.program.results) if isinstance(x, Value) and i not in replaced)
         held = [x for x in (*self.program.arguments, *results) if x.on_host]
-        return sum(self.prices.shard_bytes(value, self.homes[value.id]) for value in held)
+        return sum(self.prices.arrays.shard_bytes(value, self.homes[value.id]) for value in held)
 
     def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, list[Group]]]:
         """Every resharding of the step: (value, from, to, the line that asks for it, who reads the copy).

@@ -1,15 +1,15 @@
 """Sharding rules of equations, and the spread of layouts through a program by them."""
 
 from autoshard.propagation import rules  # registers every rule
-from autoshard.propagation.propagate import Layouts, Origin, Propagated, PropagatedValue, propagate_layouts
+from autoshard.propagation.propagate import Layouts, Origin, PropagatedValue, Propagation, propagate_layouts
 from autoshard.propagation.registry import UnknownPrimitiveWarning, register_rule, rule_of, rules_for
 from autoshard.propagation.rule import Rule
 
 __all__ = [
     "Layouts",
     "Origin",
-    "Propagated",
     "PropagatedValue",
+    "Propagation",
     "Rule",
     "UnknownPrimitiveWarning",
     "propagate_layouts",

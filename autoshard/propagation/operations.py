@@ -66,7 +66,7 @@ Tensor = tuple[int, Dims]  # an id, and which factors its dims are
 
 
 @dataclass(frozen=True)
-class Given:
+class StartingLayout:
     """A layout that an id has from the start."""
 
     layout: Layout
@@ -110,7 +110,7 @@ class Operations:
     def __init__(self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout]):
         self.spreading: list[Operation] = []  # in program order
         self.constant: list[Operation] = []  # that make constants, in program order: they follow their readers
-        self.given = {id_: Given(layout, frozenset(), id_) for id_, layout in fixed.items()}
+        self.given = {id_: StartingLayout(layout, frozenset(), id_) for id_, layout in fixed.items()}
         self.ndims = {value.id: len(value.shape) for value in program.values}
         self._outer: dict[int, int] = {}  # value in a branch -> the value outside that it is
         self._held: dict[int, int] = {}  # value -> what a constraint makes of it, which all others read instead
@@ -142,7 +142,7 @@ class Operations:
         return self._held.get(id_, id_)
 
     def _apply_annotations(self, program: Program, rules: Sequence[Rule]) -> None:
-        said: dict[int, list[Given]] = defaultdict(list)  # id -> what constraints say of it
+        said: dict[int, list[StartingLayout]] = defaultdict(list)  # id -> what constraints say of it
         annotated = []
         for equation, rule in zip(program.equations, rules, strict=True):
             if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
@@ -170,7 +170,7 @@ class Operations:
                     self.given[id_] = wanted
         self._find_chains(program, said)
 
-    def _find_chains(self, program: Program, said: Mapping[int, Sequence[Given]]) -> None:
+    def _find_chains(self, program: Program, said: Mapping[int, Sequence[StartingLayout]]) -> None:
         constraints = [equation for equation in program.equations if equation.primitive in CONSTRAINTS]
         by_result: dict[int | None, Equation] = {equation.outputs[0].id: equation for equation in constraints}
         readers = program.reads + Counter(x.id for x in program.results if isinstance(x, Value))
@@ -281,13 +281,13 @@ def _id(operand: Value | np.ndarray) -> int | None:
     return operand.id if isinstance(operand, Value) else None
 
 
-def _given(dims: Dims, rule: Rule, equation: Equation) -> Given:
+def _given(dims: Dims, rule: Rule, equation: Equation) -> StartingLayout:
     """What a rule says of a tensor each of whose dims is one factor."""
     layout = tuple(rule.given.get(dim[0], ()) if dim else () for dim in dims)
     free = frozenset(
         i for i, dim in enumerate(dims) if dim and (dim[0] not in rule.given or (rule.beside and not layout[i]))
     )
-    return Given(layout, free, equation.outputs[0].id)
+    return StartingLayout(layout, free, equation.outputs[0].id)
 
 
 def _kind(equation: Equation) -> str:

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.layout import Layout, MeshShape, evened, replicated, shards
 from autoshard.program import Equation, Program, Value
-from autoshard.propagation.operations import Given, Operation, Operations
+from autoshard.propagation.operations import Operation, Operations, StartingLayout
 from autoshard.propagation.rule import Dims, Rule
 
 _Part = tuple[str, int]  # a mesh axis, and which of its prime parts
@@ -67,7 +67,7 @@ class PropagatedValue:
 
 
 @dataclass(frozen=True)
-class Propagated:
+class Propagation:
     """What sharding propagation made of a step."""
 
     arguments: tuple[PartitionSpec, ...]  # per flat argument: those that were open are completed
@@ -251,7 +251,12 @@ class _Projection:
 
     @classmethod
     def of(
-        cls, dims: Dims, layout: PartLayout, sizes: Mapping[str, int], mesh: Mapping[_Part, int], given: Given | None
+        cls,
+        dims: Dims,
+        layout: PartLayout,
+        sizes: Mapping[str, int],
+        mesh: Mapping[_Part, int],
+        given: StartingLayout | None,
     ) -> _Projection:
         axes_of: dict[str, Axes] = {}
         overflow: dict[str, Axes] = {}

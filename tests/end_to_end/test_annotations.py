@@ -19,7 +19,7 @@ from oracles import mesh_of, slow_chips
 from autoshard import autoshard, plan, propagate
 from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import layout_of
-from autoshard.model.groups import groups_of
+from autoshard.model.grouping import groups_of
 from autoshard.propagation import rules_for
 
 AXES = {"x": 4, "y": 2}

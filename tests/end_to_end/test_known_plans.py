@@ -15,7 +15,7 @@ from models import MODELS
 from oracles import TEXTBOOK, v5e
 
 from autoshard import MemoryLimitError, Plan, options, plan
-from autoshard.mesh.backends import CPU
+from autoshard.model.xla.backends import CPU
 
 LOSS = 4  # bytes of the loss, which is summed over whatever splits the batch
 

@@ -5,7 +5,7 @@ import pytest
 from oracles import MACHINES, MESHES, SMALL, assert_same_numbers, limit_between, mesh_of
 
 from autoshard import autoshard
-from autoshard.mesh.backends import CPU
+from autoshard.model.xla.backends import CPU
 
 # What the default run takes of the product: every model on slow chips, where everything is split, and under a limit;
 # every mesh and machine with some model.

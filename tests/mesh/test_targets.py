@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import re
 from collections import Counter
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import tally
+from oracles import adjusted, tally
 
 import autoshard
 from autoshard.compiled.collectives import read_collectives
@@ -21,11 +20,11 @@ from autoshard.compiled.module import Module, shape_bytes
 from autoshard.compiled.schedule import schedule_of
 from autoshard.errors import MeshError
 from autoshard.layout import layout_of
-from autoshard.mesh.backends import TPU, backend_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.machines import parse_machine
 from autoshard.mesh.targets import compiler_options, target_mesh
-from autoshard.model.prices import Prices
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.xla.backends import V5E, backend_of
 from autoshard.program import Value
 
 # chip -> what compiles for it
@@ -214,7 +213,7 @@ def test_pieces_that_come_in_order_are_not_copied(spec, copied):
         Prices(axes, autoshard.topology("v5e:8x8", axes), backend=backend).resharding(
             Value(0, experts.shape, experts.dtype, experts.size * 2), layout_of(spec, 3), ((),) * 3
         )
-        for backend in (TPU, replace(TPU, recopies=0))
+        for backend in (V5E, adjusted(V5E, "recopies", pieces=0))
     )
     assert (found > plain) == copied
 
@@ -235,7 +234,7 @@ def test_pieces_that_cut_tiles_are_put_in_order():
         assert [one.kind for one in read_collectives(hlo, axes)] == ["all_gather"]
         return sum(step.cycles * count for _, step, count in Module.of(hlo).executed())
 
-    asked = Prices(axes, autoshard.topology("v5e:4x4", axes), backend=TPU)
+    asked = Prices(axes, autoshard.topology("v5e:4x4", axes), backend=V5E)
     value = Value(0, stack.shape, stack.dtype, stack.size * 2)
     rows, columns = P(None, "x"), P(None, None, "x")
     by_rows, by_columns = (asked.resharding(value, layout_of(spec, 3), ((),) * 3) for spec in (rows, columns))
@@ -278,7 +277,7 @@ def test_a_slice_takes_an_operation(machine):
     hlo = compiled_for(machine, {"x": 4}, lambda row: row, (P(),), P("x"), f32(4, 128))
     slices = [step for _, step, _ in Module.of(hlo).executed() if "dynamic-slice" in step.name and step.cycles]
     clock = CHIPS[parse_machine(machine).chip].clock
-    assert [step.cycles / clock for step in slices] == [pytest.approx(TPU.shortest, rel=0.05)]
+    assert [step.cycles / clock for step in slices] == [pytest.approx(V5E.slicing.least_seconds, rel=0.05)]
 
 
 def heads_step(weights, x):
@@ -447,8 +446,10 @@ def test_what_a_loop_adds_up_stays_in_the_chip(machine, products):
     assert len(made) == products
     inside = sum("S(1)" in layout for layout in made)
     backend = backend_of(target_mesh(machine, {"x": 4}))
-    fits = products * 2**24 <= backend.keeps_inside
-    assert (inside == products) == (fits and backend.keeps_sums) and (inside > 0) == backend.keeps_sums
+    fits = products * 2**24 <= backend.loop_memory.bytes
+    assert (inside == products) == (fits and backend.loop_memory.keeps_sums) and (
+        inside > 0
+    ) == backend.loop_memory.keeps_sums
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -471,8 +472,8 @@ def test_what_a_loop_only_reads_stays_in_the_chip(machine, weights, gathered):
     assert len(read) == weights
     inside = sum("S(1)" in layout for layout in read)
     backend = backend_of(target_mesh(machine, axes))
-    fits = weights * 2**23 <= backend.keeps_inside
-    fetched = backend.fetches_gathered if gathered else 0.0
+    fits = weights * 2**23 <= backend.loop_memory.bytes
+    fetched = backend.loop_memory.fetched_share if gathered else 0.0
     assert inside == weights * (1 - fetched) if fits else 0 < inside < weights
 
 
@@ -506,7 +507,7 @@ def test_pieces_of_images_are_copied(machine, source, target, pixels, channels):
         value = Value(0, images.shape, images.dtype, images.size * 2)
         return asked.resharding(value, *(layout_of(spec, 4) for spec in (source, target)))
 
-    copies = predicted(TPU) - predicted(replace(TPU, recopies=0, image_recopies=0))
+    copies = predicted(V5E) - predicted(adjusted(V5E, "recopies", pieces=0, image_pieces=0))
     assert 1 / 3 < copies / seen < 1
 
 

@@ -14,8 +14,8 @@ from executed import Alone, gradient_of, mismatches, operations_of
 from oracles import MESHES, mesh_of
 
 from autoshard import on_shards
-from autoshard.mesh.backends import CPU
 from autoshard.model.strategies import strategies_of
+from autoshard.model.xla.backends import CPU
 
 MOST = 2  # strategies of one operation in the normal run
 BY_NAME = {case.name: case for case in CASES}

@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles import adjusted
 from problems import answer, assert_same
 from programs import f32, formulated, model_program, random_choices, round_topology
 
 from autoshard.errors import ConflictError
 from autoshard.layout import layouts_of
-from autoshard.mesh.backends import CPU, GPU, TPU
-from autoshard.model import formulation as module
-from autoshard.model.formulation import Formulation, formulate
-from autoshard.model.prices import Prices
-from autoshard.model.resharding_memory import Change
+from autoshard.model import formulating as module
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.resharding_memory import Resharding
+from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.plans.chosen import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import solve
@@ -121,14 +123,14 @@ def test_arguments_alike_that_are_read_otherwise_cost_otherwise(first, second):
 
     state = {name: f32(2, 1024, 1024) for name in "ab"}
     topology = round_topology("x")
-    made = formulated(step, state, f32(4096, 1024), mesh={"x": 8}, topology=topology, donate=(0,), backend=GPU)
+    made = formulated(step, state, f32(4096, 1024), mesh={"x": 8}, topology=topology, donate=(0,), backend=H100)
     shares = {}
     for index, value in enumerate(made.program.arguments[:2]):
         priced = [(made.prices.exposed(value, k.home, k.copy), k) for k in made.arguments[index]]
         np.testing.assert_allclose(made.problem.costs[index], [seconds for seconds, _ in priced])
         exposed, gathered = max(priced, key=lambda pair: pair[0])
         shares[value.name] = exposed / made.prices.resharding(value, gathered.home, gathered.copy)
-    assert shares == pytest.approx({f"state/{first}": 1.0, f"state/{second}": 1 - GPU.hides["all_gather"]})
+    assert shares == pytest.approx({f"state/{first}": 1.0, f"state/{second}": 1 - H100.overlap.of("all_gather")})
 
 
 def test_what_a_resharding_holds():
@@ -176,7 +178,7 @@ def test_a_large_gradient_is_reduced_alone(below, waits):
         return w - x.T @ jnp.sin(x @ w), v - x.T @ jnp.sin(x @ v)
 
     fixed = {2: (("x",), ())}
-    backend = replace(CPU, combines_below=below)
+    backend = adjusted(CPU, "combining", below_bytes=below)
     formulation = formulated(update, W, W, X, mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
     gradient = next(i for i, group in enumerate(formulation.groups) if group.ends is not None and group.contracts)
     node, option = chosen(formulation, gradient, ((), ()), "all_reduce")
@@ -184,7 +186,7 @@ def test_a_large_gradient_is_reduced_alone(below, waits):
     assert (ends == formulation.groups[gradient].ends) == waits
 
 
-@pytest.mark.parametrize("backend", [CPU, GPU], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", [CPU, H100], ids=lambda backend: backend.name)
 def test_gradients_that_wait_hold_what_they_read(backend):
     def two_layers(w, v, x):
         h = x @ w
@@ -198,7 +200,7 @@ def test_gradients_that_wait_hold_what_they_read(backend):
         two_layers, *args, donate=(0, 1), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend
     )
     group = next(g for g in formulation.groups if g.can_wait and g.made[0].value.shape == (6, 4))
-    for finish, waits in [("all_reduce", backend is GPU), (None, False)]:
+    for finish, waits in [("all_reduce", backend is H100), (None, False)]:
         node, option = chosen(formulation, group.index, ((), ()), finish)
         held = [live for live in formulation.problem.lives if live.node == node and live.end == group.ends - 1]
         read = sum(live.usage[option] for live in held if live.start > group.point)
@@ -212,7 +214,12 @@ def test_elementwise_work_overwrites_what_nobody_else_reads():
         h = x @ w
         return (jnp.sin(h) @ v) @ (v.T @ h.T)
 
-    temporaries = [(forward, CPU, 48 + 48), (forward, GPU, 48), (read_again, CPU, 48 + 48), (read_again, GPU, 48 + 48)]
+    temporaries = [
+        (forward, CPU, 48 + 48),
+        (forward, H100, 48),
+        (read_again, CPU, 48 + 48),
+        (read_again, H100, 48 + 48),
+    ]
     for fn, backend, size in temporaries:
         fixed = dict.fromkeys(range(3), ((), ()))
         formulation = formulated(fn, X, W, f32(6, 4), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
@@ -222,12 +229,12 @@ def test_elementwise_work_overwrites_what_nobody_else_reads():
         assert at_sine == pytest.approx(HEAP * 4 * size), (fn.__name__, backend.name)
 
 
-PLAIN = {"fused": False, "users": (), "copied_for": None, "made": None}  # of a `Change`
+PLAIN = {"fused": False, "users": (), "copied_for": None, "made": None}  # of a `Resharding`
 
 
-def holding(formulation: Formulation, changes: list[Change], *lives: Live) -> Formulation:
+def holding(formulation: Formulation, changes: list[Resharding], *lives: Live) -> Formulation:
     """The formulation with these alone holding memory."""
-    return replace(formulation, changes=changes, problem=replace(formulation.problem, lives=lives, checked=True))
+    return replace(formulation, reshardings=changes, problem=replace(formulation.problem, lives=lives, checked=True))
 
 
 def test_a_gather_of_an_inner_dim_is_transposed():
@@ -235,7 +242,7 @@ def test_a_gather_of_an_inner_dim_is_transposed():
     value = formulation.program.results[0]
     whole, inside, ahead = ((), (), ()), ((), (), ("x",)), (("x",), (), ())
     hop = (0, [inside, ahead]), (1, [whole])
-    change = Change(value, (0, 2), *hop, counts_left=False, counts_wanted=True, **PLAIN)
+    change = Resharding(value, (0, 2), *hop, counts_left=False, counts_wanted=True, **PLAIN)
     formulation = holding(formulation, [change])
     # beside the gathered copy: the half that was gathered, and once the whole with its dims the other way round
     assert formulation.peak_bytes([0, 0]) == int(HEAP * 4 * (96 + 192))
@@ -256,7 +263,7 @@ def test_what_is_not_stored_is_resharded_when_it_is_made(source, made, together)
     target = source[::-1]
     hop = (0, [source]), (1, [target])
     flags = PLAIN | {"made": made}
-    change = Change(formulation.program.results[0], (4, 5), *hop, counts_left=True, counts_wanted=False, **flags)
+    change = Resharding(formulation.program.results[0], (4, 5), *hop, counts_left=True, counts_wanted=False, **flags)
     other = Live(0, 3, 4, np.array([1000]))
     formulation = holding(formulation, [change], other)
     program = formulation.program
@@ -273,7 +280,7 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
         sine = jnp.sin(x)
         return sine @ w, sine @ v
 
-    formulation = formulated(fn, X, W, W, mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    formulation = formulated(fn, X, W, W, mesh=LINE, topology=TOPOLOGY, backend=V5E)
     rows, whole = (("x",), ()), ((), ())
     sine = formulation.groups[0].made[0].value
     shared, (first, last) = formulation.shared[sine.id], formulation.readers[sine.id]
@@ -284,10 +291,10 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
     hop = (len(choice) - 1, [rows]), (shared.node, shared.layouts)
     end = last.group.point
     flags = PLAIN | {"users": formulation.readers[sine.id]}
-    change = Change(sine, (0, end + 1), *hop, counts_left=False, counts_wanted=False, **flags)
+    change = Resharding(sine, (0, end + 1), *hop, counts_left=False, counts_wanted=False, **flags)
     other = Live(0, end, end + 1, np.full(99, 10**6))
     formulation = holding(formulation, [change], other)
-    copy = HEAP * formulation.prices.copy_bytes(sine, whole)
+    copy = HEAP * formulation.prices.arrays.copy_bytes(sine, whole)
     assert formulation.peak_bytes(choice) == int(10**6 + copy * (not last_wants_rows))
 
 
@@ -300,7 +307,7 @@ def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
         sine = jnp.sin(y)
         return sine @ (jnp.cos(w @ w) @ w), y
 
-    formulation = formulated(fn, f32(8, 8), f32(8, 8), mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    formulation = formulated(fn, f32(8, 8), f32(8, 8), mesh=LINE, topology=TOPOLOGY, backend=V5E)
     by_rows, by_columns = (("x",), ()), ((), ("x",))
     sine = next(group for group in formulation.groups if group.equations[-1].primitive == "sin")
     made, product = sine.made[0].value, formulation.readers[sine.made[0].value.id][0]
@@ -309,7 +316,7 @@ def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
     node, option = chosen(formulation, sine.index, by_rows)
     choice[node] = option
     choice[product.node] = product.wants.index(by_rows if rows else by_columns)
-    moved = [one for one in formulation.changes if one.extra(*one.layouts(choice), formulation.prices).at_once]
+    moved = [one for one in formulation.reshardings if one.extra(*one.layouts(choice), formulation.prices).at_once]
     assert [one.value for one in moved] == [made] * (not rows)
     readers = {(one.value.id, reader.node) for one in moved for reader in one.copied_to(choice)}
     last = formulation._last_runs(readers)[sine.index]
@@ -528,7 +535,7 @@ def a_product_and_a_sum(axis: int):
     formulation = formulated(
         lambda x, u, w: (lambda h: (h @ w, h.sum(axis)))(x @ u),
         f32(64, 512), f32(512, 512), f32(512, 6),
-        mesh=LINE, topology=TOPOLOGY, backend=TPU, fixed={0: WHOLE, 1: COLUMNS, 2: WHOLE},
+        mesh=LINE, topology=TOPOLOGY, backend=V5E, fixed={0: WHOLE, 1: COLUMNS, 2: WHOLE},
     )  # fmt: skip
     first, product, total = formulation.groups
 
@@ -578,13 +585,13 @@ def test_what_readers_make_again_is_written_to_be_resharded():
     """Even by a slice, which is but an operation of its own where there is an array to take it from."""
     formulation = formulated(
         lambda x, w, v: (lambda sine: (sine @ w, sine @ v))(jnp.sin(x)),
-        X, W, W, mesh=LINE, topology=TOPOLOGY, backend=TPU,
+        X, W, W, mesh=LINE, topology=TOPOLOGY, backend=V5E,
     )  # fmt: skip
     rows, whole = (("x",), ()), ((), ())
     prices, (sine, *_) = formulation.prices, formulation.groups
     value = sine.made[0].value
     assert sine.repeated and prices.writing(value, whole) > 0
-    sliced = TPU.shortest
+    sliced = V5E.slicing.least_seconds
     assert prices.table(value, (whole,), (whole, rows)).tolist() == [[0.0, sliced + prices.writing(value, whole)]]
     argument = formulation.program.arguments[0]
     assert prices.table(argument, (whole,), (whole, rows)).tolist() == [[0.0, sliced]]
@@ -595,7 +602,7 @@ def test_what_a_loop_makes_again_is_charged_once():
         outside = jnp.broadcast_to(mask, x.shape)
         return jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, outside) * 2, None), x, None, length=3)[0]
 
-    formulation = formulated(fn, X, f32(4), mesh=LINE, topology=TOPOLOGY, backend=TPU)
+    formulation = formulated(fn, X, f32(4), mesh=LINE, topology=TOPOLOGY, backend=V5E)
     (maker,) = (group for group in formulation.groups if group.sunk)
     written = formulation.prices.writing(maker.made[0].value, ((), ()))
     whole = [strategy.leaves == (((), ()),) for strategy in formulation.priced[maker.index].strategies].index(True)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from programs import f32, formulated, model_program, random_choices, round_topology
 
-from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
 from autoshard.model.given_layouts import as_propagated
 from autoshard.propagation import propagate_layouts, rules_for
 from autoshard.solver import solve

@@ -7,16 +7,11 @@ from oracles import SMALL
 from programs import f32, model_program, traced
 
 from autoshard.model import lifetimes
-from autoshard.model.groups import Group, groups_of
-from autoshard.model.lifetimes import (
-    aliased,
-    copied_when_donated,
-    holding,
-    repeats,
-    scratch_copies,
-    transposes,
-    use_span,
-)
+from autoshard.model.grouping import groups_of
+from autoshard.model.groups import Group
+from autoshard.model.lifetimes import aliased, copied_when_donated, holding, repeats, use_span
+from autoshard.model.xla.convolutions import scratch_copies
+from autoshard.model.xla.transposes import transposes
 from autoshard.program import Program, Value
 from autoshard.propagation import rules_for
 
@@ -307,7 +302,7 @@ def test_a_fill_is_made_as_it_is_wanted():
     zeros = fill.made[0].value
     ((carry, use),) = ((group, use) for group in groups for use in group.uses if use.value is zeros)
     start, _ = use.equation.loop
-    assert holding(zeros, fill, [(carry, use)]) == lifetimes.Holding(None, (start, start), stored=True)
+    assert holding(zeros, fill, [(carry, use)]) == lifetimes.Lifetime(None, (start, start), stored=True)
 
 
 # What must hold whatever the program.

@@ -11,10 +11,10 @@ import pytest
 from programs import f32, formulated, random_choices, round_topology
 
 from autoshard.errors import SolverError
-from autoshard.mesh.backends import CPU
 from autoshard.model import memory_limit
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.xla.backends import CPU
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.runtime.budget import QUIET_SHARE

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from programs import f32, formulated, model_program, random_choices, round_topology
 
-from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.model import memory_limit, resharding_memory
-from autoshard.model.formulation import Formulation, formulate
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.resharding_memory import counted
+from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.propagation import rules_for
 from autoshard.solver.problem import InfeasibleError
 from autoshard.solver.verify import verify
@@ -36,7 +37,7 @@ def agreeing(formulation: Formulation, counting, choice) -> tuple[int, ...]:
 def assert_counted(formulation: Formulation, count: int) -> float:
     """Holds all changes counted against what choices at random hold; how much more they are, at the median."""
     exact = formulation.problem
-    counting = counted(exact, formulation.changes, formulation.prices)
+    counting = counted(exact, formulation.reshardings, formulation.prices)
     shares = []
     for choice in random_choices(formulation, count):
         cost, peak = verify(counting, agreeing(formulation, counting, choice))
@@ -47,7 +48,7 @@ def assert_counted(formulation: Formulation, count: int) -> float:
     return float(np.median(shares))
 
 
-@pytest.mark.parametrize("backend", [CPU, GPU, TPU], ids=["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("backend", [CPU, H100, V5E], ids=["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("model", ["mlp", "cnn", "moe", "gpt scan"])
 def test_never_too_little(model, backend):
     program = model_program(model)
@@ -61,7 +62,7 @@ def test_the_oracle_can_fail(part, monkeypatch):
     program = model_program("moe")
 
     def formulation() -> Formulation:  # a new one each time: what is counted is remembered
-        return formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=TPU)
+        return formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=V5E)
 
     assert_counted(formulation(), 25)
     real = resharding_memory._options

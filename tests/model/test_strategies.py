@@ -11,9 +11,9 @@ import pytest
 from programs import f32, grouped, model_program
 
 from autoshard.layout import layouts_of, replicated
-from autoshard.mesh.backends import TPU
-from autoshard.model.groups import groups_of
+from autoshard.model.grouping import groups_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy, strategies_of
+from autoshard.model.xla.backends import V5E
 from autoshard.propagation import rules_for
 
 LINE, PLANE, ODD = {"x": 2}, {"x": 4, "y": 2}, {"x": 3, "y": 2}
@@ -215,7 +215,7 @@ STAGES = [  # mesh, axes of each stage, devices of each, elements of 24 x 48 tha
 @pytest.mark.parametrize("mesh, axes, devices, elements", STAGES)
 def test_stages(mesh, axes, devices, elements):
     (group,) = grouped(matmul, f32(24, 24), f32(24, 48))
-    for strategy in strategies_of(group, mesh, TPU):
+    for strategy in strategies_of(group, mesh, V5E):
         scatters = [finish for finish in strategy.finishes if finish.kind == REDUCE_SCATTER]
         if math.prod(finish.devices(mesh) for finish in scatters) < math.prod(mesh.values()):
             assert len(scatters) <= 1
@@ -240,7 +240,7 @@ SLICES = [  # slices, mesh, axes of a reduce_scatter, those of each of its stage
 @pytest.mark.parametrize("slices, mesh, axes, stages", SLICES)
 def test_stages_of_several_slices(slices, mesh, axes, stages):
     (group,) = grouped(matmul, f32(24, 24), f32(24, 48))
-    found = [s.finishes for s in strategies_of(group, mesh, replace(TPU, slices=slices))]
+    found = [s.finishes for s in strategies_of(group, mesh, replace(V5E, slices=slices))]
     found = [finishes for finishes in found if sorted({axis for f in finishes for axis in f.axes}) == sorted(axes)]
     scattered = [finishes for finishes in found if finishes[-1].kind == REDUCE_SCATTER]
     assert scattered

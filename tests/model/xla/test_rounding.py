@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from programs import f32, traced
 
-from autoshard.mesh.backends import CPU, GPU, TPU
-from autoshard.model import precision as module
-from autoshard.model.groups import groups_of
-from autoshard.model.precision import Widths, widths_of
+from autoshard.model.grouping import groups_of
+from autoshard.model.xla import rounding as module
+from autoshard.model.xla.backends import CPU, H100, V5E
+from autoshard.model.xla.rounding import Widths, widths_of
 from autoshard.program import Program
 from autoshard.propagation import rules_for
 
 X, W, V = f32(8, 4), f32(4, 6), f32(6, 4)
 
 
-def rounded(program: Program, backend=TPU) -> dict[str, str]:
+def rounded(program: Program, backend=V5E) -> dict[str, str]:
     """What is said of each value of which something is: arguments by name, others by what makes them."""
-    widths = widths_of(program, groups_of(program, rules_for(program), backend), backend)
+    widths = widths_of(program, groups_of(program, rules_for(program), backend), backend.rounding)
     names = {value.id: value.name for value in program.arguments}
     names |= {output.id: equation.primitive for equation in program.equations for output in equation.outputs}
     found = {}
@@ -104,11 +104,11 @@ def gathered(x, w):
 
 HALF = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
 CONVERTED = {  # function, arguments, backend, what moves in fewer bits
-    "widened after it is moved": (normalized, [HALF, HALF], GPU, {"convert_element_type": "moved"}),
-    "rounded before it is moved": (gathered, [HALF, f32(8, 8)], GPU, {"w": "moved"}),
-    "rounded before, on TPU": (gathered, [HALF, f32(8, 8)], TPU, {"w": "moved"}),
+    "widened after it is moved": (normalized, [HALF, HALF], H100, {"convert_element_type": "moved"}),
+    "rounded before it is moved": (gathered, [HALF, f32(8, 8)], H100, {"w": "moved"}),
+    "rounded before, on TPU": (gathered, [HALF, f32(8, 8)], V5E, {"w": "moved"}),
     "neither, on CPU": (gathered, [HALF, f32(8, 8)], CPU, {}),
-    "integers": (lambda x: x.astype(jnp.float32) + 1, [jax.ShapeDtypeStruct((8,), np.int8)], GPU, {}),
+    "integers": (lambda x: x.astype(jnp.float32) + 1, [jax.ShapeDtypeStruct((8,), np.int8)], H100, {}),
 }  # fmt: skip
 
 
@@ -121,18 +121,18 @@ def test_what_a_program_converts(case):
 def test_a_copy_for_some_readers():
     """What a product and a sum read is moved rounded for the product alone."""
     program = traced(lambda x, w: (lambda h: (h @ w, h.sum(0)))(jnp.sin(x)), X, W)
-    groups = groups_of(program, rules_for(program), TPU)
-    widths = widths_of(program, groups, TPU)
+    groups = groups_of(program, rules_for(program), V5E)
+    widths = widths_of(program, groups, V5E.rounding)
     (sine,) = program.equations[0].outputs
     product, total = (group for group in groups if any(use.value is sine for use in group.uses))
     assert (widths.moving(sine, [product]), widths.moving(sine, [product, total]), widths.moving(sine)) == (2, 4, 4)
 
 
-@pytest.mark.parametrize("backend", [CPU, GPU])
+@pytest.mark.parametrize("backend", [CPU, H100])
 def test_others_round_nothing(backend):
     program = traced(forward, X, W, V)
     assert rounded(program, backend) == {} != rounded(program)
-    assert widths_of(program, groups_of(program, rules_for(program), backend), backend) == Widths()
+    assert widths_of(program, groups_of(program, rules_for(program), backend), backend.rounding) == Widths()
 
 
 def test_bytes_per_element():

@@ -8,18 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from oracles import TEXTBOOK
+from oracles import TEXTBOOK, adjusted
 from programs import f32, grouped, round_topology, traced
 
 from autoshard.errors import MeshError
-from autoshard.mesh.backends import CPU, GPU, TPU
 from autoshard.mesh.links import Link
 from autoshard.mesh.topology import Topology
-from autoshard.model import prices as module
-from autoshard.model.groups import groups_of, image_dims, kept_inside, read_through, turns_that_read
-from autoshard.model.precision import Widths, widths_of
-from autoshard.model.prices import Prices
+from autoshard.model.grouping import groups_of
+from autoshard.model.pricing import prices as module
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.roofline import GroupWork
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER
+from autoshard.model.xla.backends import CPU, H100, V5E
+from autoshard.model.xla.convolutions import image_dims
+from autoshard.model.xla.fusion import read_through
+from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.rounding import Widths, widths_of
 from autoshard.program import Value
 from autoshard.propagation import rules_for
 
@@ -106,8 +110,8 @@ FUSED = {  # on GPU: function, arguments, nanoseconds of memory traffic of all g
 def test_what_is_fused_costs_its_readers(case):
     fn, args, nanoseconds = FUSED[case]
     program = traced(fn, *args)
-    groups = groups_of(program, rules_for(program), GPU)
-    asked = Prices(LINE, replace(TOPOLOGY, flops={"float32": 1e18}), backend=GPU, instead=read_through(groups))
+    groups = groups_of(program, rules_for(program), H100)
+    asked = Prices(LINE, replace(TOPOLOGY, flops={"float32": 1e18}), backend=H100, instead=read_through(groups))
     assert sum(asked.group(group).seconds[0].compute for group in groups) * 1e9 == pytest.approx(nanoseconds)
 
 
@@ -117,19 +121,22 @@ def test_images_are_padded_along_batch_and_features():
         lambda x, k: jax.nn.relu(jax.lax.conv_general_dilated(x + 1, k, (1, 1), "SAME", dimension_numbers=NHWC)),
         f32(8, 128, 128, 3), f32(3, 3, 3, 64),
     )  # fmt: skip
-    asked = Prices(LINE, TOPOLOGY, backend=TPU, images=image_dims(program))
+    asked = Prices(LINE, TOPOLOGY, backend=V5E, images=image_dims(program))
     whole = ((),) * 4
-    assert asked.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
-    assert asked.sizes(program.results[0], [whole]) == 4 * 128 * 128 * 8 * 128
-    assert asked.local_bytes(program.arguments[0], whole) == 4 * 8 * 128 * 128 * 3
+    assert asked.arrays.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
+    assert asked.arrays.sizes(program.results[0], [whole]) == 4 * 128 * 128 * 8 * 128
+    assert asked.arrays.local_bytes(program.arguments[0], whole) == 4 * 8 * 128 * 128 * 3
     (read,) = (x for x in program.values if x.shape == (8, 128, 128, 3) and x is not program.arguments[0])
-    assert asked.local_bytes(read, whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
-    assert asked.local_bytes(program.arguments[1], whole) == 4 * 3 * 3 * 4 * 128
+    assert asked.arrays.local_bytes(read, whole) == 4 * 128 * 128 * min(8 * 128, 4 * 128)
+    assert asked.arrays.local_bytes(program.arguments[1], whole) == 4 * 3 * 3 * 4 * 128
 
 
 def test_convolutions_have_the_rate_of_the_backend():
     (group,) = grouped(lambda x, w: lax.conv(x, w, (1, 1), "SAME"), f32(2, 64, 32, 32), f32(64, 64, 3, 3))
-    slow, fast = (prices(backend=replace(CPU, convolves=rate)).group(group).seconds[0].compute for rate in (0.25, 1.0))
+    slow, fast = (
+        prices(backend=adjusted(CPU, "convolutions", flops_share=rate)).group(group).seconds[0].compute
+        for rate in (0.25, 1.0)
+    )
     assert slow == pytest.approx(4 * fast)
 
 
@@ -184,12 +191,12 @@ def test_late_all_reduces_pay_no_latency():
 
 def test_what_is_combined_pays_no_latency():
     """XLA for GPU makes one of all reduce_scatters and gathers of weights that nothing waits for, too."""
-    gpu = replace(GPU, combines_below=math.inf)
+    gpu = adjusted(H100, "combining", below_bytes=math.inf)
     _, found = contracted(jnp.matmul, f32(8, 4), f32(4, 6), backend=gpu)
     expected = {ALL_REDUCE: 2 * 144e-6, REDUCE_SCATTER: HALF * 144e-6}
     for strategy, seconds in found:
         assert seconds.communication == pytest.approx(expected[strategy.finishes[0].kind])
-    for weights, backend, latency in (([0], gpu, 0.0), ([], gpu, 3e-3), ([0], TPU, 3e-3)):
+    for weights, backend, latency in (([0], gpu, 0.0), ([], gpu, 3e-3), ([0], V5E, 3e-3)):
         asked = prices(backend=backend, weights=weights)
         seconds = HALF * (latency + 192e-6) + (LAUNCH if latency else 0.0)
         assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
@@ -202,20 +209,20 @@ def test_what_is_combined_pays_no_latency():
 def test_what_fills_part_of_a_combined_collective_pays_that_part_of_the_latency():
     gathered = 8 * 8 * 4  # bytes
     for combines_below, share in ((gathered * 4, 1 / 4), (gathered, 1.0), (gathered / 4, 1.0)):
-        asked = prices(backend=replace(GPU, combines_below=combines_below), weights=[0])
+        asked = prices(backend=adjusted(H100, "combining", below_bytes=combines_below), weights=[0])
         seconds = HALF * (share * 3e-3 + 192e-6) + share * LAUNCH
         assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
 
 
 def test_an_all_reduce_instead_of_a_gather_adds_to_zeros():
     """64 devices each put their 16 bytes into an array of 1024."""
-    asked = Prices({"x": 64}, round_topology("x"), backend=TPU)
+    asked = Prices({"x": 64}, round_topology("x"), backend=V5E)
     zeros, ring = LAUNCH + 1024 / TOPOLOGY.memory_bandwidth, 63 * 1e-3 + 63 / 64 * 1024 / 1e6
     assert asked.resharding(value(64, 4), X, NONE) == pytest.approx(zeros + LAUNCH + 2 * ring)
     np.testing.assert_allclose(asked.table(value(64, 4), [X], [NONE]), [[zeros + LAUNCH + 2 * ring]])
 
 
-@pytest.mark.parametrize("backend, copies", [(CPU, 0), (GPU, 1), (TPU, 2)])
+@pytest.mark.parametrize("backend, copies", [(CPU, 0), (H100, 1), (V5E, 2)])
 def test_all_to_alls_copy_pieces(backend, copies):
     """64 bytes are read and written each time."""
     through = copies * 2 * 64 / TOPOLOGY.memory_bandwidth
@@ -226,8 +233,9 @@ def test_all_to_alls_copy_pieces(backend, copies):
 @pytest.mark.parametrize(
     "backend, dtype, copies",
     [
-        (CPU, np.float32, 0), (GPU, np.float32, 1), (TPU, np.int8, 8 * 128 / 4), (TPU, np.float16, 4 * 128 / 4),
-        (TPU, np.float32, 2 * 128 / 4), (TPU, np.float64, 128 / 4), (replace(TPU, recopies=0), np.float16, 4 * 128 / 4),
+        (CPU, np.float32, 0), (H100, np.float32, 1), (V5E, np.int8, 8 * 128 / 4), (V5E, np.float16, 4 * 128 / 4),
+        (V5E, np.float32, 2 * 128 / 4), (V5E, np.float64, 128 / 4),
+        (adjusted(V5E, "recopies", pieces=0), np.float16, 4 * 128 / 4),
     ],
 )  # fmt: skip
 def test_all_to_alls_of_images_copy_padded_pieces(backend, dtype, copies):
@@ -246,17 +254,19 @@ def test_all_to_alls_of_images_copy_padded_pieces(backend, dtype, copies):
 def test_images_copy_at_least_as_others():
     """Of 512 channels nothing pads; in 8 bytes an element one copy would do."""
     images, batch, features = value(8, 4, 4, 512, dtype=np.float64), (("x",), (), (), ()), ((), (), (), ("x",))
-    asked = prices(backend=TPU, images={images.id: (0, 3)})
-    assert asked.resharding(images, batch, features) == prices(backend=TPU).resharding(images, batch, features)
+    asked = prices(backend=V5E, images={images.id: (0, 3)})
+    assert asked.resharding(images, batch, features) == prices(backend=V5E).resharding(images, batch, features)
 
 
 def test_images_that_do_not_divide_copy_padded_pieces():
     """6 images on 4 devices, two each."""
     images, batch, features = value(6, 4, 4, 16), (("x",), (), (), ()), ((), (), (), ("x",))
-    asked, others = prices(backend=TPU, images={images.id: (0, 3)}), prices(backend=TPU)
+    asked, others = prices(backend=V5E, images={images.id: (0, 3)}), prices(backend=V5E)
     found = asked.resharding(images, batch, features)
     assert found > others.resharding(images, batch, features)
-    np.testing.assert_allclose(asked.table(images, [batch, ((),) * 4], [features]), [[found], [TPU.shortest]])
+    np.testing.assert_allclose(
+        asked.table(images, [batch, ((),) * 4], [features]), [[found], [V5E.slicing.least_seconds]]
+    )
 
 
 ROWS = {  # what is done with 128 rows of 256 columns
@@ -266,7 +276,7 @@ ROWS = {  # what is done with 128 rows of 256 columns
 }
 
 
-@pytest.mark.parametrize("backend, columns", [(CPU, 64), (TPU, 128)])
+@pytest.mark.parametrize("backend, columns", [(CPU, 64), (V5E, 128)])
 @pytest.mark.parametrize("case", ROWS)
 def test_rows_lie_by_themselves(case, backend, columns):
     """Of columns split in four, on TPU the 64 of each row pad to 128."""
@@ -297,18 +307,18 @@ WINDOWS = {  # what is read of a table, and how many times larger it is when eac
 def test_windows_lie_by_themselves(case):
     fn, shape, larger = WINDOWS[case]
     group = next(g for g in grouped(fn, f32(*shape), MANY) if g.equations[0].primitive == "gather")
-    asked, (made,) = prices(backend=TPU), group.equations[0].outputs
+    asked, (made,) = prices(backend=V5E), group.equations[0].outputs
     nothing_split = next(
         seconds for strategy, seconds in zip(asked.group(group).strategies, asked.group(group).seconds, strict=True)
         if not strategy.axes
     )  # fmt: skip
-    size = asked.local_bytes(made, ((),) * len(made.shape))
+    size = asked.arrays.local_bytes(made, ((),) * len(made.shape))
     assert nothing_split.compute * TOPOLOGY.memory_bandwidth == pytest.approx(2 * size * larger)
 
 
 def test_pieces_gathered_in_several_dims_are_put_in_order():
     """All 64 devices are asked at once either way; a matrix of 64 MiB is then read and written twice."""
-    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=TPU)
+    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=V5E)
     matrix = value(4096, 4096)
     rows, both = (asked.resharding(matrix, source, NONE) for source in ((("x", "y"), ()), (("x",), ("y",))))
     assert both == pytest.approx(rows + 2 * 2 * 2**26 / TOPOLOGY.memory_bandwidth, rel=1e-9)
@@ -334,9 +344,9 @@ def test_pieces_gathered_in_several_dims_are_put_in_order():
     ((8, 512, 16, 64), ((), (), ("y",), ()), ((), (), (), ()), False),  # neither rows nor columns
 ])  # fmt: skip
 def test_pieces_that_come_in_order_are_not_copied(shape, source, target, copied):
-    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=TPU)
+    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=V5E)
     array = value(*shape)
-    plain = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=replace(TPU, recopies=0))
+    plain = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=adjusted(V5E, "recopies", pieces=0))
     found = asked.resharding(array, source, target)
     more = found - plain.resharding(array, source, target)
     assert more == pytest.approx(copied * 2 * 2 * 4 * math.prod(shape) / TOPOLOGY.memory_bandwidth, rel=1e-9, abs=1e-15)
@@ -353,7 +363,7 @@ def test_pieces_that_come_in_order_are_not_copied(shape, source, target, copied)
 def test_columns_that_cut_tiles_are_put_in_order(shape, copied):
     """They could be rows; where that is not done they are read and written twice."""
     whole, split = ((),) * len(shape), (*((),) * (len(shape) - 1), ("y",))
-    backends = TPU, replace(TPU, keeps_columns=True)
+    backends = V5E, adjusted(V5E, "recopies", keeps_columns=True)
     asked = [Prices({"y": 8}, round_topology("y"), backend=backend) for backend in backends]
     seconds = [one.table(value(*shape), [split], [whole]).item() for one in asked]
     assert seconds == pytest.approx([one.resharding(value(*shape), split, whole) for one in asked])
@@ -363,11 +373,11 @@ def test_columns_that_cut_tiles_are_put_in_order(shape, copied):
 
 def test_a_slice_is_an_operation_of_its_own():
     """Where nothing moves between devices; the rows that an uneven split leaves over, too."""
-    asked = prices(backend=replace(TPU, shortest=1e-3))
+    asked = prices(backend=adjusted(V5E, "slicing", least_seconds=1e-3))
     for rows in (8, 9):
         array = value(rows, 8, trips=3)
         assert asked.resharding(array, NONE, X) == 1e-3
-        assert asked.resharding(array, X, NONE) == prices(backend=TPU).resharding(array, X, NONE)
+        assert asked.resharding(array, X, NONE) == prices(backend=V5E).resharding(array, X, NONE)
         assert asked.table(array, [NONE], [NONE, X]).tolist() == [[0.0, 3e-3]]
 
 
@@ -377,8 +387,8 @@ def test_what_a_recomputation_slices_is_copied(behind_barrier):
     layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), prevent_cse=behind_barrier)
     gradient = jax.grad(lambda w, x: jnp.sum(lax.scan(layer, x, w)[0]))
     program = traced(gradient, f32(3, 128, 128), f32(8, 128))
-    asked = Prices({}, round_topology(), backend=TPU)
-    slices = [g for g in groups_of(program, rules_for(program), TPU) if g.equations[0].primitive == "scan_slice"]
+    asked = Prices({}, round_topology(), backend=V5E)
+    slices = [g for g in groups_of(program, rules_for(program), V5E) if g.equations[0].primitive == "scan_slice"]
     seconds = [asked.group(group).seconds[0].compute for group in slices]
     copies = [2 * 2 * 4 * rows * 128 * 3 * 1e-9 * behind_barrier for rows in (8, 128)]
     assert seconds == pytest.approx([0.0, *copies])
@@ -396,10 +406,15 @@ def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
 
     program = traced(adding, [f32(128, 128)] * count, f32(3, 8, 128))
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
-    asked = Prices({}, fast, backend=replace(TPU, keeps_inside=room), kept=kept_inside(program, sums=True))
+    asked = Prices(
+        {},
+        fast,
+        backend=adjusted(V5E, "loop_memory", bytes=room),
+        kept=kept_inside(program, sums=True),
+    )
     seconds = {
         group.equations[0].primitive: asked.group(group).seconds[0].compute
-        for group in groups_of(program, rules_for(program), TPU)
+        for group in groups_of(program, rules_for(program), V5E)
     }
     moved = 2**16 * through
     assert seconds["dot_general"] == pytest.approx(3 * (2 * 4 * 8 * 128 + moved) * 1e-9)
@@ -412,10 +427,10 @@ def test_what_a_loop_only_reads_stays_in_the_chip(room, through, view):
     """A weight of 32 KiB in bfloat16 in each of three trips, and 8 rows in and out."""
     recurrent = lambda h, w: lax.scan(lambda h, _: (h @ view(w), None), h, length=3)[0]  # noqa: E731
     program = traced(recurrent, f32(8, 128), f32(128, 128))
-    groups = groups_of(program, rules_for(program), TPU)
-    widths = widths_of(program, groups, TPU)
+    groups = groups_of(program, rules_for(program), V5E)
+    widths = widths_of(program, groups, V5E.rounding)
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
-    backend = replace(TPU, keeps_inside=room)
+    backend = adjusted(V5E, "loop_memory", bytes=room)
     asked = Prices({}, fast, widths, backend, kept=kept_inside(program, sums=True), instead=read_through(groups))
     (product,) = (group for group in groups if group.contracts)
     assert asked.group(product).seconds[0].compute == pytest.approx(3e-9 * (2**15 * through + 8 * 128 * (2 + 4)))
@@ -431,7 +446,7 @@ def test_what_is_gathered_for_a_loop_may_be_read_from_memory(source, target, sha
     recurrent = lambda h, w: lax.scan(lambda h, _: (h @ w, None), h, length=3)[0]  # noqa: E731
     program = traced(recurrent, f32(8, 128), f32(128, 128))
     weight = program.arguments[1]
-    chip, backend = round_topology("x"), replace(TPU, fetches_gathered=0.5)
+    chip, backend = round_topology("x"), adjusted(V5E, "loop_memory", fetched_share=0.5)
     asked, plain = (Prices(LINE, chip, backend=backend, turns=turns) for turns in (turns_that_read(program), None))
     fetched = asked.memory_seconds(weight, source, target)
     assert fetched == pytest.approx(0.5 * 3 * 2**16 * share / chip.memory_bandwidth)
@@ -475,12 +490,12 @@ def test_a_table_is_every_pair_as_often_as_the_value_is_made():
 
 @pytest.mark.parametrize("layout, bytes", [(NONE, 256), (X, 64), (Y, 64)])
 def test_bytes_and_writing(layout, bytes):
-    assert prices().local_bytes(value(8, 8), layout) == bytes
+    assert prices().arrays.local_bytes(value(8, 8), layout) == bytes
     assert prices().writing(value(8, 8), layout) == pytest.approx(bytes * 1e-9)
 
 
 def test_uneven_shards_are_padded():
-    assert prices().local_bytes(value(9, 8), X) == 3 * 8 * 4
+    assert prices().arrays.local_bytes(value(9, 8), X) == 3 * 8 * 4
 
 
 @pytest.mark.parametrize("dtype, size", [(np.float16, 2), (np.int8, 1), (np.complex64, 8)])
@@ -519,7 +534,7 @@ def test_a_loops_body_is_paid_every_time():
 ])  # fmt: skip
 def test_what_comes_from_other_slices_in_a_loop_has_its_stacks_cleared(source, target, cleared):
     """8,000 bytes of all devices, once in the five trips together."""
-    options = {"backend": replace(TPU, slices=2, gathers_at_once=False)}
+    options = {"backend": replace(adjusted(V5E, "gathers", several_dims_at_once=False), slices=2)}
     plain, asked = (Prices({"s": 2, "x": 4}, round_topology("s", "x"), stacked=stacked, **options)
                     for stacked in (None, {0: 8000}))  # fmt: skip
     made, seconds = value(8, 8, trips=5), 8000 / 8 / 5 / TOPOLOGY.memory_bandwidth * cleared
@@ -530,7 +545,7 @@ def test_what_comes_from_other_slices_in_a_loop_has_its_stacks_cleared(source, t
 
 # What runs behind compute: a compiler that hides half of each gather, a fifth of each reduce_scatter.
 
-HIDING = replace(TEXTBOOK, hides={"all_gather": 0.5, "reduce_scatter": 0.2})
+HIDING = adjusted(TEXTBOOK, "overlap", hidden_share={"all_gather": 0.5, "reduce_scatter": 0.2})
 HIDDEN = {"nothing": 0.0, "a slice": 0.0, "gathered": 0.5, "all_to_all": 0.0}  # resharding -> share of a weight's
 
 
@@ -568,7 +583,7 @@ def test_reduce_scatters_that_nothing_waits_for_are_hidden(fn, share):
 def test_products_that_are_reduced_together_pay_once(together, seconds):
     """Each half of one all_reduce; else each its own, combined with others."""
     program = traced(lambda x, w, v: x @ w + x @ v, f32(8, 4), f32(4, 6), f32(4, 6))
-    groups = groups_of(program, rules_for(program), replace(TEXTBOOK, sums_first=together))
+    groups = groups_of(program, rules_for(program), adjusted(TEXTBOOK, "sums", adds_first=together))
     for group in (group for group in groups if group.contracts):
         priced = prices().group(group)
         found = {
@@ -666,7 +681,7 @@ def test_bytes_of_inner_values_are_caught(monkeypatch):
     def unfused(self, group, wants, leaves):
         return sum(x.bytes for e in group.equations for x in (*e.inputs, *e.outputs) if isinstance(x, Value))
 
-    monkeypatch.setattr(Prices, "_bytes_moved", unfused)
+    monkeypatch.setattr(GroupWork, "_bytes_moved", unfused)
     with pytest.raises(AssertionError):
         test_compute_by_hand("a chain reads and writes its ends only")
 

@@ -1,31 +1,41 @@
-"""Groups in, the values out that XLA keeps or moves in fewer bits than the program says.
+"""Rounding: groups in, the values out that XLA keeps or moves in fewer bits than the program says.
 
 On TPU a matrix product or convolution of float32 operands rounds them to bfloat16, unless the program asks for more
 precision. What nothing but such products reads is rounded where it is made: it is stored, moved between devices and
 summed over them as bfloat16. A copy for such products alone is rounded before it is moved.
 
 What a program converts itself moves in the smaller type: rounded before it is moved if it is rounded after, and, on
-GPU, widened after it is moved if it is widened before.
+GPU, widened after it is moved if it is widened before. Source: the dtypes of collectives and buffers in compiled
+programs. `tests/mesh/test_targets.py` compiles a step whose weights TPU gathers in bfloat16 and GPU in float32.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from jax.lax import Precision
 
-from autoshard.mesh.backends import Backend
 from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value, dtype_name
 
 ROUNDED = 2  # bytes of a bfloat16
+Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
 # What is rounded ahead of these, if what they make of it is rounded.
 _PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What is rounded, and when."""
+
+    operands: bool = False  # float32 operands of products to bfloat16, as early as it can be done
+    before_moves: bool = False  # what is only converted to a smaller type after it is moved, before that
+    widens_after_moves: bool = False  # what is converted to a larger type before it is moved, after that
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Widths:
     def stored(self, value: Value) -> int:
         return ROUNDED if value.id in self.fused else self.of(value)
 
-    def moving(self, value: Value, readers: Iterable[Group] | None = None) -> int:
+    def moving(self, value: Value, readers: Readers = None) -> int:
         """Of a copy for these readers; by default for all that do not compute on the shards as they lie."""
         size = self.moved.get(value.id, value.itemsize)
         if readers is None:
@@ -53,9 +63,9 @@ class Widths:
         return min(size, max((self.read.get((value.id, group.index), size) for group in readers), default=size))
 
 
-def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Widths:
-    """What `backend` rounds, and what it moves before it widens it."""
-    if not (backend.rounds_operands or backend.rounds_first or backend.widens_last):
+def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> Widths:
+    """What a compiler with this habit rounds, and what it moves before it widens it."""
+    if not (rounding.operands or rounding.before_moves or rounding.widens_after_moves):
         return Widths()
     readers: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
@@ -76,12 +86,12 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
 
     def read(group: Group, value: Value) -> int:
         """Bytes per element of what a group makes of a value first."""
-        if backend.rounds_operands and dtype_name(value.dtype) == "float32" and rounds(group):
+        if rounding.operands and dtype_name(value.dtype) == "float32" and rounds(group):
             return ROUNDED
         readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
-        if backend.rounds_first and readings and all(map(_converts, readings)):
+        if rounding.before_moves and readings and all(map(_converts, readings)):
             return max(equation.outputs[0].dtype.itemsize for equation in readings)
-        if backend.rounds_operands and group.equations[0].primitive in _PASS_ON:
+        if rounding.operands and group.equations[0].primitive in _PASS_ON:
             return max((wanted.get(made.value.id, value.itemsize) for made in group.made), default=value.itemsize)
         return value.itemsize
 
@@ -101,20 +111,20 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
             if not users:
                 continue
             wide = dtype_name(made.value.dtype) == "float32"
-            if backend.rounds_operands and wide and made.value.id not in results and all(map(rounds, users)):
+            if rounding.operands and wide and made.value.id not in results and all(map(rounds, users)):
                 kept.add(made.value.id)
                 moved[made.value.id] = wanted[made.value.id] = ROUNDED
                 continue
             note(made.value)
             maker = next(equation for equation in group.equations if made.value in equation.outputs)
-            if backend.widens_last and _converts(maker) and maker.inputs[0].itemsize < made.value.itemsize:
+            if rounding.widens_after_moves and _converts(maker) and maker.inputs[0].itemsize < made.value.itemsize:
                 moved[made.value.id] = maker.inputs[0].itemsize
     for value in program.arguments:
         note(value)
     fused = {
         group.made[0].value.id
         for group in groups
-        if backend.rounds_operands
+        if rounding.operands
         and group.contracts
         and group.made[0].value.id not in results
         and _goes_on(group, readers[group.made[0].value.id], kept)

@@ -1,0 +1,466 @@
+"""Program, rules, mesh and topology in, the `Formulation` out: every node, edge and life of the problem.
+
+`formulation.py` says which nodes there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.errors import ConflictError
+from autoshard.layout import Layout, MeshShape, layouts_of, replicated, spec_of, without_axes, without_idle_axes
+from autoshard.mesh.topology import Topology
+from autoshard.model.equations import stays_whole
+from autoshard.model.formulation import Formulation, SharedLayout
+from autoshard.model.grouping import groups_of
+from autoshard.model.groups import Group
+from autoshard.model.lifetimes import (
+    HEAP,
+    aliased,
+    copied_when_donated,
+    holding,
+    looped,
+    updated_in_loops,
+    use_span,
+)
+from autoshard.model.memory_terms import (
+    ARGUMENT_TERMS,
+    OUTPUT_TERMS,
+    READ_TERMS,
+    HeldArgument,
+    HeldBytes,
+    HeldOutput,
+    ReadValue,
+)
+from autoshard.model.pricing.cost_tables import (
+    ArgumentOption,
+    and_copies_apart,
+    any_of,
+    copies_of,
+    from_argument,
+    gathered_copies,
+    gathers_to,
+    homes_of,
+    only_where,
+    or_unlike,
+    with_copies_apart,
+    without_copies_apart,
+    without_growth,
+)
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.resharding_memory import Reader, Resharding, uses_of
+from autoshard.model.strategies import Strategy
+from autoshard.model.weights import entering_loops, made_of_state
+from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.convolutions import image_dims
+from autoshard.model.xla.fusion import read_through
+from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.rounding import widths_of
+from autoshard.model.xla.slicing import stacked_beside
+from autoshard.program import Program, Value
+from autoshard.propagation.registry import rule_of
+from autoshard.propagation.rule import Rule
+from autoshard.solver.problem import Edge, Live, Problem
+
+
+def formulate(
+    program: Program,
+    rules: Sequence[Rule],
+    mesh: MeshShape,
+    topology: Topology,
+    *,
+    memory: float | None = None,
+    fixed: Mapping[int, Layout] | None = None,
+    beside: Mapping[int, frozenset[str]] | None = None,
+    backend: Backend = CPU,
+) -> Formulation:
+    """The sharding problem of `program`.
+
+    Args:
+        program: the traced step.
+        rules: one per equation.
+        mesh: axis -> devices.
+        topology: what the machine costs.
+        memory: bytes per device that may be in use at any point; None for no limit.
+        fixed: argument index -> layout that it must have.
+        beside: argument index -> mesh axes that may split it further than is fixed.
+        backend: the compiler that will make a program of it.
+    """
+    mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
+    program = traced.running_on(backend.lowers_as)
+    if program is not traced:
+        pairs = zip(program.equations, rules, strict=True)
+        rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
+    groups = groups_of(program, rules, backend, mesh)
+    widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
+    prices = Prices(
+        mesh,
+        topology,
+        widths,
+        backend,
+        weights=weights,
+        entering=entering_loops(groups, weights),
+        stacked=stacked_beside(program),
+        kept=kept_inside(program, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
+        turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
+        instead=read_through(groups),
+        images=image_dims(program),
+    )
+    found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}).formulation(memory)
+    return replace(found, fingerprint=traced.fingerprint)
+
+
+class _Formulator:
+    def __init__(
+        self,
+        program: Program,
+        groups: list[Group],
+        prices: Prices,
+        fixed: Mapping[int, Layout],
+        backend: Backend,
+        beside: Mapping[int, frozenset[str]],
+    ):
+        self.beside = beside
+        self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
+        self.priced = [prices.group(group) for group in groups]
+        self.costs: list[np.ndarray] = []
+        self.names: list[str] = []
+        self.edges: list[Edge] = []
+        self.lives: list[Live] = []
+        self.reshardings: list[Resharding] = []
+        self.shared: dict[int, SharedLayout] = {}
+        self.readers: dict[int, list[Reader]] = defaultdict(list)
+        self.start = {made.value.id: group.point for group in groups for made in group.made}
+        self.looped = looped(program)
+
+    def formulation(self, memory: float | None) -> Formulation:
+        first_group = len(self.program.arguments)
+        for group, priced in zip(self.groups, self.priced, strict=True):
+            for i, use in enumerate(group.uses):
+                self.readers[use.value.id].append(Reader(first_group + group.index, priced.wants[i], group, use))
+        homes = self._homes()
+        for argument, result in self.program.carried.items():
+            value = self.program.results[result]
+            if value is not self.program.arguments[argument]:
+                assert isinstance(value, Value), "a number takes no argument's place"
+                self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
+        self._check_host_memory(homes)
+        self._add_arguments(homes)
+        self._add_groups()
+        lives = tuple(live for live in self.lives if live.usage.any())
+        problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
+        return Formulation(
+            program=self.program,
+            mesh=self.prices.mesh,
+            prices=self.prices,
+            groups=self.groups,
+            arguments=homes,
+            priced=self.priced,
+            shared=self.shared,
+            readers=self.readers,
+            reshardings=self.reshardings,
+            problem=problem,
+        )
+
+    # Arguments.
+
+    def _homes(self) -> list[tuple[ArgumentOption, ...]]:
+        return [self._options_of_argument(i, value) for i, value in enumerate(self.program.arguments)]
+
+    def _options_of_argument(self, index: int, value: Value) -> tuple[ArgumentOption, ...]:
+        mesh, fixed = self.prices.mesh, None
+        homes = [replicated(len(value.shape))] if stays_whole(value) else layouts_of(value.shape, mesh)
+        if index in self.fixed:
+            fixed = without_idle_axes(self.fixed[index], mesh)
+            if stays_whole(value) and fixed not in homes:
+                raise ConflictError(f"{value} cannot be {spec_of(fixed)}: XLA's collectives mix up numbers of two bits")
+            if fixed not in homes:
+                raise ConflictError(
+                    f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
+                    f"with its axes in the order of the mesh {dict(mesh)}"
+                )
+            if axes := self.beside.get(index):
+                homes, fixed = [home for home in homes if without_axes(home, axes) == fixed], None
+        readers = self.readers[value.id]
+        # a home that elementwise readers like is among the options
+        apart = tuple(fixed is None and _computes_on_shards(reader) for reader in readers)
+        # what a constraint says has to be reached, however
+        said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
+
+        def options(*wants: tuple[Layout, ...]) -> tuple[ArgumentOption, ...]:
+            wanted = dict.fromkeys(itertools.chain(*itertools.compress(wants, map(operator.not_, apart))))
+            elementwise = list(itertools.compress(wants, apart))
+            reached = set(itertools.chain(*itertools.compress(wants, said)))
+            found = []
+            for home in homes if fixed is None else [fixed]:
+                found.append(ArgumentOption(home, home))
+                if not value.on_host:
+                    # ... but of one in whose shards it cannot compute: rows, of which it makes batches
+                    unread = [want for want in elementwise if not any(gathers_to(one, home) for one in want)]
+                    copies = dict.fromkeys(itertools.chain(wanted, *unread))
+                    read = [copy for copy in copies if gathers_to(home, copy) or copy in reached]
+                    found += [ArgumentOption(home, copy) for copy in read if copy != home]
+            return tuple(found)
+
+        what = value.shape, value.on_host, fixed, said, apart, tuple(homes)
+        return self.prices.memo.once(options, *(reader.wants for reader in readers), of=what)
+
+    def _check_host_memory(self, homes: Sequence[tuple[ArgumentOption, ...]]) -> None:
+        """
+        Raises:
+            ConflictError: an array in the host's memory, where nothing is resharded, is said to lie in two ways.
+        """
+        made = [
+            (one.value, priced.leaves[i], _said(group, priced.leaves[i]))
+            for group, priced in zip(self.groups, self.priced, strict=True)
+            for i, one in enumerate(group.made)
+        ]
+        for i, value in enumerate(self.program.arguments):
+            fixed = [f"fixed= wants {spec_of(self.fixed[i])}"] if i in self.fixed else []
+            made.append((value, self._homes_of(homes[i]), fixed))
+        for value, layouts, said in made:
+            readers = self.readers[value.id] if value.on_host else ()
+            if not set(layouts).intersection(*(reader.wants for reader in readers)):
+                said += itertools.chain(*(_said(reader.group, reader.wants) for reader in readers))
+                raise ConflictError(
+                    f"{value} lies in the host's memory, where nothing is resharded, but {', and '.join(said)}.\n"
+                    "Say one of them only, or move it to the device's memory in between (jax.device_put)."
+                )
+
+    def _homes_of(self, kepts: tuple[ArgumentOption, ...]) -> tuple[Layout, ...]:
+        return self.prices.memo.once(homes_of, kepts)
+
+    def _copies_of(self, kepts: tuple[ArgumentOption, ...]) -> tuple[Layout, ...]:
+        return self.prices.memo.once(copies_of, kepts)
+
+    def _add_arguments(self, options: list[tuple[ArgumentOption, ...]]) -> None:
+        for index, value in enumerate(self.program.arguments):
+            self.names.append(value.name)
+            kepts = options[index]
+            told = value.id in self.prices.weights, value.id in self.prices.ahead
+            what = value.shape, value.on_host, *told, self.prices.widths.moving(value), self.prices.turns.get(value.id)
+            stored = None  # a size in memory, if it arrives anew every step
+            if index not in self.program.carried:
+                stored = self.prices.widths.stored(value)
+
+            def seconds(
+                kepts: tuple[ArgumentOption, ...], value: Value = value, stored: int | None = stored
+            ) -> np.ndarray:
+                hops = [(value, kept.home, kept.copy) for kept in kepts]
+                costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
+                return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
+
+            self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored)))
+        copied = copied_when_donated(self.program, self.groups)
+        in_loops = set(self.looped.values())
+        for index, value in enumerate(self.program.arguments):
+            kepts = options[index]
+            for reader in self.readers[value.id]:
+                self._connect(index, reader.node, self._argument_table(value, kepts, reader))
+            argument = HeldArgument(
+                node=index,
+                value=value,
+                options=kepts,
+                uses=uses_of(self.readers[value.id]),
+                is_loop_buffer=index in in_loops,
+                is_copied=index in copied,
+                gradient=copied.get(index),
+                end=len(self.program.equations),
+                nodes=self.group_node,
+                strategies=self._strategies,
+                prices=self.prices,
+            )
+            self._hold(part for term in ARGUMENT_TERMS for part in term(argument))
+
+    def _argument_table(self, value: Value, kepts: tuple[ArgumentOption, ...], reader: Reader) -> np.ndarray:
+        """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
+        stays = self.prices.stays(value, self._homes_of(kepts), reader.wants)
+        from_copy = self.prices.table(value, self._copies_of(kepts), reader.wants)
+        return self.prices.memo.once(from_argument, kepts, reader.wants, stays, from_copy)
+
+    # Groups.
+
+    def _add_groups(self) -> None:
+        first_group = len(self.program.arguments)
+        aliases = aliased(self.program)
+        outputs = {
+            value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
+        }
+        in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
+        in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
+        for group, priced in zip(self.groups, self.priced, strict=True):
+            self.names.append(str(group.equations[-1]))
+            self.costs.append(priced.costs)
+        for group, priced in zip(self.groups, self.priced, strict=True):
+            for i, made in enumerate(group.made):
+                self._add_value(first_group + group.index, group, made.value, priced.leaves[i], outputs, in_place)
+
+    def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
+        readers = self.readers[value.id]
+        held = holding(value, group, uses_of(readers))
+        output = HeldOutput(
+            node=node,
+            value=value,
+            group=group,
+            strategies=self._strategies(group),
+            lifetime=held,
+            left=self.prices.arrays.sizes(value, leaves),
+            is_result=value.id in outputs,
+            in_place=value.id in in_place,
+            points=self.start,
+            end=len(self.program.equations),
+            prices=self.prices,
+        )
+        self._hold(part for term in OUTPUT_TERMS for part in term(output))
+        if not readers:
+            return
+        narrow = self._narrow_readers(readers, value)
+        apart = self.prices.memo.once(gathered_copies, leaves, *(reader.wants for reader in readers)) if narrow else ()
+        holder, wants = self._connect_readers(readers, value, narrow, apart, group.point if group.repeated else None)
+        alone = _copied_for(readers[0]) if len(readers) == 1 else None
+        table = self.prices.table(value, leaves, wants, alone)
+        if apart:
+            narrow_table = self.prices.table(value, leaves, wants, narrow)
+            table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
+        if group.is_view:  # what it views can as well be resharded, and is counted
+            stays = self.prices.stays(value, leaves, wants)
+            if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
+                stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
+            table = self.prices.memo.once(only_where, stays, table)
+        if group.hoisted is not None:
+            table = table + self._unhoisted(group, value, leaves, wants)
+        self._connect(node, holder, table)
+        if held.used is None:
+            return
+        read = ReadValue(
+            made=output,
+            used=held.used,
+            readers=readers,
+            holder=holder,
+            sizes=self.prices.arrays.sizes(value, wants),
+            is_overwritten=self._is_overwritten(value, readers),
+            strategies=self._strategies,
+        )
+        self._hold(part for term in READ_TERMS for part in term(read))
+        kept, stored = output.has_buffer, output.is_stored
+        hop = (node, leaves), (holder, wants)
+        fused = stored and any(reader.group.fuses for reader in readers if reader.group)
+        made = group.point if group.repeated else None
+        self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
+
+    def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
+        """Whether its one reader is elementwise and writes a result over it: over the first operand that it can."""
+        if not self.backend.fusion.overwrites_operands:
+            return False
+        group = readers[0].group
+        if len(readers) > 1 or group is None or not group.fuses or group.repeated:
+            return False
+        made = {one.value.bytes for one in group.made}
+        operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
+        return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
+
+    def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
+        """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
+        axes = tuple(self.prices.mesh)
+        assert group.hoisted is not None, "only what is added up is asked for"
+        again = self.prices.all_reduce(axes, value.bytes) * (group.trips - group.hoisted)
+        return np.array([[0.0 if left == want else again for want in wants] for left in leaves])
+
+    def _connect_readers(
+        self,
+        readers: Sequence[Reader],
+        value: Value,
+        narrow: Container[Group],
+        apart: Sequence[tuple[Layout, Layout]],
+        made: int | None,
+    ) -> tuple[int, tuple[Layout, ...]]:
+        """The node that decides in which layout the readers of a value see it, and that layout per option.
+
+        Several readers get a node between them and the value; a single one decides for itself.
+
+        Args:
+            narrow: who reads fewer bits of the value than others do.
+            apart: copies that only those read, each an option behind the others: how the value is left, and the copy.
+            made: the point that makes the value, if it is not stored until it is used.
+        """
+        if len(readers) == 1:
+            return readers[0].node, readers[0].wants
+        wants = self.prices.memo.once(any_of, *(reader.wants for reader in readers))
+        if apart:
+            wants = self.prices.memo.once(and_copies_apart, wants, apart)
+        holder = len(self.costs)
+        self.shared[value.id] = SharedLayout(holder, wants)
+        self.costs.append(np.zeros(len(wants)))
+        self.names.append(f"{value} shared by {len(readers)} readers")
+        busy = sum(not _elementwise(reader) for reader in readers)
+        for reader in readers:
+            copied_for = _copied_for(reader)
+            table = self.prices.table(value, wants, reader.wants, copied_for)
+            if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
+                sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
+                table = self.prices.memo.once(without_growth, table, *sizes)
+            if apart and reader.group not in narrow:
+                table = self.prices.memo.once(without_copies_apart, table, reader.wants, apart)
+            self._connect(holder, reader.node, table)
+            if reader.group is not None and reader.use is not None:
+                used = use_span(reader.group, reader.use)
+                hop = (holder, wants), (reader.node, reader.wants)
+                self.reshardings.append(Resharding(value, used, *hop, True, False, False, [reader], copied_for, made))
+        return holder, wants
+
+    def _narrow_readers(self, readers: Sequence[Reader], value: Value) -> tuple[Group, ...]:
+        """Those of several readers for whom alone a copy is smaller than one for all."""
+        if len(readers) == 1:
+            return ()
+        size, groups = self.prices.widths.moving(value), (reader.group for reader in readers)
+        return tuple(group for group in groups if group and self.prices.widths.moving(value, [group]) < size)
+
+    def _strategies(self, group: Group) -> tuple[Strategy, ...]:
+        return self.priced[group.index].strategies
+
+    def group_node(self, group: Group) -> int:
+        return len(self.program.arguments) + group.index
+
+    def _hold(self, held: Iterable[HeldBytes]) -> None:
+        """Counts what terms of memory hold; temporaries with the gaps between them."""
+        for part in held:
+            (start, end), usage = part.span, part.usage
+            if not part.in_heap:
+                self.lives.append(Live(part.node, start, end, usage))
+            elif start < end and usage.any():
+                self.lives.append(Live(part.node, start, end, usage * HEAP))
+
+    def _connect(self, i: int, j: int, table: np.ndarray) -> None:
+        if i == j:  # a loop that hands a carry on untouched
+            self.costs[i] = self.costs[i] + np.diagonal(table)
+        elif table.any():
+            self.edges.append(Edge(i, j, table))
+
+
+def _copied_for(reader: Reader) -> tuple[Group, ...]:
+    """Who reads a copy that is for this reader alone."""
+    return () if reader.group is None else (reader.group,)
+
+
+def _said(group: Group | None, layouts: Sequence[Layout]) -> list[str]:
+    """Where the user says how what a group reads or makes lies, and how; nothing where the user does not."""
+    if group is None or not group.given:
+        return []
+    equation = group.equations[-1]
+    return [f"{equation.primitive} at {equation.source or 'unknown line'} wants {spec_of(layouts[0])}"]
+
+
+def _computes_on_shards(reader: Reader) -> bool:
+    """Whether a copy for this reader could never pay. What a view makes is not resharded: what it views is."""
+    return _elementwise(reader) and not (reader.group is not None and reader.group.is_view)
+
+
+def _elementwise(reader: Reader) -> bool:
+    """Whether a copy for this reader could never pay: it can as well compute on the shards it is given."""
+    return reader.group is None or reader.group.fuses

@@ -1,0 +1,317 @@
+"""Equations and their rules in, groups out: the units that are planned.
+
+A *group* is one equation, or a chain of elementwise equations that XLA will fuse into one loop: they share their
+factors, so one assignment of mesh axes shards them all and nothing moves inside. An elementwise equation joins the
+group of its consumers when they all are in one group. So an AdamW update of one parameter is a single group.
+
+Equations are gathered in `_Draft`s first. Passes over the groups that come of these then find, each in a table of its
+own, what XLA does with them and when they run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from autoshard.layout import MeshShape, in_mesh_order
+from autoshard.model.equations import contracts, only_widens, stays_whole
+from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
+from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.fusion import recomputation, scattered_values
+from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
+from autoshard.primitives import facts_of
+from autoshard.program import Equation, Program, Value
+from autoshard.propagation.projection import layout_of_factors
+from autoshard.propagation.rule import Dims, Rule
+
+_Readers = Mapping[int, Sequence[tuple[Equation, int]]]  # value id -> the equations that read it, as which operand
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A group that equations still join, from the last one to the first."""
+
+    equations: list[Equation]
+    sizes: dict[int, int]  # factor -> size
+    splittable: frozenset[int]
+    reduction: frozenset[int]
+    given: dict[int, tuple[str, ...]]  # factor -> the mesh axes that the user says
+    beside: frozenset[str]  # mesh axes that may split given factors further
+    operands: dict[int, list[FactorDims]]  # equation index -> dims of its operands
+    results: dict[int, list[FactorDims]]  # equation index -> dims of its results
+    fuses: bool  # whether elementwise producers may join
+
+
+def groups_of(
+    program: Program, rules: Sequence[Rule], backend: Backend = CPU, mesh: MeshShape | None = None
+) -> list[Group]:
+    """The groups of `program`, in program order of their last equation.
+
+    Args:
+        program: values and equations.
+        rules: one per equation.
+        backend: the compiler, which fuses what is one group.
+        mesh: axis -> devices: what the program's own constraints are said of.
+    """
+    readers: dict[int, list[tuple[Equation, int]]] = defaultdict(list)
+    for equation in program.equations:
+        for operand, value in enumerate(equation.inputs):
+            if isinstance(value, Value):
+                readers[value.id].append((equation, operand))
+    scattered = scattered_values(program, readers) if backend.fusion.stores_scattered else frozenset()
+    needed_outside = {value.id for value in program.results if isinstance(value, Value)}
+    groups = _joined(program, rules, readers, scattered, needed_outside, backend, mesh or {})
+    home = {equation.index: group for group in groups for equation in group.equations}
+    once = read_once(program)
+    hoisted = hoisted_sums(program, once, home) if backend.sums.hoists else {}
+    summed = summed_products(program, once, home) if backend.sums.adds_first else {}
+    users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
+    aside, late = _leading_to_results(program, groups, users)
+    ends = _ends(groups, readers, home, len(program.equations))
+    points = _points(groups, ends)
+    again = recomputation(program, groups, users, needed_outside | scattered, backend)
+    last = _last_runs(groups, users, points, again.repeated)
+    return [
+        replace(
+            group,
+            hoisted=hoisted.get(i),
+            summed=summed[i][0] if i in summed else None,
+            summands=summed[i][1] if i in summed else 1,
+            aside=aside[i],
+            late=late[i],
+            ends=ends[i],
+            point=points[i],
+            folded=again.folded[i],
+            repeated=again.repeated[i],
+            sunk=again.sunk[i],
+            last=last[i],
+        )
+        for i, group in enumerate(groups)
+    ]
+
+
+def _joined(
+    program: Program,
+    rules: Sequence[Rule],
+    readers: _Readers,
+    scattered: Set[int],
+    needed_outside: Set[int],
+    backend: Backend,
+    mesh: MeshShape,
+) -> list[Group]:
+    """The equations in groups, of which no pass has found anything yet.
+
+    Args:
+        scattered: values that are stored for themselves, so that what makes them joins no group.
+        needed_outside: values that are read after the program.
+    """
+    home: dict[int, _Draft] = {}  # equation index -> its group
+    drafts: list[_Draft] = []
+    for equation, rule in zip(reversed(program.equations), reversed(rules), strict=True):
+        alone = any(output.id in scattered for output in equation.outputs)
+        host = None if alone else _join(equation, rule, readers, home, backend, mesh)
+        if host is None:
+            host = _new_draft(equation, rule)
+            drafts.append(host)
+        home[equation.index] = host
+    return [_group_of(i, draft, readers, home, needed_outside) for i, draft in enumerate(reversed(drafts))]
+
+
+def _leading_to_results(
+    program: Program, groups: Sequence[Group], users: Sequence[Sequence[Group]]
+) -> tuple[list[bool], list[bool]]:
+    """`Group.aside` and `Group.late` of each group."""
+    carried = {id(program.results[result]) for result in program.carried.values()}
+    aside, late = [False] * len(groups), [False] * len(groups)
+    for group in reversed(groups):
+        read = users[group.index]
+        aside[group.index] = all(user is group or aside[user.index] for user in read) and not any(
+            id(made.value) in carried for made in group.made
+        )
+        late[group.index] = all(user is group or (user.fuses and late[user.index]) for user in read)
+    return aside, late
+
+
+def _last_runs(
+    groups: Sequence[Group], users: Sequence[Sequence[Group]], points: Sequence[int], repeated: Sequence[bool]
+) -> list[int]:
+    """`Group.last` of each group."""
+    last = list(points)
+    for group in reversed(groups):
+        if repeated[group.index]:
+            last[group.index] = max((last[user.index] for user in users[group.index]), default=0)
+    return last
+
+
+def _new_draft(equation: Equation, rule: Rule) -> _Draft:
+    number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+    tensors = zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
+    kept = {factor for value, dims in tensors if stays_whole(value) for factor in itertools.chain(*dims)}
+    return _Draft(
+        equations=[equation],
+        sizes={n: rule.sizes[factor] for factor, n in number.items()},
+        splittable=frozenset(number[factor] for factor in rule.splittable - kept),
+        reduction=frozenset(number[factor] for factor in rule.reduction if factor in number),
+        given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},
+        beside=rule.beside,
+        operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
+        results={equation.index: [_renamed(dims, number) for dims in rule.results]},
+        fuses=_is_elementwise(equation, rule),
+    )
+
+
+def _renamed(dims: Dims, number: dict[str, int]) -> FactorDims:
+    return tuple(tuple(number[factor] for factor in dim if factor in number) for dim in dims)
+
+
+def _is_elementwise(equation: Equation, rule: Rule) -> bool:
+    """Whether every factor of more than one element runs through to the results, whole or split alike."""
+    facts = facts_of(equation.primitive)
+    if facts.is_boundary or facts.never_fuses or contracts(equation):
+        return False
+    values = [value for value in (*equation.inputs, *equation.outputs) if isinstance(value, Value)]
+    if any(value.on_host or stays_whole(value) for value in values):
+        return False
+    if any(rule.sizes[factor] > 1 for factor in rule.reduction):
+        return False
+    return len(rule.splittable) == sum(size > 1 for size in rule.sizes.values())
+
+
+def _join(
+    equation: Equation, rule: Rule, readers: _Readers, home: Mapping[int, _Draft], backend: Backend, mesh: MeshShape
+) -> _Draft | None:
+    """Joins `equation` to the group of its readers, and returns that; None if it can join none.
+
+    A constraint does not bind what comes after it, nor what comes before it in other dims: `x.reshape(4, -1)` with the
+    last dim split is no layout of `x`.
+    """
+    if len(equation.outputs) != 1 or rule.given or not _is_elementwise(equation, rule):
+        return None
+    consumers = readers[equation.outputs[0].id]
+    hosts = _reading(equation, readers, home)
+    if len(hosts) != 1:
+        return None
+    (host,) = hosts
+    if host is None or not host.fuses or host.equations[0].trips != equation.trips:
+        return None
+    if backend.fusion.takes_in and only_widens(host.equations) and len(_reading(host.equations[0], readers, home)) > 1:
+        return None
+    mapping = _mapping(rule, [host.operands[reader.index][operand] for reader, operand in consumers])
+    if mapping is None:
+        return None
+    operands, results = ([_renamed(dims, mapping) for dims in side] for side in (rule.operands, rule.results))
+    if not _lies_as_given((*operands, *results), host, mesh):
+        return None
+    host.equations.append(equation)
+    host.operands[equation.index], host.results[equation.index] = operands, results
+    return host
+
+
+def _lies_as_given(tensors: Sequence[FactorDims], draft: _Draft, mesh: MeshShape) -> bool:
+    """Whether layouts of these tensors, in the group's factors, can say what the user says of the group.
+
+    So the strategy that splits nothing else is one of every group.
+    """
+    given = given_evenly(draft.given, draft.sizes, mesh)
+    layouts = (layout_of_factors(dims, given, draft.sizes, mesh) for dims in tensors if given)
+    return all(layout is not None and in_mesh_order(layout, mesh) for layout in layouts)
+
+
+def _reading(equation: Equation, readers: _Readers, home: Mapping[int, _Draft]) -> list[_Draft | None]:
+    """The groups that read what an equation of one result makes.
+
+    A carry reads what the body hands on, but stands before it and so has no group yet: it is None; nothing joins it.
+    """
+    found = (home.get(reader.index) for reader, _ in readers[equation.outputs[0].id])
+    return list({id(group): group for group in found}.values())
+
+
+def _mapping(rule: Rule, read_as: list[FactorDims]) -> dict[str, int] | None:
+    """The host's factor for each of the joining rule's, or None where the two don't correspond one to one."""
+    (result,) = rule.results
+    mapping: dict[str, int] = {}
+    for dims in read_as:
+        for dim, host_dim in zip(result, dims, strict=True):
+            wide = [factor for factor in dim if rule.sizes[factor] > 1]
+            if len(wide) != len(host_dim):
+                return None
+            for factor, host_factor in zip(wide, host_dim, strict=True):
+                if mapping.setdefault(factor, host_factor) != host_factor:
+                    return None
+    return mapping if len(set(mapping.values())) == len(mapping) else None
+
+
+def _ends(groups: Sequence[Group], readers: _Readers, home: Mapping[int, Group], last: int) -> list[int | None]:
+    """`Group.ends` of each group, for a program of `last` equations."""
+    ends: list[int | None] = [None] * len(groups)
+    for group in reversed(groups):
+        ends[group.index] = _end(group, readers, home, ends, last)
+    return ends
+
+
+def _end(
+    group: Group, readers: _Readers, home: Mapping[int, Group], ends: Sequence[int | None], last: int
+) -> int | None:
+    """`Group.ends`, once all later groups have theirs."""
+    found: set[int | None] = set()
+    for made in group.made:
+        for reader, operand in readers[made.value.id]:
+            if reader.primitive == "scan_stack" or (reader.primitive == "scan_carry" and operand == 1):
+                assert reader.loop is not None, "boundaries of loops know theirs"
+                found.add(reader.loop[1])
+            elif home[reader.index] is not group:
+                found.add(ends[home[reader.index].index] if home[reader.index].fuses else None)
+    return last if not found else found.pop() if len(found) == 1 else None
+
+
+def _points(groups: Sequence[Group], ends: Sequence[int | None]) -> list[int]:
+    """`Group.point` of each group, in the order of the program but for what XLA runs as soon as it can.
+
+    That is elementwise groups at an end (optimizer updates, sums of gradients in a loop), what a loop stacks, and what
+    reads nothing.
+    """
+    points: list[int] = []
+    available: dict[int, int] = {}  # value -> the point from which it is there
+    for group in groups:
+        point = group.equations[-1].index
+        if (ends[group.index] is not None and group.fuses) or group.stacks or not group.uses:
+            point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
+        points.append(point)
+        available.update((made.value.id, point + 1) for made in group.made)
+    return points
+
+
+def _group_of(
+    index: int, draft: _Draft, readers: _Readers, home: Mapping[int, _Draft], needed_outside: Set[int]
+) -> Group:
+    """The group of a draft that no equation joins any more: with what it reads from outside, and what others read."""
+    equations = tuple(reversed(draft.equations))
+    inside = {output.id for equation in equations for output in equation.outputs}
+    seen, uses, made = set(), [], []
+    for equation in equations:
+        for operand, value in enumerate(equation.inputs):
+            if isinstance(value, Value) and (value.id not in inside or equation.primitive == "scan_carry"):
+                dims = draft.operands[equation.index][operand]
+                if (value.id, dims) not in seen:
+                    seen.add((value.id, dims))
+                    uses.append(Use(value, dims, equation, operand))
+        for output, dims in zip(equation.outputs, draft.results[equation.index], strict=True):
+            outside = any(home[reader.index] is not draft for reader, _ in readers[output.id])
+            if outside or output.id in needed_outside or len(equations) == 1:
+                made.append(GroupOutput(output, dims))
+    return Group(
+        index=index,
+        equations=equations,
+        sizes=draft.sizes,
+        splittable=draft.splittable,
+        reduction=draft.reduction,
+        given=draft.given,
+        beside=draft.beside,
+        operands=draft.operands,
+        results=draft.results,
+        fuses=draft.fuses,
+        uses=tuple(uses),
+        made=tuple(made),
+    )

@@ -1,0 +1,294 @@
+"""What holds memory: one function per term, and how many bytes it holds per option over which program points.
+
+A *term* takes an argument, a value as a group makes it, or a value as others read it, and yields `HeldBytes`. The
+decorators enter it into the list of its kind; the problem counts every list. `lifetimes.py` says when values are there,
+and the head of that file lists what holds memory. What one resharding holds depends on two choices at once, and stands
+in `resharding_memory.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.model.equations import is_kernel_gradient
+from autoshard.model.groups import Group, Use
+from autoshard.model.lifetimes import Lifetime, Span, repeats, use_span
+from autoshard.model.pricing.cost_tables import (
+    ArgumentOption,
+    are_all_reduced,
+    are_finished,
+    copies_of,
+    copy_bytes,
+    homes_of,
+)
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.resharding_memory import Reader
+from autoshard.model.strategies import REDUCE_SCATTER, Strategy
+from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
+from autoshard.model.xla.transposes import transposes
+from autoshard.program import Value
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """Bytes that something takes over a stretch of program points."""
+
+    node: int  # whose options decide how many
+    span: Span
+    usage: np.ndarray  # bytes per option of the node
+    in_heap: bool = True  # whether it lies among the temporaries, which have gaps
+
+
+@dataclass(frozen=True, eq=False)
+class HeldArgument:
+    """An argument, as terms of memory see it."""
+
+    node: int
+    value: Value
+    options: tuple[ArgumentOption, ...]
+    uses: Sequence[tuple[Group, Use]]
+    is_loop_buffer: bool  # whether a loop carries it on in its own buffer
+    is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
+    gradient: Group | None  # that makes its gradient: an all_reduce of this saves the copy
+    end: int  # the program point past all equations
+    nodes: Callable[[Group], int]
+    strategies: Callable[[Group], tuple[Strategy, ...]]
+    prices: Prices
+
+    @cached_property
+    def at_home(self) -> np.ndarray:
+        """Bytes in the home layout, per option."""
+        return self.prices.arrays.sizes(self.value, self.prices.memo.once(homes_of, self.options))
+
+    def copies(self, spans: Sequence[Span], *, copied: bool, gradient: Group | None = None) -> Iterator[HeldBytes]:
+        """What it holds beside its home over these spans: its gathered copy, or, if `copied`, XLA's own.
+
+        XLA makes none while an all_reduce finishes the gradient.
+        """
+        memo, arrays = self.prices.memo, self.prices.arrays
+        start, end = _around(spans)
+        gathered = arrays.copy_sizes(self.value, memo.once(copies_of, self.options))
+        own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
+        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, gathered))
+        if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
+            made = gradient.made[0].value
+            alone = [
+                0 if strategy.finishes else arrays.local_bytes(made, strategy.leaves[0])
+                for strategy in self.strategies(gradient)
+            ]
+            yield HeldBytes(self.nodes(gradient), (start, end), np.array(alone))
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutput:
+    """A value that a group makes, as terms of memory see it."""
+
+    node: int
+    value: Value
+    group: Group
+    strategies: tuple[Strategy, ...]
+    lifetime: Lifetime
+    left: np.ndarray  # bytes per strategy, in the layout it is left in
+    is_result: bool  # whether it takes no argument's place, and so has a buffer of its own all the time
+    in_place: bool  # whether it is written into a buffer that is there anyway
+    points: Mapping[int, int]  # value id -> the point that makes it
+    end: int  # the program point past all equations
+    prices: Prices
+
+    @property
+    def has_buffer(self) -> bool:
+        """Whether its buffer is there all the time."""
+        return self.is_result or self.in_place
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it has a buffer of its own while it is used, even where it is used as it was made."""
+        return self.lifetime.stored and not self.has_buffer
+
+    @cached_property
+    def unfinished(self) -> np.ndarray:
+        """Bytes per strategy of the unreduced result, which stands beside the finished one until it is reduced."""
+        widths = tuple(self.prices.widths.of(made.value) for made in self.group.made)
+
+        def unfinished_bytes(strategies: tuple[Strategy, ...]) -> np.ndarray:
+            return np.array([self._unfinished(strategy) for strategy in strategies])
+
+        return self.prices.memo.once(unfinished_bytes, self.strategies, of=widths)
+
+    @cached_property
+    def waits(self) -> np.ndarray:
+        """Per strategy, whether it is reduced with all others at the end: combined reductions wait for the last one."""
+        if self.group.ends is None:
+            return np.zeros(len(self.strategies), bool)
+        combined = self.left < self.prices.backend.combining.below_bytes
+        return self.prices.memo.once(are_all_reduced, self.strategies) & combined
+
+    @property
+    def operand_bytes(self) -> np.ndarray:
+        """Bytes of all operands together, per strategy."""
+        values = [use.value for use in self.group.uses]
+        local_bytes = self.prices.arrays.local_bytes
+        return np.array([sum(map(local_bytes, values, strategy.wants)) for strategy in self.strategies])
+
+    def _unfinished(self, strategy: Strategy) -> int:
+        sizes = self.prices.finish_bytes(self.group, strategy)
+        mesh = self.prices.mesh
+        pieces = [f.devices(mesh) if f.kind == REDUCE_SCATTER else 1 for f in strategy.finishes]
+        return max((size * count for size, count in zip(sizes, pieces, strict=True)), default=0)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadValue:
+    """A value that others read, as terms of memory see it."""
+
+    made: HeldOutput
+    used: Span  # from the first to past the last use
+    readers: Sequence[Reader]
+    holder: int  # the node that decides in which layout it is read
+    sizes: np.ndarray  # bytes per option of that node
+    is_overwritten: bool  # whether its one reader writes a result over it
+    strategies: Callable[[Group], tuple[Strategy, ...]]
+
+
+ArgumentTerm = Callable[[HeldArgument], Iterator[HeldBytes]]
+OutputTerm = Callable[[HeldOutput], Iterator[HeldBytes]]
+ReadTerm = Callable[[ReadValue], Iterator[HeldBytes]]
+ARGUMENT_TERMS: list[ArgumentTerm] = []
+OUTPUT_TERMS: list[OutputTerm] = []
+READ_TERMS: list[ReadTerm] = []
+
+
+def of_arguments(term: ArgumentTerm) -> ArgumentTerm:
+    """Counts a term for every argument."""
+    ARGUMENT_TERMS.append(term)
+    return term
+
+
+def of_outputs(term: OutputTerm) -> OutputTerm:
+    """Counts a term for every value that a group makes."""
+    OUTPUT_TERMS.append(term)
+    return term
+
+
+def of_reads(term: ReadTerm) -> ReadTerm:
+    """Counts a term for every value that others read."""
+    READ_TERMS.append(term)
+    return term
+
+
+@of_arguments
+def home(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """The argument itself, all the time."""
+    yield HeldBytes(argument.node, (0, argument.end), argument.at_home, in_heap=False)
+
+
+@of_arguments
+def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """A second copy of the argument while it is used: gathered, transposed, as images lie, or because it is donated."""
+    prices, uses = argument.prices, argument.uses
+    if argument.is_loop_buffer:  # a copy of it is the loop's own buffer
+        loops = [loop for _, use in uses if (loop := use.equation.loop)]
+        yield from argument.copies(loops, copied=argument.is_copied)
+        return
+    spans = list(itertools.starmap(use_span, uses))
+    if prices.backend.transposes_operands and any(transposes(use) for _, use in uses):
+        yield from argument.copies([(0, 0), *spans], copied=True)
+    elif prices.backend.tile and (minor := next(filter(None, (image_dims_of(use) for _, use in uses)), None)):
+        images = [prices.arrays.image_bytes(argument.value, option.copy, minor) for option in argument.options]
+        yield HeldBytes(argument.node, _around(spans), np.array(images))
+    elif uses:
+        yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
+
+
+@of_outputs
+def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
+    """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
+    end = output.group.ends
+    if end is not None:
+        runs_last = output.prices.backend.sums.runs_last and output.group.can_wait
+        start = end - 1 if runs_last else output.group.point
+        yield HeldBytes(output.node, (start, end - 1), np.maximum(output.left, output.unfinished) * output.waits)
+        yield HeldBytes(output.node, (end - 1, end), (output.left + output.unfinished) * output.waits)
+
+
+@of_outputs
+def unfinished_sums(output: HeldOutput) -> Iterator[HeldBytes]:
+    """The unreduced result, until the reduced one is used: XLA runs reductions that do not wait for others together."""
+    point = output.group.point
+    first = output.lifetime.used[0] if output.lifetime.used else point
+    yield HeldBytes(output.node, (point, max(point + 1, first)), output.unfinished * ~output.waits)
+
+
+@of_outputs
+def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
+    """The value as it is made, until it is first used."""
+    if output.lifetime.made and not output.has_buffer:
+        yield HeldBytes(output.node, output.lifetime.made, output.left * ~output.waits)
+
+
+@of_outputs
+def repeated_operands(output: HeldOutput) -> Iterator[HeldBytes]:
+    """What XLA writes out at the full size of a product, ahead of the reduction that the product is folded into."""
+    for use in repeats(output.group):
+        yield HeldBytes(output.node, (output.points.get(use.value.id, 0), output.group.point + 1), output.left)
+
+
+@of_outputs
+def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
+    """Transposed copies of both operands of a convolution that makes a kernel's gradient, while it runs."""
+    if output.prices.backend.transposes_operands and is_kernel_gradient(output.group.equations[0]):
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), output.operand_bytes)
+
+
+@of_outputs
+def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
+    """What an operation takes beside its operands and results, while it runs."""
+    if output.prices.backend.transposes_operands and (count := scratch_copies(output.group)):
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), output.left * count)
+
+
+@of_outputs
+def results(output: HeldOutput) -> Iterator[HeldBytes]:
+    """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program."""
+    if output.is_result:
+        yield HeldBytes(output.node, (0, output.end), output.left, in_heap=False)
+
+
+@of_reads
+def sources_of_late_sums(read: ReadValue) -> Iterator[HeldBytes]:
+    """What is read by a sum that is computed last, once other readers have read it, until the end.
+
+    If it is made again there, that is what it is made of.
+    """
+    output = read.made
+    if not output.prices.backend.sums.runs_last or output.has_buffer:
+        return
+    waiting = [(reader, reader.group) for reader in read.readers if reader.group and reader.group.can_wait]
+    if not waiting:
+        return
+    reader, last = max(waiting, key=lambda one: one[1].point)
+    summed = output.prices.memo.once(are_finished, read.strategies(last))
+    end = last.ends if last.ends is not None else output.end
+    value, is_stored = output.value, output.lifetime.stored
+    for source in [value] if is_stored else output.prices.instead.get(value.id, ()):
+        if source.shape == value.shape and not source.from_outside:
+            start = read.used[1] if is_stored else output.group.last + 1
+            yield HeldBytes(reader.node, (start, end - 1), output.prices.arrays.sizes(source, reader.wants) * summed)
+
+
+@of_reads
+def read_values(read: ReadValue) -> Iterator[HeldBytes]:
+    """The value as it is read, from its first to its last use."""
+    output, (start, end) = read.made, read.used
+    if output.is_stored:
+        yield HeldBytes(read.holder, (start, end - read.is_overwritten), read.sizes)
+
+
+def _around(spans: Sequence[Span]) -> Span:
+    """From the first start to the last end."""
+    return min(start for start, _ in spans), max(end for _, end in spans)

@@ -1,0 +1,100 @@
+"""Tables over layouts and options that layers repeat: functions of their arguments alone, for `Memo.once`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.layout import Layout
+from autoshard.model.strategies import ALL_REDUCE, Strategy
+
+
+@dataclass(frozen=True)
+class ArgumentOption:
+    """One option of an argument."""
+
+    home: Layout
+    copy: Layout  # what its users see; equal to home: no copy
+
+
+def homes_of(options: Sequence[ArgumentOption]) -> tuple[Layout, ...]:
+    return tuple(option.home for option in options)
+
+
+def copies_of(options: Sequence[ArgumentOption]) -> tuple[Layout, ...]:
+    return tuple(option.copy for option in options)
+
+
+def copy_bytes(options: Sequence[ArgumentOption], own: np.ndarray, gathered: np.ndarray) -> np.ndarray:
+    """Bytes of the copy per option; where there is none, of XLA's own."""
+    return np.where([option.copy == option.home for option in options], own, gathered)
+
+
+def from_argument(
+    options: Sequence[ArgumentOption], wants: Sequence[Layout], stays: np.ndarray, from_copy: np.ndarray
+) -> np.ndarray:
+    bare = np.array([option.home == option.copy for option in options])[:, None]
+    at_home = np.array([[option.home == want for want in wants] for option in options])  # others read the copy
+    return np.where(bare & ~stays, np.inf, np.where(at_home, 0.0, from_copy))
+
+
+def any_of(*wants: Sequence[Layout]) -> tuple[Layout, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*wants)))
+
+
+def only_where(allowed: np.ndarray, table: np.ndarray) -> np.ndarray:
+    return np.where(allowed, table, np.inf)
+
+
+def or_unlike(allowed: np.ndarray, leaves: Sequence[Layout], wants: Sequence[Layout]) -> np.ndarray:
+    """What is allowed, and whatever leads to a layout that no strategy leaves."""
+    left = set(leaves)
+    return allowed | np.array([want not in left for want in wants])
+
+
+def without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    return np.where(np.less.outer(before, after), np.inf, table)
+
+
+def gathered_copies(leaves: Sequence[Layout], *wants: Sequence[Layout]) -> tuple[tuple[Layout, Layout], ...]:
+    """How a value is left, and what is gathered of that."""
+    copies = any_of(*wants)
+    return tuple((left, x) for left in dict.fromkeys(leaves) for x in copies if left != x and gathers_to(left, x))
+
+
+def and_copies_apart(wants: tuple[Layout, ...], apart: Sequence[tuple[Layout, Layout]]) -> tuple[Layout, ...]:
+    return wants + tuple(copy for _, copy in apart)
+
+
+def with_copies_apart(
+    table: np.ndarray, narrow: np.ndarray, leaves: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
+) -> np.ndarray:
+    """The columns of copies apart from the second table, and only for values that are left as they say."""
+    shared = table.shape[1] - len(apart)
+    as_left = np.array([[left == source for source, _ in apart] for left in leaves])
+    return np.hstack([table[:, :shared], np.where(as_left, narrow[:, shared:], np.inf)])
+
+
+def without_copies_apart(
+    table: np.ndarray, wants: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
+) -> np.ndarray:
+    """Beside copies apart, this reader reads the value as it is left."""
+    shared = len(table) - len(apart)
+    as_left = np.array([[want == source for want in wants] for source, _ in apart])
+    return np.vstack([table[:shared], np.where(as_left, 0.0, np.inf)])
+
+
+def are_all_reduced(strategies: Sequence[Strategy]) -> np.ndarray:
+    return np.array([any(finish.kind == ALL_REDUCE for finish in strategy.finishes) for strategy in strategies])
+
+
+def are_finished(strategies: Sequence[Strategy]) -> np.ndarray:
+    return np.array([bool(strategy.finishes) for strategy in strategies])
+
+
+def gathers_to(home: Layout, copy: Layout) -> bool:
+    """Whether all_gathers alone make the copy. Any other copy holds as much as its home, and had better be the home."""
+    return all(whole == split[: len(whole)] for split, whole in zip(home, copy, strict=True))

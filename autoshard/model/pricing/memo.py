@@ -1,0 +1,42 @@
+"""Results that are made once for the same arguments: layers repeat, and so do what they cost and hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from autoshard.layout import Layout
+
+
+class Memo:
+    """What functions returned, by their very arguments."""
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+        self._results: dict[tuple, tuple] = {}
+
+    def one(self, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+        """The one tuple of these layouts: equal ones are the same object, so that `once` knows them again."""
+        layouts = tuple(layouts)
+        return self._lists.setdefault(layouts, layouts)
+
+    def once(self, make: Callable[..., Any], *args: Any, of: tuple = ()) -> Any:
+        """What `make(*args)` returns, made once for these very arguments: layers repeat.
+
+        Args:
+            make: a function of `args` and `of` alone.
+            *args: told apart by identity, so that large ones need not be compared; what is remembered keeps them alive.
+            of: what else the result depends on, compared by value.
+        """
+        key = make.__module__, make.__qualname__, *map(id, args), of
+        if key not in self._results:
+            self._results[key] = make(*args), args
+        return self._results[key][0]
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """The array, which nobody can change any more: those who ask for it share it."""
+    array.setflags(write=False)
+    return array

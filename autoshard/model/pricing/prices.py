@@ -1,0 +1,412 @@
+"""What a strategy costs and what a resharding costs, in seconds on one device; remembered, since layers repeat."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.layout import Layout, MeshShape, divides, shards
+from autoshard.mesh.collectives import seconds as collective_seconds
+from autoshard.mesh.compute import flops
+from autoshard.mesh.resharding import Step, reshard
+from autoshard.mesh.topology import Topology
+from autoshard.model.groups import Group
+from autoshard.model.pricing.memo import Memo, read_only
+from autoshard.model.pricing.resharding_steps import ReshardingSteps
+from autoshard.model.pricing.roofline import GroupWork, compute_dtype
+from autoshard.model.pricing.sizes import ArraySizes
+from autoshard.model.strategies import Finish, Strategy, strategies_of
+from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.convolutions import ImageDims
+from autoshard.model.xla.gathers import combined
+from autoshard.model.xla.rounding import Readers, Widths
+from autoshard.model.xla.scatters import axes_between_slices
+from autoshard.program import Value
+
+# What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
+# runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
+LAUNCH_SECONDS = 1e-6
+
+# One all_reduce moves the bytes of a reduce_scatter and an all_gather, but never takes as long as the two: on 8 CPU
+# devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We take the least,
+# so that they are chosen where they save something, and one all_reduce where they don't.
+HALF_PENALTY = 1.2
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one group costs per step under one strategy."""
+
+    compute: float
+    communication: float
+    hidden: float = 0.0  # of the communication: what can run behind compute
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.communication - self.hidden
+
+
+@dataclass(frozen=True)
+class PricedStrategies:
+    """A group's strategies and their seconds; groups that look alike share one."""
+
+    strategies: tuple[Strategy, ...]
+    seconds: tuple[Seconds, ...]
+    wants: tuple[tuple[Layout, ...], ...]  # per use, that of each strategy
+    leaves: tuple[tuple[Layout, ...], ...]  # per made value, that of each strategy
+
+    @cached_property
+    def costs(self) -> np.ndarray:
+        return np.array([seconds.total for seconds in self.seconds])
+
+
+class Prices:
+    """The price list of one mesh and topology."""
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        topology: Topology,
+        widths: Widths | None = None,
+        backend: Backend = CPU,
+        weights: Collection[int] = (),
+        entering: Collection[int] = (),
+        stacked: Mapping[int, int] | None = None,
+        kept: Mapping[int, int] | None = None,
+        turns: Mapping[int, int] | None = None,
+        instead: Mapping[int, Sequence[Value]] | None = None,
+        images: Mapping[int, ImageDims] | None = None,
+    ):
+        topology.check(mesh)
+        self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
+        self.backend = backend
+        self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
+        self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
+        self.between = axes_between_slices(self.mesh, backend.slices)
+        self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
+        self.turns = turns or {}  # what loops read in every turn -> how many these are
+        self.instead = instead or {}  # values that their readers make again -> what they read for it
+        self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
+        self.memo = Memo()
+        self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
+        self.work = GroupWork(self.arrays, topology, self.instead, kept or {})
+        self._groups: dict[tuple, PricedStrategies] = {}
+        self._collectives: dict[tuple, float] = {}
+        self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
+
+    def group(self, group: Group) -> PricedStrategies:
+        """Every strategy of `group` with its seconds per step."""
+        key = self._signature(group)
+        if key not in self._groups:
+            strategies = tuple(strategies_of(group, self.mesh, self.backend))
+            wants = tuple(map(self.memo.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
+            leaves = tuple(map(self.memo.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
+            self._groups[key] = PricedStrategies(
+                strategies, self._seconds(group, strategies, wants, leaves), wants, leaves
+            )
+        return self._groups[key]
+
+    def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
+        """The collectives that bring `value` from one layout to the other, for these readers."""
+        return self._of(value, source, target, readers)[0]
+
+    def resharding(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
+        """Seconds of one resharding of `value`; of one without steps they are compute."""
+        return self._of(value, source, target, readers)[1]
+
+    def hidden(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
+        """How many of these run behind compute."""
+        return self._of(value, source, target, readers)[2] if value.id in self.ahead else 0.0
+
+    def exposed(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
+        """How many of these something waits for. In the host's memory nothing is resharded."""
+        if value.on_host and source != target:
+            return math.inf
+        return self.resharding(value, source, target, readers) - self.hidden(value, source, target, readers)
+
+    def table(
+        self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], readers: Readers = None
+    ) -> np.ndarray:
+        """Exposed seconds per step of resharding `value` from each of `sources` (rows) to each of `targets`.
+
+        With what it takes to write it, if it is not stored otherwise. The array is shared, and not to be changed.
+        """
+        size = self.widths.moving(value, readers)
+        late, ahead = value.id in self.weights, value.id in self.ahead
+        written = self.widths.stored(value) if value.id in self.instead else None
+        clearing, image_dims, turns = self._clearing(value), self.images.get(value.id), self.turns.get(value.id, 0)
+        what = value.shape, size, value.on_host, late, ahead, written, image_dims, clearing, turns, value.trips
+
+        def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+            rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+            seconds, behind = self._moved(value.shape, size, rows, columns, late, image_dims)
+            table = seconds - behind if ahead else seconds
+            moves = _differ(rows, columns)
+            if value.on_host:
+                table = np.where(moves, np.inf, table)
+            if written is not None:
+                table = table + np.where(moves, np.array([[self.writing(value, a)] for a in rows]), 0.0)
+            if clearing:
+                table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
+            if turns:
+                table = table + np.array([[self._fetching(value, a, b) for b in columns] for a in rows])
+            return read_only((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
+
+        return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=what)
+
+    def stays(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """[source, target]: whether resharding `value` takes a slice at most: nothing is sent, nor written for it.
+
+        The array is shared, and not to be changed.
+        """
+        written = value.id in self.instead
+
+        def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+            sent = self._steps_of(len(value.shape)).steps(sources, targets)[..., 0] > 0
+            return read_only(~(sent | (written & _differ(sources, targets))))
+
+        return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=(written,))
+
+    def memory_seconds(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds in which memory is written and read because a value is resharded.
+
+        Written is the value, if its readers would make it again otherwise; and of each trip of a loop, whose next one
+        XLA for TPU starts to bring over from other slices in the one before, its part of clearing what the loop stacks.
+        Read is, turn by turn, what a loop could keep in the chip if it were not gathered.
+        """
+        seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
+        seconds += self._clearing(value) * self._leaves_slices(source, target)
+        return seconds + self._fetching(value, source, target)
+
+    def _fetching(self, value: Value, source: Layout, target: Layout) -> float:
+        """Seconds in which loops read from memory, in all their turns, what is gathered for them; 0 if it is not."""
+        turns = self.turns.get(value.id, 0)
+        if not turns or self.arrays.elements(value, target) <= self.arrays.elements(value, source):
+            return 0.0
+        often = self.backend.loop_memory.fetched_share * turns
+        return often * self.arrays.copy_bytes(value, target) / self.topology.memory_bandwidth
+
+    def _clearing(self, value: Value) -> float:
+        """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
+        if value.id not in self.stacked or not value.trips:
+            return 0.0
+        whole = self.stacked[value.id] / math.prod(self.mesh.values())
+        return whole / value.trips / self.topology.memory_bandwidth
+
+    def _leaves_slices(self, source: Layout, target: Layout) -> bool:
+        """Whether slices of TPUs have other parts of some dim before, and not after."""
+        return any(
+            axis in self.between and axis not in after
+            for before, after in zip(source, target, strict=True)
+            for axis in before
+        )
+
+    def writing(self, value: Value, layout: Layout) -> float:
+        """Seconds to write `value` to memory once."""
+        return self.arrays.local_bytes(value, layout) / self.topology.memory_bandwidth
+
+    def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
+        """Bytes of the result of each of the strategy's own collectives, one run."""
+        return [finish.elements * self.widths.of(group.made[finish.made].value) for finish in strategy.finishes]
+
+    def _of(
+        self, value: Value, source: Layout, target: Layout, readers: Readers
+    ) -> tuple[tuple[Step, ...], float, float]:
+        width, late = self.widths.moving(value, readers), value.id in self.weights
+        return self._pair(value.shape, width, source, target, late, self.images.get(value.id))
+
+    def _pair(
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        source: Layout,
+        target: Layout,
+        late: bool,
+        image_dims: ImageDims | None,
+    ) -> tuple[tuple[Step, ...], float, float]:
+        """The steps of a resharding, their seconds, and how many of these can run behind compute.
+
+        Where a slice will do there are no steps, but it may be an operation of its own.
+        """
+        if source == target:
+            return (), 0.0, 0.0
+        found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
+        steps, total, behind = [], 0.0 if found else self.backend.slicing.least_seconds, 0.0
+        for kind, axes, size, several in combined(found, self.mesh, self.backend.gathers):
+            sent, seconds, share = self._sent(kind, axes, size, late)
+            if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
+                seconds += self._recopied(size)
+            if image_dims is not None and kind == "all_to_all":
+                more = self._extra_copies(shape, width, image_dims, [source], [target]).item()
+                seconds += self._copied(size) * more
+            steps.append(Step(sent, axes, size))
+            total += seconds
+            behind += seconds * share
+        return tuple(steps), total, behind
+
+    def _moved(
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        sources: list[Layout],
+        targets: list[Layout],
+        late: bool,
+        image_dims: ImageDims | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
+        if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
+            pairs = [[self._pair(shape, width, a, b, late, image_dims)[1:] for b in targets] for a in sources]
+            seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
+            return seconds, behind
+        moves = self._steps_of(len(shape))
+        steps = moves.steps(sources, targets)
+        total = math.prod(shape) * width
+        of_step = [(0.0, 0.0, 0.0, False)]
+        for kind, axes, tiles, several in moves.known:
+            size = math.ceil(total / tiles)
+            _, takes, share = self._sent(kind, axes, size, late)
+            of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
+        seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
+        if self.backend.slicing.least_seconds:
+            seconds[..., 0] += self.backend.slicing.least_seconds * (_differ(sources, targets) & (steps[..., 0] == 0))
+        if ordering.any():
+            one, together = self._out_of_order(shape, sources, targets)[..., np.newaxis]
+            seconds = seconds + ordering * np.where(several, together, one)
+        if image_dims is not None:
+            cut = [self._copied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
+            more = self._extra_copies(shape, width, image_dims, sources, targets)
+            seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
+        return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
+
+    def _steps_of(self, rank: int) -> ReshardingSteps:
+        return self._steps.setdefault(rank, ReshardingSteps(self.mesh, self.backend.gathers))
+
+    def _out_of_order(self, shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+        """[several, source, target]: whether what is gathered, in one dim or in several, is copied into order."""
+        return self.backend.recopies.out_of_order(shape, sources, targets, self.mesh, self.backend.tile)
+
+    def _extra_copies(
+        self,
+        shape: tuple[int, ...],
+        width: int,
+        image_dims: ImageDims,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+    ) -> np.ndarray:
+        """[source, target]: how many times more often than other values all_to_alls copy images."""
+        recopies = self.backend.recopies
+        return recopies.extra_of_images(shape, width, image_dims, sources, targets, self.mesh, self.backend.tile)
+
+    def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
+        found = []
+        ends = group.ends is not None
+        for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):
+            communication = hidden = 0.0
+            for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
+                cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
+                communication += cost
+                hidden += cost * self.backend.overlap.of(finish.kind) * ends
+            found.append(Seconds(compute * group.trips, communication, hidden))
+        return tuple(found)
+
+    def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
+        """Seconds of one all_reduce of `size` bytes."""
+        return self._collective("all_reduce", axes, size)
+
+    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
+        """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
+
+        For an all_reduce instead of a gather it makes an array of zeros.
+        """
+        everywhere = math.prod(self.mesh.values()) // self.backend.slices
+        sent = self.backend.gathers.sent_as(kind, shards(axes, self.mesh), everywhere, size)
+        zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
+        seconds = self._collective(sent, axes, size, late=late) + zeros
+        return sent, seconds, self.backend.overlap.of(sent)
+
+    def _recopied(self, size: int) -> float:
+        """Seconds to bring the pieces of so many bytes into another order."""
+        return self.backend.recopies.pieces * self._copied(size)
+
+    def _copied(self, size: int) -> float:
+        """Seconds to read so many bytes and write them."""
+        return 2 * size / self.topology.memory_bandwidth
+
+    def _collective(
+        self, kind: str, axes: tuple[str, ...], size: int, among: int | None = None, late: bool = False
+    ) -> float:
+        """Seconds of one collective.
+
+        XLA combines some kinds of those that nothing waits for, gradient reductions above all, up to so many bytes:
+        each pays its part of one launch and latency.
+
+        Args:
+            late: whether nothing waits for it.
+        """
+        combined = late and kind in self.backend.combining.kinds
+        key = kind, axes, size, among, combined
+        if key not in self._collectives:
+            textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
+            penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
+            latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among)
+            through = self._recopied(size) if kind == "all_to_all" else 0.0
+            share = self.backend.combining.share_of_launch(size) if combined else 1.0
+            saved = (1 - share) * latency
+            self._collectives[key] = (textbook - saved) * penalty + through + share * LAUNCH_SECONDS
+        return self._collectives[key]
+
+    def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
+        """Of products that are added up before they are reduced each pays its part."""
+        if finish.kind == "all_reduce" and group.summands > 1:
+            return self._collective(finish.kind, finish.axes, size) / group.summands
+        among = finish.devices(self.mesh) if finish.groups else None
+        return self._collective(finish.kind, finish.axes, size, among, late=group.late)
+
+    def _signature(self, group: Group) -> tuple:
+        """Equal for groups whose strategies and seconds are equal."""
+
+        def sizes(value: Value) -> tuple:
+            image_dims = self.images.get(value.id)
+            width = self.widths.of(value), self.widths.stored(value)
+            return value.shape, image_dims, value.on_host, *width, self.work.kept_share(value)
+
+        place = itertools.count()
+        places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
+        return (
+            tuple(
+                tuple((places[value.id], *sizes(value)) for value in self.work.read_instead(use.value))
+                for use in group.uses
+            ),
+            tuple((sizes(use.value), use.dims) for use in group.uses),
+            tuple((sizes(made.value), made.dims) for made in group.made),
+            tuple(group.sizes.items()),
+            tuple(sorted(group.splittable)),
+            group.reduction,
+            tuple(group.given.items()),
+            group.beside,
+            tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
+            compute_dtype(group.equations),
+            group.trips,
+            group.late,
+            group.ends is not None,
+            group.summands,
+            group.hoisted,
+            group.repeated,
+            group.sunk,
+        )
+
+
+def _differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    """[source, target]: whether these are two."""
+    return np.array([[source != target for target in targets] for source in sources])
+
+
+def _places(layouts: Sequence[Layout], among: Sequence[Layout]) -> list[int]:
+    place = {layout: i for i, layout in enumerate(among)}
+    return [place[layout] for layout in layouts]

@@ -1,0 +1,136 @@
+"""Groups and strategies in, seconds of their work on one device out: the roofline of FLOPs and bytes through memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from autoshard.layout import Layout, local_shape, shards
+from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.topology import Topology
+from autoshard.model.groups import Group, Use
+from autoshard.model.pricing.sizes import ArraySizes
+from autoshard.model.strategies import Strategy
+from autoshard.model.xla.tiles import row_padding
+from autoshard.program import Equation, Value, dtype_name
+
+_CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
+_READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
+# Touch as much as they insert, which is this operand.
+_WRITES_PART = {"dynamic_update_slice": 1, "scan_stack": 0, "scatter": 2, "scatter-add": 2, "scatter-max": 2,
+                "scatter-min": 2, "scatter-mul": 2, "scatter-sub": 2}  # fmt: skip
+
+
+class GroupWork:
+    """What groups compute, and what goes to and from memory for it."""
+
+    def __init__(
+        self,
+        arrays: ArraySizes,
+        topology: Topology,
+        instead: Mapping[int, Sequence[Value]],
+        kept: Mapping[int, int],
+    ) -> None:
+        self.arrays, self.topology = arrays, topology
+        self.instead = instead  # values that their readers make again -> what they read for it
+        self.kept = kept  # what can stay in the chip while a loop turns -> bytes of all that can in its loop
+
+    def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
+        """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
+        if (group.only_moves and not group.sunk) or group.equations[0].primitive in _CROSSINGS:
+            return [0.0] * len(strategies)
+        pieces = {
+            factor: np.array([shards(strategy.axes.get(factor, ()), self.arrays.mesh) for strategy in strategies])
+            for factor in group.sizes
+        }
+        split: dict[frozenset[int], np.ndarray] = {}
+        work = np.zeros(len(strategies))
+        for equation in group.equations:
+            factors = frozenset(group.factors_of(equation))
+            if factors not in split:
+                split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
+            work += flops(equation) / split[factors]
+        if group.equations[0].primitive == "conv_general_dilated":
+            work /= self.arrays.backend.convolutions.flops_share
+        moved = np.broadcast_to(self._bytes_moved(group, wants, leaves), work.shape)
+        dtype = compute_dtype(group.equations)
+        both = zip(work.tolist(), moved.tolist(), strict=True)
+        return [compute_seconds(done, through, dtype, self.topology) for done, through in both]
+
+    def read_instead(self, value: Value) -> Sequence[Value]:
+        """What is in memory of what a reader of `value` reads."""
+        return self.instead.get(value.id, (value,))
+
+    def _bytes_moved(self, group: Group, wants, leaves) -> np.ndarray | float:
+        """To and from memory, per strategy. What its readers make again they read themselves.
+
+        What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
+        XLA does make all of it if its readers want it in another layout.
+        """
+        if group.repeated and not group.sunk:
+            return 0.0
+        written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
+        first = group.equations[0]
+        if first.primitive in _READS_PART:
+            padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
+            return (
+                2
+                * written
+                * padding
+                / (self.arrays.backend.slicing.loop_bandwidth_share if first.primitive == "scan_slice" else 1.0)
+            )
+        if first.primitive in _WRITES_PART:
+            part = first, _WRITES_PART[first.primitive]
+            pairs = zip(group.uses, wants, strict=True)
+            inserted = sum(
+                self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want)
+                for use, want in pairs
+                if (use.equation, use.operand) == part
+            )
+            return 2 * np.where(inserted, inserted, written)
+        return self._read_bytes(zip(group.uses, wants, strict=True)) + written
+
+    def _read_bytes(self, uses: Iterable[tuple[Use, Sequence[Layout]]]) -> np.ndarray | float:
+        """Of everything once, however many operands are made of it; per strategy."""
+        read: dict[int, np.ndarray] = {}
+        for use, want in uses:
+            local = self._through_memory(use.value, want)
+            whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
+            for value in self.read_instead(use.value):
+                share = math.prod(value.shape) * self.arrays.widths.stored(value) / whole if whole else 0.0
+                size = local * share if value is use.value else self._outside(value, local * share)
+                read[value.id] = np.maximum(read.get(value.id, 0.0), size)
+        return sum(read.values(), start=0.0)
+
+    def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of `value` that go to memory and come from there, per layout."""
+        return self._outside(value, self.arrays.sizes(value, layouts))
+
+    def _outside(self, value: Value, sizes: np.ndarray) -> np.ndarray:
+        """Of what `value` takes those bytes that the chip has no room for."""
+        share = self.kept_share(value)
+        return self.arrays.backend.loop_memory.outside(sizes, share) if share else sizes
+
+    def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
+        """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
+        numbers = equation.params.get("dimension_numbers")
+        window = getattr(numbers, "offset_dims", ()) or getattr(numbers, "update_window_dims", ())
+        tile = self.arrays.backend.tile
+        if tile is None or math.prod(rows.shape[dim] for dim in window) <= 1:
+            return 1.0
+        shapes = [local_shape(rows.shape, layout, self.arrays.mesh) for layout in layouts]
+        together = [self.arrays.elements(rows, layout) for layout in layouts]
+        pairs = zip(shapes, together, strict=True)
+        return np.array([row_padding(shape, window, size, tile) for shape, size in pairs])
+
+    def kept_share(self, value: Value) -> float:
+        """The part that `value` has in all that its loop keeps in the chip's own memory; 0 if it is not kept there."""
+        return value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
+
+
+def compute_dtype(equations: Sequence[Equation]) -> str:
+    """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
+    operands = (*equations[0].inputs, *equations[0].outputs)
+    return dtype_name(operands[0].dtype) if operands else "bool"  # an effect alone

@@ -1,0 +1,70 @@
+"""Bytes that arrays take on one device, in memory and as resharded copies; remembered, since layers repeat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.layout import Layout, MeshShape, local_shape
+from autoshard.model.pricing.memo import Memo, read_only
+from autoshard.model.xla.backends import Backend
+from autoshard.model.xla.convolutions import ImageDims
+from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
+from autoshard.model.xla.tiles import padded_size
+from autoshard.program import Value
+
+
+class ArraySizes:
+    """How large the shards of values are, by one compiler."""
+
+    def __init__(
+        self, mesh: MeshShape, widths: Widths, backend: Backend, images: Mapping[int, ImageDims], memo: Memo
+    ) -> None:
+        self.mesh, self.widths, self.backend, self.memo = mesh, widths, backend, memo
+        self.images = images  # values of which convolutions decide how they lie -> batch and feature dims
+        self._elements: dict[tuple, int] = {}
+
+    def local_bytes(self, value: Value, layout: Layout) -> int:
+        """Bytes of `value` in the memory of one device."""
+        return 0 if value.on_host else self.elements(value, layout) * self.widths.stored(value)
+
+    def sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of `value` in the memory of one device, per layout. The array is shared, and not to be changed."""
+
+        def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
+            return read_only(np.array([self.local_bytes(value, layout) for layout in layouts]))
+
+        what = value.shape, self.images.get(value.id), value.on_host, self.widths.stored(value)
+        return self.memo.once(local_bytes, layouts, of=what)
+
+    def shard_bytes(self, value: Value, layout: Layout) -> int:
+        """Bytes of the elements of `value` that one device has."""
+        return math.prod(local_shape(value.shape, layout, self.mesh)) * value.itemsize
+
+    def copy_bytes(self, value: Value, layout: Layout, readers: Readers = None) -> int:
+        """Bytes of a resharded copy of `value` in the memory of one device."""
+        return self.elements(value, layout) * self.widths.moving(value, readers)
+
+    def copy_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of a resharded copy of `value` for all its readers, per layout; shared, and not to be changed."""
+
+        def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
+            return read_only(np.array([self.copy_bytes(value, layout) for layout in layouts]))
+
+        what = value.shape, self.images.get(value.id), self.widths.moving(value)
+        return self.memo.once(copy_bytes, layouts, of=what)
+
+    def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
+        """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
+        width = min(value.itemsize, ROUNDED) if self.backend.rounding.operands else value.itemsize
+        return self.elements(value, layout, minor) * width
+
+    def elements(self, value: Value, layout: Layout, minor: ImageDims | None = None) -> int:
+        """Elements of `value` that one device has, with padding."""
+        minor = minor or self.images.get(value.id)
+        key = value.shape, layout, minor
+        if key not in self._elements:
+            self._elements[key] = padded_size(local_shape(value.shape, layout, self.mesh), self.backend.tile, minor)
+        return self._elements[key]

@@ -1,0 +1,26 @@
+"""Weights: what is made of the state alone, so that it can be gathered long before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from autoshard.model.groups import Group
+from autoshard.program import Program
+
+
+def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
+    """The arguments that the step carries over, and the values that are made of these alone."""
+    found = {program.arguments[i].id for i in program.carried}
+    for group in groups:
+        if group.uses and not group.reduction and found.issuperset(use.value.id for use in group.uses):
+            found.update(made.value.id for made in group.made)
+    return found
+
+
+def entering_loops(groups: Sequence[Group], weights: Set[int]) -> set[int]:
+    """What loops read, and the weights that this is made of."""
+    found: set[int] = set()
+    for group in reversed(groups):
+        if group.enters or any(made.value.id in found and made.value.id in weights for made in group.made):
+            found.update(use.value.id for use in group.uses)
+    return found

@@ -1,0 +1,149 @@
+"""XLA's compilers: per chip the constants of each habit, and on which chip's programs they were measured.
+
+A habit is a file beside this one, with its constants in a dataclass. A `Backend` is what one compiler does of each.
+`BACKENDS` has a row for every chip that programs were compiled for and read. The other chips of `mesh/chips.py` name
+one of these, and plans for them carry a remark (`Backend.remarks`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.mesh.chips import CHIPS, chip_name_of
+from autoshard.mesh.machines import parse_machine
+from autoshard.model.xla.combining import Combining
+from autoshard.model.xla.convolutions import Convolutions
+from autoshard.model.xla.fusion import Fusion
+from autoshard.model.xla.gathers import Gathers
+from autoshard.model.xla.loop_memory import LoopMemory
+from autoshard.model.xla.overlap import Overlap
+from autoshard.model.xla.recopies import Recopies
+from autoshard.model.xla.rounding import Rounding
+from autoshard.model.xla.scatters import Scatters
+from autoshard.model.xla.slicing import Slicing
+from autoshard.model.xla.sums import Sums
+from autoshard.model.xla.tiles import Tile
+from autoshard.primitives import primitives_where
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One compiler. The defaults are what all have in common."""
+
+    name: str  # a `jax.Device.platform`
+    lowers_as: str  # what `jax.lax.platform_dependent` calls it
+    chip: str  # what programs are made for: a key of CHIPS, or a kind of device that has no row
+    measured_on: str  # the chip whose programs the constants were read from: a key of BACKENDS
+    usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
+    slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
+    tile: Tile | None = None  # to which the two minor dims of an array are padded
+    transposes_operands: bool = False  # products want some operands in another order, and copy them
+    combining: Combining = field(default_factory=Combining)
+    convolutions: Convolutions = field(default_factory=Convolutions)
+    fusion: Fusion = field(default_factory=Fusion)
+    gathers: Gathers = field(default_factory=Gathers)
+    loop_memory: LoopMemory = field(default_factory=LoopMemory)
+    overlap: Overlap = field(default_factory=Overlap)
+    recopies: Recopies = field(default_factory=Recopies)
+    rounding: Rounding = field(default_factory=Rounding)
+    scatters: Scatters = field(default_factory=Scatters)
+    slicing: Slicing = field(default_factory=Slicing)
+    sums: Sums = field(default_factory=Sums)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What plans say of constants that were not measured for their chip.
+
+        >>> backend_of(AbstractMesh((8,), ("x",)), "v6e:2x4").remarks
+        ('compiler constants of v6e were not measured: those of v5e are used.',)
+        """
+        if self.chip == self.measured_on:
+            return ()
+        return (f"compiler constants of {self.chip} were not measured: those of {self.measured_on} are used.",)
+
+
+_LOOPS = primitives_where(lambda facts: facts.is_loop)
+_SLICES = primitives_where(lambda facts: facts.slices)
+_KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
+
+CPU = Backend(
+    name="cpu",
+    lowers_as="cpu",
+    chip="cpu",
+    measured_on="cpu",
+    transposes_operands=True,
+    convolutions=Convolutions(flops_share=0.5),
+    scatters=Scatters(from_all_reduces=False),
+)
+H100 = Backend(
+    name="gpu",
+    lowers_as="cuda",
+    chip="h100",
+    measured_on="h100",
+    usable=0.7,
+    combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
+    fusion=Fusion(
+        takes_in=_LOOPS | {"gather"}, taken_in=_SLICES | {"pad"}, stores_scattered=True, overwrites_operands=True
+    ),
+    overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
+    recopies=Recopies(pieces=1),
+    rounding=Rounding(before_moves=True, widens_after_moves=True),
+    sums=Sums(hoists=True, adds_first=True, runs_last=True),
+)
+V5E = Backend(
+    name="tpu",
+    lowers_as="tpu",
+    chip="v5e",
+    measured_on="v5e",
+    tile=(8, 128),
+    combining=Combining(below_bytes=2**26),
+    fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
+    gathers=Gathers(several_dims_at_once=True, summed_up_to_bytes=2**24),
+    loop_memory=LoopMemory(bytes=6 * 2**24, keeps_sums=True),  # six products of 16 MiB, and not eight
+    overlap=Overlap({"all_gather": 0.5}),
+    # By libtpu's cycles 5 to 10 for images. XLA counts no copies where it chooses layouts itself: at more than 4
+    # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
+    recopies=Recopies(pieces=2, image_pieces=4),
+    rounding=Rounding(operands=True, before_moves=True),
+    scatters=Scatters(over_all_devices=False),
+    slicing=Slicing(least_seconds=1.2e-6, loop_bandwidth_share=0.5),  # loops: slices of 2 to 32 MiB
+    sums=Sums(hoists=True, adds_first=True),
+)
+V5P = replace(
+    V5E,
+    chip="v5p",
+    measured_on="v5p",
+    gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
+    # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
+    loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5),
+    recopies=replace(V5E.recopies, keeps_columns=True),
+)
+BACKENDS: Mapping[str, Backend] = {backend.chip: backend for backend in (CPU, H100, V5E, V5P)}
+_BY_PLATFORM = {"cpu": CPU, "tpu": V5E}  # what a device without a row in CHIPS is taken for; others are GPUs
+
+
+def backend_of(mesh: Mesh | AbstractMesh, machine: str | None = None) -> Backend:
+    """The compiler for the devices of a mesh; without devices, for a machine by name, or else for TPU v5e."""
+    if isinstance(mesh, Mesh):
+        devices = mesh.devices.ravel().tolist()
+        slices = len({getattr(device, "slice_index", None) for device in devices})
+        chip, otherwise = chip_name_of(devices[0].device_kind), _BY_PLATFORM.get(devices[0].platform, H100)
+        found = _for_chip(chip) if chip else replace(otherwise, chip=devices[0].device_kind)
+    elif machine is None:
+        return V5E
+    else:
+        parsed = parse_machine(machine)
+        slices, found = parsed.slices, _for_chip(parsed.chip)
+    if found.name == "tpu" and slices > 1:  # of gathers of several dims over slices nothing is known
+        found = replace(found, slices=slices, gathers=replace(found.gathers, several_dims_at_once=False))
+    return found
+
+
+def _for_chip(chip: str) -> Backend:
+    """The compiler that makes programs for a chip."""
+    constants = CHIPS[chip].compiler_constants
+    return BACKENDS[constants.of] if constants.measured else replace(BACKENDS[constants.of], chip=chip)

@@ -1,0 +1,199 @@
+"""Fusion: which work XLA's compilers do again in each reader of a value instead of storing the value.
+
+Elementwise work goes into the loops that read it, on GPU also into reductions and gathers, on TPU into products, and
+slices are cut as they are read. Source: compiled programs. `tests/end_to_end/test_what_xla_does.py` compiles models for
+CPU devices and compares heaps, `tests/mesh/test_targets.py` an associative scan for GPU, and
+`python benchmarks/prediction.py` nine models for CPU, TPU and GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Container, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoshard.model.equations import is_matrix_product
+from autoshard.model.groups import Group
+from autoshard.model.xla.convolutions import copies_argument, reads_rounded
+from autoshard.primitives import facts_of
+from autoshard.program import Equation, Program, Value
+
+if TYPE_CHECKING:
+    from autoshard.model.xla.backends import Backend
+
+_PRODUCTS = frozenset({"mul", "square"})  # what a sum of products may be made of
+_READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in compiled ResNets and transformers
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What is fused beside elementwise work."""
+
+    takes_in: frozenset[str] = frozenset()  # primitives that, as elementwise ones, do their operands' work again
+    taken_in: frozenset[str] = frozenset()  # primitives whose work these do again, beside elementwise ones
+    sinks_broadcasts: bool = False  # what repeats something smaller does so inside the loop that uses it
+    stores_scattered: bool = False  # what scatters is no part of what reads it
+    overwrites_operands: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Per group, whether its readers compute it again: `Group.folded`, `Group.repeated`, `Group.sunk`."""
+
+    folded: Sequence[bool]
+    repeated: Sequence[bool]
+    sunk: Sequence[bool]
+
+
+def recomputation(
+    program: Program,
+    groups: Sequence[Group],
+    users: Sequence[Sequence[Group]],
+    stored: Set[int],
+    backend: Backend,
+) -> Recomputation:
+    """What is computed again instead of stored.
+
+    Args:
+        program: values and equations.
+        groups: its groups.
+        users: per group, the groups that read what it makes.
+        stored: values that are stored, whoever reads them.
+        backend: the compiler.
+    """
+    stored = stored | _guarded(program, groups)
+    are_stored = [any(made.value.id in stored for made in group.made) for group in groups]
+    folds = not backend.fusion.takes_in
+    folded = [
+        not is_stored and folds and _is_folded(group, users[group.index])
+        for group, is_stored in zip(groups, are_stored, strict=True)
+    ]
+    through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
+    pads = "pad" in backend.fusion.taken_in
+    padded = {e.outputs[0].id for e in program.equations if e.primitive == "pad" and pads}
+    repeated, sunk = [], []
+    for group, is_stored in zip(groups, are_stored, strict=True):
+        read = users[group.index]
+        again = not is_stored and _is_repeated(group, read, folded, backend)
+        wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
+        repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))
+        sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
+    return Recomputation(folded, repeated, sunk)
+
+
+def scattered_values(program: Program, readers: Mapping[int, Sequence[tuple[Equation, int]]]) -> frozenset[int]:
+    """What XLA scatters into: what a scatter makes, or the one sum that reads this, which it makes in one."""
+    found = set()
+    for equation in program.equations:
+        if equation.primitive.startswith("scatter"):
+            (made,) = equation.outputs
+            users = [reader for reader, _ in readers[made.id]]
+            added = len(users) == 1 and users[0].primitive in ("add", "add_any") and equation.primitive == "scatter-add"
+            found.add(users[0].outputs[0].id if added else made.id)
+    return frozenset(found)
+
+
+def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
+    """What the readers of a value read instead of it, if XLA has each of them compute it again."""
+    found: dict[int, tuple[Value, ...]] = {}
+    for group in groups:
+        if group.repeated:
+            read = itertools.chain(*(found.get(use.value.id, (use.value,)) for use in group.uses))
+            made = {made.value.id: made.value for made in group.made}
+            if not group.fuses:  # a slice: its readers read as much as there is of it
+                found.update((id, (value,)) for id, value in made.items())
+            else:
+                found.update(dict.fromkeys(made, tuple({value.id: value for value in read}.values())))
+    return found
+
+
+def _guarded(program: Program, groups: Sequence[Group]) -> set[int]:
+    """Values that lie behind a barrier; of a view, what it views."""
+    found = set(program.guarded)
+    for group in reversed(groups):
+        if group.is_view and any(made.value.id in found for made in group.made):
+            found.difference_update(made.value.id for made in group.made)
+            found.update(use.value.id for use in group.uses)
+    return found
+
+
+def _is_folded(group: Group, users: Sequence[Group]) -> bool:
+    """Whether it is the product in a sum of products: of all that precedes a reduction, XLA folds only this into it."""
+    products = {e.primitive for e in group.equations if not facts_of(e.primitive).relabels}
+    return bool(users) and products <= _PRODUCTS and {user.equations[0].primitive for user in users} == {"reduce_sum"}
+
+
+def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], backend: Backend) -> bool:
+    """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
+
+    Args:
+        group: what may be computed again.
+        users: the groups that read what it makes.
+        folded: per group, whether it is part of the reduction that reads it.
+        backend: the compiler.
+    """
+    first = group.equations[0].primitive
+    if not users or not (group.fuses or first == "scan_slice" or first in backend.fusion.taken_in):
+        return False
+    if backend.fusion.takes_in:
+        if _is_normalised(group, users):
+            return False
+        if backend.rounding.operands and any(reads_rounded(user.equations[0], group) for user in users):
+            return False
+        if backend.tile and any(copies_argument(group, user) for user in users):
+            return False
+        sunk = {"scan_const"} if backend.fusion.sinks_broadcasts and group.broadcasts else set()
+        takers = backend.fusion.takes_in | sunk
+        return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
+
+    def takes(user: Group) -> bool:
+        reads_views = group.is_view and is_matrix_product(user.equations[0])
+        return user.stacks or (user.fuses and not folded[user.index]) or reads_views
+
+    if not all(map(takes, users)):
+        return False
+    return len(set(map(id, users))) == 1 or not any(_is_dear(equation) for equation in group.equations)
+
+
+def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]], padded: Container[int]) -> bool:
+    """Whether several groups would each read too many arrays of its size to compute it again; notes which if not.
+
+    So it is with the sums along residual connections, once they are long: each is made of all before it. What is padded
+    is too many: the sums of an associative scan are each made of such sums of half the length.
+
+    Args:
+        users: the groups that read what it makes, or what this is widened to.
+        through: value -> the values of its size that it is computed again from; added to.
+        padded: values that are padded as they are read.
+    """
+    size = math.prod(group.made[0].value.shape)
+    wide = [use.value.id for use in group.uses if math.prod(use.value.shape) == size]
+    read = set().union(*(through.get(value, {value}) for value in wide))
+    far = len(read) > _READ_AGAIN or any(value in padded for value in wide)
+    if far and len(set(map(id, users))) > 1:
+        return True
+    if group.fuses:
+        through.update((made.value.id, read) for made in group.made)
+    return False
+
+
+def _is_dear(equation: Equation) -> bool:
+    """Whether XLA does not compute it twice to save a buffer. By a constant it multiplies rather than divides."""
+    if equation.primitive == "div" and not isinstance(equation.inputs[1], Value):
+        return False
+    return facts_of(equation.primitive).is_expensive
+
+
+def _is_normalised(group: Group, users: Sequence[Group]) -> bool:
+    """Whether it is dear, and read by what sums it up and by what divides it by the sum: a softmax."""
+    if not any(_is_dear(equation) for equation in group.equations):
+        return False
+    wide = math.prod(group.made[0].value.shape)
+    divided = [
+        any(e.primitive == "div" and math.prod(e.outputs[0].shape) == wide for e in user.equations)
+        for user in users
+        if user.fuses
+    ]
+    return bool(divided) and all(divided) and any(user.reduction and not user.contracts for user in users)

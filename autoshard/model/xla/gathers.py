@@ -1,0 +1,60 @@
+"""Gathers: the TPU compiler makes one all_gather of several, and an all_reduce of one over many devices.
+
+All_gathers of several dims that follow each other become one, over the axes of all. One over all of many devices
+becomes an all_reduce of zeros and the own piece: of 16 MiB at most on v5e, of any size on v5p. Source: compiled
+programs. `tests/mesh/test_targets.py` compiles gathers on either side of these limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoshard.layout import MeshShape, shards
+
+# From so many devices on XLA for TPU may all_reduce where a program gathers over all of them. It gathers several dims
+# at once with fewer, too; that is priced as one after the other, which is nearer to what such programs take.
+MANY_DEVICES = 64
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """What all_gathers become."""
+
+    several_dims_at_once: bool = False  # several dims, one after the other, in one all_gather over the axes of all
+    summed_up_to_bytes: float = 0.0  # of the largest gather over all of many devices that becomes an all_reduce
+
+    def sent_as(self, kind: str, devices: int, everywhere: int, size: int) -> str:
+        """The collective that XLA makes of one.
+
+        Args:
+            kind: what it is.
+            devices: how many talk to each other.
+            everywhere: the devices of a slice.
+            size: bytes of its result on one device.
+
+        >>> Gathers(summed_up_to_bytes=2**24).sent_as("all_gather", 64, 64, 2**20)
+        'all_reduce'
+        """
+        if kind != "all_gather" or size > self.summed_up_to_bytes:
+            return kind
+        return "all_reduce" if MANY_DEVICES <= devices == everywhere else kind
+
+
+def combined(
+    steps: Iterable[tuple[str, tuple[str, ...], int]], mesh: MeshShape, gathers: Gathers
+) -> list[tuple[str, tuple[str, ...], int, bool]]:
+    """Collectives (kind, axes, what tells their size), and of each whether it gathers several dims.
+
+    Given are such as gather one dim each; those that follow each other become one where the compiler does that.
+    """
+    sent: list[tuple[str, tuple[str, ...], int, bool]] = []
+    for kind, axes, size in steps:
+        several = False
+        if gathers.several_dims_at_once and sent and kind == sent[-1][0] == "all_gather":
+            all_axes = tuple(axis for axis in mesh if axis in axes or axis in sent[-1][1])
+            if shards(all_axes, mesh) >= MANY_DEVICES:
+                axes, several = all_axes, True
+                sent.pop()
+        sent.append((kind, axes, size, several))
+    return sent

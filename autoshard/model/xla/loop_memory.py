@@ -1,0 +1,100 @@
+"""Weights of loops: the TPU compiler keeps what a loop reads or adds up in every turn in the chip's own memory.
+
+That is vector memory, which is no part of the peak, and what lies there need not be read in each turn. Source: compiled
+v5e and v5p programs. `tests/mesh/test_targets.py` compiles loops that fill the room and loops that do not fit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.model.equations import is_matrix_product
+from autoshard.model.xla.sums import read_once, sums_in_loops
+from autoshard.primitives import facts_of
+from autoshard.program import Equation, Program, Value
+
+
+@dataclass(frozen=True)
+class LoopMemory:
+    """The room for what loops keep."""
+
+    bytes: float = 0.0  # of what a loop reads in every turn that need not go through memory
+    keeps_sums: bool = False  # whether matrix products that a loop adds up stay there, too
+    fetched_share: float = 0.0  # of what is gathered for a loop: what is read from memory in every turn all the same
+
+    def outside(self, sizes: np.ndarray, share: float) -> np.ndarray:
+        """Bytes that go through memory of values that take `sizes` bytes.
+
+        Args:
+            sizes: bytes of one value per layout.
+            share: the value's part of all that its loop keeps.
+
+        >>> LoopMemory(bytes=100.0).outside(np.array([40.0, 80.0, 120.0]), share=0.5)
+        array([  0.,  30., 120.])
+        """
+        return np.where(sizes > self.bytes, sizes, np.maximum(0.0, sizes - self.bytes * share))
+
+
+def kept_inside(program: Program, sums: bool) -> dict[int, int]:
+    """What can stay in the chip while a loop turns -> bytes of all that can in its loop.
+
+    That is what its matrix products read in every turn, a recurrent net's weights, and matrix products that it only
+    adds up; with the sums, if the products are not split.
+
+    Args:
+        sums: whether products and sums are of them.
+    """
+    found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
+    for entering in _constants_of_loops(program):
+        assert entering.loop is not None, "boundaries of loops know theirs"
+        values, sizes = found[entering.loop]
+        (inside,) = entering.outputs
+        sizes[inside.id] = inside.bytes
+        values.add(inside.id)
+    for carry, total, makers in sums_in_loops(program, read_once(program)) if sums else ():
+        if is_matrix_product(makers[-1]) and total.outputs[0].bytes:
+            assert carry.loop is not None, "boundaries of loops know theirs"
+            values, sizes = found[carry.loop]
+            (product,) = makers[-1].outputs
+            sizes[product.id] = product.bytes
+            values.add(product.id)
+            if not any(maker.primitive == "split" for maker in makers):
+                values.update(value.id for value in (carry.outputs[0], *total.outputs))
+                values.update(value.id for maker in makers for value in maker.outputs)
+    return {value: sum(sizes.values()) for values, sizes in found.values() for value in values}
+
+
+def turns_that_read(program: Program) -> dict[int, int]:
+    """Values that matrix products of loops read in every turn -> how many turns these are, of all such loops."""
+    found: dict[int, int] = defaultdict(int)
+    for entering in _constants_of_loops(program):
+        (outside,), (inside,) = entering.inputs, entering.outputs
+        assert isinstance(outside, Value), "a number enters no loop as an array"
+        found[outside.id] += inside.trips // outside.trips
+    return dict(found)
+
+
+def _constants_of_loops(program: Program) -> list[Equation]:
+    """The equations that hand a loop what its matrix products read in every turn, if these are several."""
+    entering = [
+        equation
+        for equation in program.equations
+        if equation.primitive == "scan_const"
+        and isinstance(equation.inputs[0], Value)
+        and equation.outputs[0].trips > equation.inputs[0].trips > 0
+    ]
+    multiplied = _multiplied(program) if entering else set()
+    return [equation for equation in entering if equation.outputs[0].id in multiplied]
+
+
+def _multiplied(program: Program) -> set[int]:
+    """The values that matrix products read, and those that these are views of, or the same in another dtype."""
+    found: set[int] = set()
+    for equation in reversed(program.equations):
+        passed_on = facts_of(equation.primitive).passes_on and equation.outputs[0].id in found
+        if passed_on or is_matrix_product(equation):
+            found.update(value.id for value in equation.inputs if isinstance(value, Value))
+    return found

@@ -1,0 +1,83 @@
+"""Reduce_scatters: where XLA's compilers have one, and the stages in which we run it where they do not.
+
+The CPU compiler leaves an all_reduce and a slice what they are. The TPU compiler has no reduce_scatter over all devices
+of a program, and makes one over slices and devices inside them an all_reduce inside: several, one inside the other, it
+runs as they are. Source: compiled v5e programs. `tests/mesh/test_targets.py` compiles stages over one and two slices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autoshard.layout import MeshShape, shards
+
+if TYPE_CHECKING:
+    from autoshard.model.xla.backends import Backend
+
+IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group, member]
+Stages = tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
+
+
+@dataclass(frozen=True)
+class Scatters:
+    """Which reduce_scatters there are."""
+
+    from_all_reduces: bool = True  # whether an all_reduce and a slice become a reduce_scatter
+    over_all_devices: bool = True  # whether there are some over all devices of a program; or it all_reduces, and slices
+
+
+def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
+    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one."""
+    between, inside = _levels(axes, mesh, backend)
+    everybody = shards(inside, mesh) * backend.slices >= math.prod(mesh.values())
+    return backend.scatters.over_all_devices or not inside or not (between or everybody)
+
+
+def axes_between_slices(mesh: MeshShape, slices: int) -> frozenset[str]:
+    """The axes that join so many slices, not devices of one: the outermost."""
+    between, count = set(), 1
+    for axis, size in mesh.items():
+        count *= size
+        if size > 1 and slices % count == 0:
+            between.add(axis)
+    return frozenset(between)
+
+
+def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of the axes that lie between slices, and those that go on inside one."""
+    between = axes_between_slices(mesh, backend.slices)
+    return tuple(axis for axis in axes if axis in between), tuple(axis for axis in axes if axis not in between)
+
+
+def stages_of(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> Stages:
+    """One reduce_scatter over these axes, or several, over minor axes first, where a backend does not have it."""
+    between, inside = _levels(axes, mesh, backend)
+    if scatters_at_once(axes, mesh, backend):
+        return ((axes, None),)
+    stages: Stages = ((inside, None),) if scatters_at_once(inside, mesh, backend) else _in_two(inside, mesh)
+    return (*stages, (between, None)) if between else stages
+
+
+def scatter_stages(axes: tuple[str, ...], mesh: MeshShape) -> list[Stages]:
+    """All ways in which a sum over these axes may be scattered, whatever the backend and the slices."""
+    found: list[Stages] = [((axes, None),)]
+    for count in range(len(axes)):
+        between, inside = axes[:count], axes[count:]
+        outside = ((between, None),) if between else ()
+        found += [((inside, None), *outside), (*_in_two(inside, mesh), *outside)]
+    return found
+
+
+def _in_two(axes: tuple[str, ...], mesh: MeshShape) -> Stages:
+    """A reduce_scatter as two, the one inside the other; of a prime number of devices there is but one."""
+    if len(axes) > 1:
+        return (axes[1:], None), (axes[:1], None)
+    count = shards(axes, mesh)
+    rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
+    if rows == 1:
+        return ((axes, None),)
+    columns = count // rows
+    places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
+    return (axes, tuple(places)), (axes, tuple(zip(*places, strict=True)))
