@@ -107,7 +107,7 @@ def page(found: dict[str, dict[str, list[str]]], count: int) -> str:
         "# What our plans do",
         "",
         "Written by `python benchmarks/techniques.py`, which plans the programs of `docs/benchmarks/plans.md` and",
-        f"reads the plans; what they gain is there. A technique counts from {PART:.0%} of the state's bytes on, or",
+        f"reads the plans. That page says what the plans gain. A technique counts from {PART:.0%} of the state's bytes on, or",
         f"{LITTLE:.0%} of all bytes that are moved.",
         "",
         f"technique | of {count} plans | programs",
