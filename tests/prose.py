@@ -15,7 +15,8 @@ LEFT_OUT = (
     re.compile(r"^(?:#|\||:::|<!--).*$", re.MULTILINE),  # headings, tables, entries of the reference, comments
     re.compile(r"^.*\n(?=--- \|)|^--- \|.*$|^[^`\n|]+ \| .*$", re.MULTILINE),  # tables without outer bars
 )
-ITEM = re.compile(r"^\s*(?:- |\d+\. |:   |\*\*.*\*\*$)", re.MULTILINE)  # what begins an item of a list
+# What begins an item of a list, an entry of the glossary or a source.
+ITEM = re.compile(r"^\s*(?:[-*] |\d+\. |:   |\*\*.*\*\*$|\[\w+\] )", re.MULTILINE)
 END_OF_SENTENCE = re.compile(r"(?<=[.?!])[)\"*]*\s+")
 SECTION = re.compile(r"^(?:Args|Returns|Raises|Yields|Example|Examples):$")
 
