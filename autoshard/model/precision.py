@@ -1,11 +1,11 @@
 """Groups in, the values out that XLA keeps or moves in fewer bits than the program says.
 
 On TPU a matrix product or convolution of float32 operands rounds them to bfloat16, unless the program asks for more
-precision. A value that only such products read is rounded where it is made: it is stored, moved between devices and
+precision. What nothing but such products reads is rounded where it is made: it is stored, moved between devices and
 summed over them as bfloat16. A copy for such products alone is rounded before it is moved.
 
-What a program converts itself moves in the smaller type. A value that the program rounds after it is moved is rounded
-before. On GPU a value that the program widens before it is moved is widened after.
+What a program converts itself moves in the smaller type: rounded before it is moved if it is rounded after, and, on
+GPU, widened after it is moved if it is widened before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value, dtype_name
 
 ROUNDED = 2  # bytes of a bfloat16
-# An operand of these is rounded ahead of them if their result is rounded.
+# What is rounded ahead of these, if what they make of it is rounded.
 _PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
 
@@ -39,14 +39,14 @@ class Widths:
     fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
 
     def of(self, value: Value) -> int:
-        """Bytes per element of a value as it is made, and as it is summed over devices."""
+        """As it is made, and summed over devices."""
         return ROUNDED if value.id in self.kept else value.itemsize
 
     def stored(self, value: Value) -> int:
         return ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Iterable[Group] | None = None) -> int:
-        """Bytes per element of a copy for these readers; by default for all that do not compute on the shards as is."""
+        """Of a copy for these readers; by default for all that do not compute on the shards as they lie."""
         size = self.moved.get(value.id, value.itemsize)
         if readers is None:
             return min(size, self.shared.get(value.id, size))
@@ -54,7 +54,7 @@ class Widths:
 
 
 def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Widths:
-    """The values that `backend` rounds, and those that it moves before it widens them."""
+    """What `backend` rounds, and what it moves before it widens it."""
     if not (backend.rounds_operands or backend.rounds_first or backend.widens_last):
         return Widths()
     readers: dict[int, list[Group]] = defaultdict(list)
@@ -75,7 +75,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
         return moves and all(made.value.id in kept for made in group.made)
 
     def read(group: Group, value: Value) -> int:
-        """Bytes per element of the first thing that a group makes of a value."""
+        """Bytes per element of what a group makes of a value first."""
         if backend.rounds_operands and dtype_name(value.dtype) == "float32" and rounds(group):
             return ROUNDED
         readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
@@ -86,7 +86,7 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
         return value.itemsize
 
     def note(value: Value) -> None:
-        """Notes which copies of a value are smaller. Elementwise readers compute on the shards as is, without one."""
+        """What of a value's copies is smaller. Elementwise readers compute on the shards as they lie, and need none."""
         sizes = {group.index: read(group, value) for group in readers[value.id]}
         smaller = {group: size for group, size in sizes.items() if size < value.itemsize}
         reading.update({(value.id, group): size for group, size in smaller.items()})
@@ -123,14 +123,14 @@ def widths_of(program: Program, groups: Sequence[Group], backend: Backend) -> Wi
 
 
 def _converts(equation: Equation) -> bool:
-    """Whether the equation makes floating-point numbers of other floating-point numbers."""
+    """Whether it makes floating-point numbers of others."""
     if equation.primitive != "convert_element_type":
         return False
     return all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*equation.inputs, *equation.outputs))
 
 
 def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
-    """Whether XLA fuses the one reader of a product into the product, and stores what the reader makes."""
+    """Whether XLA fuses the one reader of a product into it, and stores what that makes."""
     if len(users) != 1 or not users[0].fuses:
         return False
     made = users[0].made

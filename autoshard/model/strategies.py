@@ -36,7 +36,7 @@ class Finish:
     groups: IndexGroups | None = None  # of the one axis that it runs over, if not all along it talk to each other
 
     def devices(self, mesh: MeshShape) -> int:
-        """How many devices talk to each other."""
+        """How many talk to each other."""
         return len(self.groups[0]) if self.groups else shards(self.axes, mesh)
 
 
@@ -57,7 +57,8 @@ class Strategy:
 def strategies_of(group: Group, mesh: MeshShape, backend: Backend = GPU) -> list[Strategy]:
     """Every strategy of `group`; the first splits nothing.
 
-    Strategies come in a fixed order. Of two that want and leave the same layouts at the same cost the first is kept.
+    Two strategies that want and leave the same layouts at the same cost are one: strategies come in a fixed order and
+    the first is kept.
     """
     unique: dict[tuple, Strategy] = {}
     for assignment in _assignments(group, mesh):
@@ -101,8 +102,8 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     """The ways to finish unreduced results: (layouts, collectives) pairs.
 
     Results are reduced factor by factor. A reduce_scatter can take the place of one all_reduce, if it scatters over all
-    the axes of that factor, on one dim. Where we run the reduce_scatter ourselves it comes first, so that only slices
-    are left to all_reduce. XLA makes it of an all_reduce and a slice, and so reduces the whole each time.
+    the axes of that factor, on one dim. Where we run it ourselves it comes first, and what is left to all_reduce are
+    slices; XLA, which makes it of an all_reduce and a slice, reduces the whole each time.
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     if not partial:
@@ -147,14 +148,14 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
 
 
 def _scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
-    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one slice."""
+    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one."""
     between, inside = _levels(axes, mesh, backend)
     everybody = shards(inside, mesh) * backend.slices >= math.prod(mesh.values())
     return backend.scatters_globally or not inside or not (between or everybody)
 
 
 def axes_between_slices(mesh: MeshShape, backend: Backend) -> frozenset[str]:
-    """The axes that join slices, not devices of one slice: the outermost axes."""
+    """The axes that join slices, not devices of one: the outermost."""
     between, count = set(), 1
     for axis, size in mesh.items():
         count *= size
@@ -164,7 +165,7 @@ def axes_between_slices(mesh: MeshShape, backend: Backend) -> frozenset[str]:
 
 
 def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that lie between slices, and the axes that go on inside one slice."""
+    """Those of the axes that lie between slices, and those that go on inside one."""
     between = axes_between_slices(mesh, backend)
     return tuple(axis for axis in axes if axis in between), tuple(axis for axis in axes if axis not in between)
 
@@ -192,7 +193,7 @@ def scatter_stages(axes: tuple[str, ...], mesh: MeshShape) -> list[Stages]:
 
 
 def _in_two(axes: tuple[str, ...], mesh: MeshShape) -> Stages:
-    """A reduce_scatter as two, one inside the other; of a prime number of devices it stays one."""
+    """A reduce_scatter as two, the one inside the other; of a prime number of devices there is but one."""
     if len(axes) > 1:
         return (axes[1:], None), (axes[:1], None)
     count = shards(axes, mesh)
