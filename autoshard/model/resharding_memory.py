@@ -1,8 +1,8 @@
-"""What is held while values are resharded. Two nodes decide it, so no `Problem` has it until it is counted there.
+"""What is held while values are resharded. Two nodes decide it, so it stands in no `Problem` until it is counted there.
 
-A change that is counted has a node of its own. An option of this node stands for some layouts in which the value may be
-left, some layouts in which it may be wanted, and the bytes that every resharding between them holds. Edges allow the
-options that agree with what the two nodes choose. Such nodes cost nothing, and say nothing of how a step is run.
+A change that is counted has a node of its own. Each of its options stands for some layouts in which the value may be
+left, some in which it may be wanted, and the bytes that every resharding from the ones to the others holds; edges allow
+the options that agree with what the two nodes choose. Such nodes cost nothing, and say nothing of how a step is run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
 
 
 class Extra(NamedTuple):
-    """Bytes that a resharding holds beside those that are counted anyway."""
+    """Bytes that a resharding holds beside what is counted anyway."""
 
     first: int  # when it starts: the value as it was left, pieces that an all_to_all cuts it into
     then: int  # until its last use: the resharded copy; of a slice that readers take, what it is taken from
@@ -62,20 +62,20 @@ class Change:
 
     @property
     def kind(self) -> tuple:
-        """A key that is equal for changes of layers that repeat."""
+        """Equal where layers repeat."""
         layouts = id(self.left[1]), id(self.wanted[1])
         return self.value.shape, self.value.dtype, *layouts, self.counts_left, self.counts_wanted, self.fused
 
     def layouts(self, choice: Sequence[int]) -> tuple[Layout, Layout]:
-        """The layout in which the value is left, and the layout in which it is wanted."""
+        """In which it is left, and in which it is wanted."""
         (left, lefts), (wanted, wants) = self.left, self.wanted
         return lefts[choice[left]], wants[choice[wanted]]
 
     def extra(self, left: Layout, wanted: Layout, prices: Prices) -> Extra:
-        """The bytes that resharding the value from one layout to the other holds.
+        """What it holds from one layout to the other.
 
-        A slice that is taken on the way costs nothing, but the value as it was left has to stay. XLA reshards a value
-        that is not stored as soon as it is made, unless that makes it larger. The value is not made again then.
+        A slice that is taken on the way costs nothing, but the value as it was left has to stay. What is not stored XLA
+        reshards as soon as it is made, unless that makes it larger; it is not made again then.
         """
         if left == wanted:
             return Extra(0, 0, False)
@@ -97,18 +97,18 @@ class Change:
         return min(self.used[0], self.made + 1)
 
     def copied_to(self, choice: Sequence[int]) -> list[Reader]:
-        """The users of the resharded copy; a user who wants the value as it is left reads no copy."""
+        """The users of the resharded copy: who wants the value as it is left reads that."""
         left, _ = self.layouts(choice)
         return [reader for reader in self.users if reader.wants[choice[reader.node]] != left]
 
     def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
-        """The point past the last use by these users, given the last point at which each group runs."""
+        """Past the last use by these users, with the last point at which each group runs."""
         uses = uses_of(users)
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
 
 def counted(problem: Problem, changes: Iterable[Change], prices: Prices) -> Problem:
-    """The problem with a node for each of these changes behind its own nodes. It never counts less than they hold."""
+    """The problem with a node for each of these changes behind its own. Never counts less than they hold."""
     costs, edges, lives, names = list(problem.costs), list(problem.edges), list(problem.lives), list(problem.names)
     for change in changes:
         node, own = len(costs), prices.once(_node, change, prices)
@@ -149,7 +149,7 @@ def _node(change: Change, prices: Prices) -> _Node:
 
 
 def _options(change: Change, prices: Prices) -> Iterable[tuple[tuple[Layout, ...], tuple[Layout, ...], Extra]]:
-    """Layouts in which the value is left and wanted, and what every resharding between them holds: each pair once."""
+    """Layouts it is left in, layouts it is wanted in, and what every resharding between them holds: each pair once."""
     found: dict[tuple[tuple[Layout, ...], Extra], list[Layout]] = defaultdict(list)
     for wanted in dict.fromkeys(change.wanted[1]):
         same: dict[Extra, list[Layout]] = defaultdict(list)
