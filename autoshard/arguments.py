@@ -15,8 +15,8 @@ from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
 from autoshard.program.explicit import is_explicit, type_sharding
 
-# Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode; of what has no
-# shape, a token, its abstract value.
+# Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode. A token has no
+# shape; its type is its abstract value.
 ArrayType = tuple[tuple[int, ...], Any, bool, bool, NamedSharding | None] | Any
 _TypedArray = tuple[tuple[int, ...], Any, bool, bool, NamedSharding]
 
@@ -25,7 +25,7 @@ _IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
 
 
 def type_of(leaf: Any) -> ArrayType:
-    """What a compiled step depends on of an array, a NumPy array, a Python number, a ShapeDtypeStruct or a token.
+    """The facts that a compiled step depends on: of an array, NumPy array, Python number, ShapeDtypeStruct or token.
 
     Raises:
         TypeError: the leaf is none of them.
@@ -44,7 +44,7 @@ def type_of(leaf: Any) -> ArrayType:
 
 
 def _typed(aval: Any) -> NamedSharding | None:
-    """The sharding in a type, on the axes alone that are Explicit."""
+    """The sharding in a type, along the Explicit axes alone."""
     sharding = type_sharding(aval)
     if sharding is None:
         return None
@@ -65,14 +65,14 @@ def without_type(type_: ArrayType) -> ArrayType:
 
 
 def whole_type(type_: ArrayType, mesh: AbstractMesh) -> ArrayType:
-    """The same array with a type that has it whole on a mesh of Explicit axes."""
+    """The same array with a type that says it is whole on a mesh of Explicit axes."""
     if not isinstance(type_, tuple):
         return type_
     return (*type_[:4], NamedSharding(mesh, PartitionSpec(*[None] * len(type_[0]))))
 
 
 def abstract(type_: ArrayType) -> Any:
-    """The type for tracing. On which devices an array lies now is no business of the trace, in whose memory is."""
+    """The type for tracing. The trace sees the kind of memory that an array is in, and not its devices."""
     if not isinstance(type_, tuple):
         return jax.lax.create_token()
     shape, dtype, weak, on_host, typed = type_
@@ -83,7 +83,7 @@ def abstract(type_: ArrayType) -> Any:
 
 
 def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> ArgumentError:
-    """The error for arguments (None in the place of static ones) of which `type_of` raises."""
+    """The error for arguments for which `type_of` raises; static arguments are None here."""
     try:
         named = inspect.signature(fn).bind(*args, **kwargs).arguments
     except (ValueError, TypeError):
@@ -103,8 +103,8 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
 def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> list:
     """The arrays on the mesh as the plan wants them.
 
-    What has the plan's very sharding is not touched, and deleted if it is donated. An array that merely lies alike, on
-    a mesh of Explicit axes say, is moved as any other: `jax.jit` would compile once more for it.
+    An array that has the plan's very sharding is not touched, and it is deleted if it is donated. An array that only
+    lies alike, for instance on a mesh of Explicit axes, is moved as any other: `jax.jit` would compile again for it.
 
     Raises:
         ArgumentError: an array has been deleted, or is none.
@@ -143,7 +143,8 @@ def is_deleted(leaf: Any) -> bool:
 def run_transformed(step: Callable[..., tuple], leaves: Sequence[Any], mesh: Mesh) -> tuple:
     """The flat results of `Step.transformed`, wherever the arrays behind the leaves lie.
 
-    What `jax.vmap` has made more of than its shape says can only be copied to all devices, if it has to be moved.
+    An array under `jax.vmap` has more elements than its shape says. If it has to be moved, it can only be copied whole
+    to all devices.
     """
     try:
         return step(*leaves)
@@ -164,6 +165,6 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
                 f"{dict(sharding.mesh.shape)}.\nMove it first (jax.device_put), or give autoshard a mesh that has them."
             )
         if donated and len(elsewhere) < len(leaf.sharding.device_set):
-            # What device_put makes below may share the array's memory, and to donate that would delete the array.
+            # The result of the device_put below may share the array's memory. To donate it would delete the array.
             leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
     return jax.device_put(leaf, sharding)

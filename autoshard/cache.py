@@ -1,9 +1,9 @@
 """Plans kept on disk between runs: what a plan depends on in, the plan that was made for it before out.
 
-One file per plan, named after a digest of all that the plan depends on: the program, its rules, mesh, topology,
-options, and the versions of autoshard and JAX. A file is written beside its place and moved there, so that a reader
-finds all of it or none, and of processes that write at once the last one's stays. A file that is not what was written
-is ignored with a warning, and written anew.
+There is one file per plan. Its name is a digest of all that the plan depends on: the program, its rules, mesh,
+topology, options, and the versions of autoshard and JAX. A file is written beside its place and then moved there. So a
+reader finds all of it or none, and if several processes write at once, the file of the last process stays. A file that
+is not what was written is ignored with a warning, and written anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CacheWarning(UserWarning):
 
 
 def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
-    """Equal if the same plan would be made, in any process."""
+    """The key of a plan: equal in any process if the same plan would be made."""
     rule_texts = [
         (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.beside))
         for rule in rules

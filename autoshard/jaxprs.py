@@ -63,8 +63,10 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def equations_of(jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
-    """The equations of a jaxpr; of a `custom_vjp` with `optimize_remat` the function alone, where its backward pass
-    reads nothing of it, as `jax.jit` lowers it."""
+    """The equations of a jaxpr, as `jax.jit` lowers them.
+
+    A `custom_vjp` with `optimize_remat` becomes the function alone where nothing reads its residuals.
+    """
     if not any(eqn.primitive.name == "remat_opt" for eqn in jaxpr.eqns):
         return jaxpr.eqns
     equations, live = [], {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
@@ -89,7 +91,7 @@ def _without_residuals(eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _expanded(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What a primitive that is defined by a function does; None if it works on more than arrays, or does not say."""
+    """The jaxpr of a primitive that a function defines; None if it works on more than arrays, or names no function."""
     primitive = eqn.params["_prim"]
     if not all(is_array(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
         return None
@@ -110,7 +112,7 @@ def guards(eqn: JaxprEqn) -> Sequence[bool]:
 
 
 def called_operands(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Those of a call equation's operands that its `called_jaxpr` takes."""
+    """The operands of a call equation that its `called_jaxpr` takes."""
     if eqn.primitive.name != "custom_linear_solve":
         return list(operands)
     lengths = eqn.params["const_lengths"]
@@ -127,15 +129,15 @@ def call_name(params: Mapping[str, Any]) -> str:
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
-    """Whether it becomes code that a compiler takes as it is; an interpreted kernel is plain operations."""
+    """Whether the equation is code that a compiler takes as it is; an interpreted kernel is plain operations."""
     return eqn.primitive.name in _KERNELS and not eqn.params.get("interpret")
 
 
 def said(params: Mapping[str, Any]) -> NamedSharding | None:
-    """What a constraint says of a mesh; None if its sharding names no axes.
+    """The sharding over a mesh that a constraint asks for; None if its sharding names no axes.
 
-    A `reshard` to Auto axes says nothing: `jax.jit` leaves those open. One to Explicit axes is no longer a `reshard`
-    when this is asked (`program/explicit.py`).
+    A `reshard` to Auto axes asks for nothing, since `jax.jit` leaves these axes open. A `reshard` to Explicit axes has
+    already become a constraint (`program/explicit.py`).
     """
     sharding = params.get("sharding")
     return sharding if isinstance(sharding, NamedSharding) else None
@@ -185,7 +187,7 @@ def partitioning_rule(params: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
 
     sides = (", ".join(map(text, side)) for side in (rule.operand_mappings, rule.result_mappings))
     kinds = {kind: getattr(rule, f"{kind}_factors") for kind in ("reduction", "need_replication", "permutation")}
-    # What no result has and nothing is said of, the operation may still not be able to work on in parts.
+    # The operation may be unable to work on parts of a factor that no result has and of which the rule says nothing.
     said = {factor for factors in kinds.values() for factor in factors}
     used, made = (
         {f for tensor in side for dim in tensor for f in ((dim,) if isinstance(dim, str) else dim)}
@@ -210,8 +212,8 @@ def devices_put_on(params: Mapping[str, Any]) -> list[int]:
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carries.
 
-    Read off the ranks, since the parameter that holds them differs between JAX releases: stacked operands and results
-    have one dim more outside than inside.
+    The ranks tell, since the parameter that holds these counts differs between JAX releases. Stacked operands and
+    results have one dim more outside than inside.
     """
     inside: Jaxpr = eqn.params["jaxpr"].jaxpr
 
@@ -257,7 +259,7 @@ def _said_around(eqn: JaxprEqn) -> Iterator[None]:
 
 
 def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:
-    """What a `reduce` does with two elements of each operand, of arrays of them at a time."""
+    """The function by which a `reduce` folds two elements of each operand, applied to whole arrays of elements."""
 
     def elementwise(some: Sequence[Any], others: Sequence[Any]) -> list:
         mapped = functools.partial(_opened, eqn.params["jaxpr"])
@@ -269,7 +271,7 @@ def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:
 
 
 def _opened(closed: ClosedJaxpr, *operands: Any) -> list[Any]:
-    """A jaxpr applied to operands, calls opened: as a function it would be one for the mesh that it was traced on."""
+    """A jaxpr applied to operands, calls opened: a function would be bound to the mesh that it was traced on."""
     env = dict(zip((*closed.jaxpr.invars, *closed.jaxpr.constvars), (*operands, *closed.consts), strict=True))
 
     def read(atom: Any) -> Any:

@@ -26,7 +26,7 @@ MeshShape = Mapping[str, int]
 
 
 def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same mesh with Auto axes: constraints inside a step are errors on Explicit ones.
+    """The same mesh with Auto axes: on Explicit axes, constraints inside a step are errors.
 
     >>> with_auto_axes(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
     AbstractMesh('x': 4, axis_types=(Auto,))
@@ -66,7 +66,7 @@ def layout_of(spec: PartitionSpec | None, ndim: int) -> Layout:
 
 
 def without_idle_axes(layout: Layout, mesh: MeshShape) -> Layout:
-    """The layout on a mesh that leaves out some axes: those of one device, which split nothing.
+    """The layout without axes that the mesh leaves out: axes of one device, which split nothing.
 
     >>> without_idle_axes((("x", "one"), ("one",)), {"x": 4})
     (('x',), ())
@@ -142,7 +142,7 @@ def evened(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> Layout:
 
 
 def even_axes(size: int, axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
-    """Those of the axes, in the order of the mesh, that split a dim of this size evenly.
+    """The axes, of those given and in the order of the mesh, that split a dim of this size evenly.
 
     >>> even_axes(12, ("z", "x", "y"), {"x": 4, "y": 2, "z": 3})
     ('x', 'z')

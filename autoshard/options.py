@@ -37,7 +37,7 @@ class Options:
     time_limit: float  # s
     cache: Path | None = None  # the folder in which plans are kept
     refine: int = 1  # how many plans are compiled, to keep the best; 1: none is
-    compiled_for: Mesh | None = None  # where they are: the devices of the mesh, or of a machine that need not be there
+    compiled_for: Mesh | None = None  # for which devices: those of the mesh, or of a machine that need not be there
     ignore_constraints: bool = False  # whether what the step itself says of layouts is dropped
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
 

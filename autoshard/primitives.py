@@ -15,7 +15,7 @@ class Work(Enum):
 
     NONE = auto()  # it only moves data
     PER_RESULT = auto()  # one per element of the result
-    UNKNOWN = auto()  # not known, taken for the same
+    UNKNOWN = auto()  # not known, taken for one per element of the result
     CONTRACTION = auto()  # two per product that it sums
     FACTORIZATION = auto()  # by a textbook's formula, `mesh/compute.py`
     FFT = auto()

@@ -61,8 +61,8 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
 def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) -> None:
     """
     Raises:
-        ConflictError: the step says, by a constraint or a shard_map, that an array is split over an axis which the
-            mesh that it is planned for does not have, or works on the shards of another mesh.
+        ConflictError: the step splits an array, by a constraint or a shard_map, over an axis that the plan's mesh does
+            not have; or the step works on the shards of another mesh.
     """
     for equation, rule in zip(program.equations, rules, strict=True):
         written_for = equation.params.get("mesh") if equation.primitive == "shard_map" else None
@@ -100,7 +100,7 @@ def argument_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, 
 def check_jit_takes(program: Program, layouts: Mapping[int, Layout], mesh: MeshShape) -> None:
     """
     Raises:
-        MeshError: some argument's layout is none that `jax.jit` takes for an argument, or that a plan can hold.
+        MeshError: `jax.jit` does not take some argument's layout for an argument, or a plan cannot hold it.
     """
     for i, layout in layouts.items():
         _check_jit_takes(layout, program.arguments[i], mesh)

@@ -75,10 +75,10 @@ HEAD = """# The solver on the contest's instances
 
 `python benchmarks/solver.py FILE...` on {machine}.
 Each row is one process, `python -m autoshard.solver`, in the contest's time limit or a tenth of it, start and reading
-of the file included. Costs are recomputed from the options
-that it wrote. *Best* is the lowest cost of the 20 teams of the ASPLOS/EuroSys 2025 contest on intra-operator
-parallelism ([results](https://github.com/asplos-contest/2025/blob/main/misc/iopddl_final_results.csv), eight cores),
-*ratio* is cost over best, *XLA* the cost of XLA's solver, where one is published
+of the file included. Costs are recomputed from the options that it wrote. *Best* is the lowest cost of the 20 teams of
+the ASPLOS/EuroSys 2025 contest on intra-operator parallelism
+([results](https://github.com/asplos-contest/2025/blob/main/misc/iopddl_final_results.csv)), on eight cores. *Ratio* is
+cost over best. *XLA* is the cost of XLA's solver, where one is published
 ([source](https://github.com/ti2-group/iopddl_experiments/blob/main/iopddl_final_results.csv)). The instances are in the
 folder `benchmarks` of https://github.com/google/iopddl.
 

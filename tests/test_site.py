@@ -1,4 +1,4 @@
-"""The pages of the site: the reference has every public name once, the glossary every term once, prose is short.
+"""The pages of the site: the reference has every public name once, the glossary every term once.
 
 `mkdocs build --strict` in .ci/run builds it; these tests need no mkdocs.
 """
@@ -11,16 +11,12 @@ from collections import Counter
 
 import pytest
 from documents import ROOT
+from prose import sentences
 
 import autoshard
 import autoshard.solver
 
 DOCS = ROOT / "docs"
-NEW_PAGES = [
-    *(ROOT / "CONTRIBUTING.md", DOCS / "glossary.md"),
-    *sorted((DOCS / "how_to").glob("*.md")),
-    *sorted((DOCS / "reference").glob("*.md")),
-]
 
 
 def located(path: str) -> object:
@@ -85,36 +81,6 @@ def test_the_glossary_defines_each_term_once_in_one_or_two_sentences():
 )
 def test_the_glossary_has_the_terms_that_texts_lean_on(term):
     assert term in {term.lower() for term, _ in TERMS}
-
-
-def sentences(markdown: str) -> list[str]:
-    """The sentences of a page's prose; blocks of code, tables and headings left out."""
-    text = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^(#|\||:::|<!--).*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"^\s*(- |:   |\*\*.*\*\*$)", "\n\n", text, flags=re.MULTILINE)
-    paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
-    parts = (part for paragraph in paragraphs for part in re.split(r"(?<=[.?!])\**\s+", paragraph))
-    return [part for part in parts if re.search(r"\w", part)]
-
-
-@pytest.mark.parametrize("path", NEW_PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_sentences_are_short(path):
-    assert ninth_decile(path.read_text()) < 30
-
-
-def ninth_decile(markdown: str) -> int:
-    """Words of a sentence, of ten of which nine are no longer."""
-    lengths = sorted(len(sentence.split()) for sentence in sentences(markdown))
-    return lengths[int(0.9 * (len(lengths) - 1))] if lengths else 0
-
-
-def test_long_sentences_are_found():
-    assert ninth_decile("A word" + " and a word" * 10 + ".") == 32
-
-
-def test_sentences_are_told_apart():
-    page = "# Head\n\nOne two. Three\nfour.\n\n```sh\nfive.\n```\n- six\n"
-    assert sentences(page) == ["One two.", "Three four.", "six"]
 
 
 def test_pages_made_of_files_of_the_repository_link_to_pages():

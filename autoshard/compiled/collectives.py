@@ -6,14 +6,14 @@ pairs, alone or combined into tuples, replica groups as lists, as iota (``[4,2]<
 
 What TPU programs have besides:
 
-- A collective that runs beside other work stands in several fusions, with one channel id; the first of them says that
-  nothing of it is done before. It counts once, as often as the one that runs least.
+- A collective that runs beside other work stands in several fusions, with one channel id. The first fusion says that
+  nothing of the collective is done before. The collective counts once, as often as the fusion that runs least.
 - A reduce_scatter is an all-reduce in a computation named ``all-reduce-scatter``, which keeps a slice.
 - A matrix product with a gathered operand or scattered result can be a loop of collective-permutes ("windowed
   einsum"), or that loop unrolled. It counts as the all_gather or reduce_scatter that it stands for.
 - Between slices a collective is a pair of ``send`` and ``recv`` to the host, whose attributes tell its kind. The module
-  is that of one slice, the outermost part of the mesh: what goes on inside it and between slices are two collectives.
-  It numbers partitions of one slice, but names what talks to other slices by device ids.
+  is that of one slice, the outermost part of the mesh. What goes on inside a slice and what goes on between slices are
+  two collectives. The module numbers partitions of one slice, but names what talks to other slices by device ids.
 - Each operation says how many cycles XLA expects it to take (`schedule.py`).
 """
 
@@ -125,10 +125,10 @@ class Part:
 
     @property
     def key(self) -> Hashable:
-        """Equal for all parts of one collective; None if it has but one, as what runs by itself does.
+        """Equal for all parts of one collective; None if it has only one part, since it runs by itself.
 
-        They share a channel; so do all that a `shard_map` writes, and one before a loop with those inside, which differ
-        in something else. What is said of the fusions that they stand in may differ.
+        The parts share a channel. So do all collectives of a `shard_map`, and a collective before a loop with those
+        inside; these differ in something else. What is said of the fusions around the parts may differ.
         """
         one = self.collective
         if self.channel is None or self.whole:
@@ -204,8 +204,8 @@ class _WindowStep:
 def _windowed(turns: Sequence[_WindowStep], places: int) -> Iterator[Collective]:
     """The all_gathers and reduce_scatters that the turns of a product, or of several products alike, stand for.
 
-    Turns before and after a loop belong to it. Without one, a gathered operand takes a turn less than there are
-    places, and a scattered sum goes round both ways, each starting with zeros.
+    Turns before and after a loop belong to the loop. Without a loop, a gathered operand takes one turn less than there
+    are places. A scattered sum goes round both ways, and each way starts with zeros.
     """
     found = [*{turn.loop: (turn, turn.loop[1], 1) for turn in turns if turn.loop}.values()]
     if not found:
@@ -226,7 +226,7 @@ def _windowed(turns: Sequence[_WindowStep], places: int) -> Iterator[Collective]
 
 
 def rendezvous(instruction: Instruction) -> str | None:
-    """What a ``send`` and the ``recv`` of what comes back have in common."""
+    """The name that a ``send`` and the ``recv`` of what comes back have in common."""
     said = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.rest)
     return said and said[1]
 
@@ -240,8 +240,9 @@ def equation_of(why: str) -> int | None:
 def peak_bytes(compiled: Any) -> int:
     """Bytes one device holds while a `jax.stages.Compiled` runs, by XLA's own memory analysis.
 
-    Where XLA simulates the heap, on TPU, its peak. Elsewhere arguments, results and temporaries, a donated argument and
-    its result once. (CPU's and GPU's `peak_memory_in_bytes` is not that of the whole program.)
+    On TPU, where XLA simulates the heap, this is the peak of the heap. Elsewhere it is arguments, results and
+    temporaries; a donated argument and its result count once. (CPU's and GPU's `peak_memory_in_bytes` is not that of
+    the whole program.)
     """
     memory = compiled.memory_analysis()
     if _platform(compiled) == "tpu":
@@ -255,7 +256,7 @@ def peak_bytes(compiled: Any) -> int:
 
 
 def _platform(compiled: Any) -> str:
-    """Of the devices that a program was compiled for."""
+    """The platform of the devices that a program was compiled for."""
     shardings = (*jax.tree.leaves(compiled.input_shardings), *jax.tree.leaves(compiled.output_shardings))
     devices = {device.platform for sharding in shardings for device in sharding.device_set}
     return devices.pop() if devices else ""
@@ -331,7 +332,7 @@ def _axes(groups: np.ndarray, mesh_shape: MeshShape) -> tuple[str, ...]:
 
 
 def _partitions(hlo_text: str) -> int | None:
-    """How many devices a module is for, if it says so: on several slices, those of one."""
+    """How many devices a module is for, if it says so; on several slices, how many one slice has."""
     said = re.search(r"\bnum_partitions=(\d+)", hlo_text.partition("\n")[0])
     return int(said[1]) if said else None
 
@@ -383,7 +384,7 @@ def _elements(shape: str) -> list[str]:
 def source_lines(hlo_text: str) -> dict[int, str]:
     """The user's line of each stack frame, from the tables newer XLA prints at the module's head.
 
-    It is the innermost that is in no installed package, or else the innermost.
+    It is the innermost line that is in no installed package, or else the innermost line.
     """
     tables: dict[str, dict[int, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
     table = None

@@ -91,7 +91,7 @@ class Module:
         return self.named[computation]
 
     def operand(self, instruction: Instruction, computation: str) -> Instruction:
-        """What gives an instruction its first operand; itself if that is not of its computation."""
+        """The instruction that makes another's first operand; that other one if it is made in another computation."""
         name = next(iter(operands(instruction)), None)
         return instruction if name is None else self.inside(computation).get(name, instruction)
 
@@ -112,7 +112,7 @@ class Module:
             yield attribute(instruction.rest, "to_apply") or said(instruction.rest, "calls"), 1
 
     def trips(self, loop: Instruction, condition: str, body: str) -> int:
-        """How often a loop runs: XLA's note, or the constant its counter is held against; 1 where neither is there."""
+        """How often a loop runs: XLA's note, or the constant that bounds its counter; 1 if there is neither."""
         if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
             return int(known[1])
         compare = list(self.computations[condition])
@@ -169,7 +169,7 @@ def shape_bytes(shape: str) -> int:
 
 
 def dims_of(shape: str) -> list[int]:
-    """Of the first array of a shape.
+    """The dims of the first array of a shape.
 
     >>> dims_of("(bf16[8192,3072]{1,0}, s8[33554432]{0})")
     [8192, 3072]
@@ -180,7 +180,7 @@ def dims_of(shape: str) -> list[int]:
 
 
 def dtype_of(shape: str) -> str:
-    """Of the first array of a shape, as NumPy calls it.
+    """The dtype of the first array of a shape, as NumPy calls it.
 
     >>> dtype_of("bf16[8]{0}"), dtype_of("pred[]"), dtype_of("f8e4m3fn[2]")
     ('bfloat16', 'bool', 'float8_e4m3fn')
@@ -202,7 +202,7 @@ def _numbers(dims: str) -> list[int]:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of one element: "bf16", "f8e4m3fn" and "c64" say it; pred takes a byte, a token nothing."""
+    """Bits of one element: "bf16", "f8e4m3fn" and "c64" name theirs; pred takes a byte, a token nothing."""
     if match := re.match(r"[a-z]+?(\d+)", dtype):
         return int(match[1])
     return 8 if dtype == "pred" else 0

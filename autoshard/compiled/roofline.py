@@ -1,8 +1,9 @@
 """How long one operation of a compiled GPU program takes: the roofline of its FLOPs and of the memory it moves.
 
-XLA writes no estimate of its own into programs for GPU. Memory is what an operation reads and writes: of an array of
-which a fusion only takes slices, or into which it only puts one, the slices, whatever it casts or transposes first.
-FLOPs are those of matrix products and convolutions; next to the memory that other operations move, theirs do not show.
+XLA writes no estimate of its own into programs for GPU. Memory is what an operation reads and writes. A fusion may only
+take slices of an array, or only put a slice into one; then the slices count, whatever the fusion casts or transposes
+first. FLOPs are those of matrix products and convolutions. FLOPs of other operations do not show next to the memory
+that these move.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Roofline:
         self.module, self.topology = module, topology
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
-        """Of one run of an instruction of this computation; 0 of a collective, and of what starts or ends one."""
+        """Seconds of one run of an instruction of this computation; 0 for a collective, its start and its end."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode in KINDS or opcode.endswith(("-start", "-done")):
             return 0.0

@@ -1,10 +1,12 @@
 """How long a compiled TPU or GPU program takes, in the order in which XLA has put its operations.
 
-A device computes one operation after the other, each as many cycles as XLA expects, or on a GPU, for which XLA says
-nothing, as long as `roofline.py` says. A collective takes what `mesh/collectives.py` says, once those before it on the
-same mesh axes are done. One that starts in one instruction and ends in another, as a ``-start`` and a ``-done``,
-between slices as a ``send`` and a ``recv-done``, or as the first and the last fusion that it stands in, runs beside all
-that is between the two; for any other the device waits.
+A device computes one operation after the other, each for as many cycles as XLA expects. For a GPU XLA says nothing, and
+an operation takes as long as `roofline.py` says. A collective takes what `mesh/collectives.py` says, once those before
+it on the same mesh axes are done.
+
+Some collectives start in one instruction and end in another: a ``-start`` and a ``-done``; between slices a ``send``
+and a ``recv-done``; or the first and the last fusion that the collective stands in. Such a collective runs beside all
+that is between the two instructions. For any other collective the device waits.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class _Simulation:
         self.exposed: dict[str, float] = Counter()  # type: ignore[assignment]  # as well
 
     def place(self, parts: Iterable[Part]) -> None:
-        """Finds where collectives begin and end; parts of one that run more often than others are no more of it."""
+        """Finds where collectives begin and end; a part that runs more often than the other parts is left out."""
         together: dict[Hashable, list[Part]] = defaultdict(list)
         for part in parts:
             together[part.key or len(together)].append(part)
@@ -102,7 +104,7 @@ class _Simulation:
                 self.spans[computation] += [_Span(one.kind, one.axes, length, begin, end) for begin, end in bounds]
 
     def _begin(self, computation: str, start: Instruction) -> str:
-        """What comes from other slices is under way once this one has sent its part, be `recv` before or after."""
+        """Where a collective begins: between slices where this slice sends its part, be `recv` before or after."""
         if start.opcode != "recv":
             return start.name
         for one in self.module.computations[computation]:
@@ -117,7 +119,7 @@ class _Simulation:
         return start.name
 
     def _seconds(self, part: Part) -> float:
-        """Of one run. In a windowed einsum everybody hands on to the next, all links at once."""
+        """Seconds of one run. In a windowed einsum every device hands on to the next, over all links at once."""
         one = part.collective
         if part.is_turn:
             links = [link for axis in one.axes for _, link in self.topology.links[axis].over(self.mesh_shape[axis])]

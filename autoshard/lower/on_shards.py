@@ -2,13 +2,13 @@
 
 Most equations are left to XLA's partitioner. Four kinds are not, and run inside a `shard_map` instead:
 
-* sums of which each device gets a slice: the partitioner only knows all_reduces, and not every backend makes a
-  reduce_scatter of one and a slice;
-* convolutions in groups, some of which the partitioner computes wrongly (`docs/xla_faults.md`);
-* reductions of a split dim by anything but a sum, product, minimum or maximum of real numbers: backends have no
-  all_reduce for them, and the partitioner starts each device's part from the initial value, which then counts as often
-  as there are devices;
-* Fourier transforms, whose batch the partitioner gathers; on CPU it then runs some in an order of dims that its
+- Sums of which each device gets a slice. The partitioner only knows all_reduces, and not every backend turns an
+  all_reduce and a slice into a reduce_scatter.
+- Convolutions in groups, some of which the partitioner computes wrongly (`docs/xla_faults.md`).
+- Reductions of a split dim by anything but a sum, product, minimum or maximum of real numbers. Backends have no
+  all_reduce for them. The partitioner also starts each device's part from the initial value, which then counts as often
+  as there are devices.
+- Fourier transforms. The partitioner gathers their batch; on CPU it then runs some in an order of dims that its
   transforms do not know.
 
 A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a
@@ -52,7 +52,7 @@ class Split:
 
     @classmethod
     def of(cls, equation: Equation, wants: Sequence[Layout], mesh: MeshShape) -> Split:
-        """From the layouts in which the operands are read.
+        """The split that follows from the layouts in which the operands are read.
 
         Raises:
             PlanError: dims that belong together are not split alike.
@@ -101,7 +101,7 @@ def _transforms(equation: Equation) -> bool:
 
 
 def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:
-    """What each device makes of its shards, the axes of the mesh being bound: its shards of the results.
+    """The function from one device's shards of the operands to its shards of the results, with mesh axes bound.
 
     Args:
         eqn: the equation as it stands in its jaxpr.
@@ -124,12 +124,12 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
 
 
 def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> None:
-    """Looks at what a plan says of a program's inner values: its file may have been edited.
+    """Checks what a plan says of a program's inner values, since the plan's file may have been edited.
 
-    Most layouts only say where things lie. Those of what runs on shards decide what is computed.
+    Most layouts only say where values lie. The layouts around an equation that runs on shards decide what is computed.
 
     Raises:
-        PlanError: a layout is none of its value's, or an equation that runs on shards, or whose sum is scattered, is
+        PlanError: a layout does not fit its value; or an equation that runs on shards, or whose sum is scattered, is
             not split as its layouts say.
     """
     said = (layouts.items() for layouts in (annotations.homes, annotations.copies, annotations.sums))
@@ -172,7 +172,7 @@ def _check_layout(layout: Layout, value: Value | np.ndarray | None, mesh: MeshSh
 
 
 def wants_of(equation: Equation, annotations: Annotations) -> list[Layout]:
-    """How each operand is read; what the plan says nothing of is whole."""
+    """The layout in which each operand is read; an operand of which the plan says nothing is whole."""
     found = []
     for operand, value in enumerate(equation.inputs):
         home = annotations.homes.get(value.id) if isinstance(value, Value) else None
@@ -181,7 +181,7 @@ def wants_of(equation: Equation, annotations: Annotations) -> list[Layout]:
 
 
 def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> bool:
-    """Whether a scatter makes of the partial sums what lies as the plan says."""
+    """Whether a scatter leaves the partial sums in the layout that the plan says."""
     if len(homes) != 1 or homes[0] is None or not 0 <= scatter.dim < len(homes[0]):
         return False
     (summed,), home = split.results(), homes[0]
@@ -206,7 +206,7 @@ def _local_params(equation: Equation, split: Split) -> dict[str, int]:
 
 
 def _folded(eqn: JaxprEqn, operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list:
-    """A reduction of a dim that is split over these axes: each device's part, then all parts."""
+    """A reduction of a dim that is split over these axes: each device folds its part, then all parts are folded."""
 
     def gathered(part: jax.Array) -> jax.Array:
         return jax.lax.all_gather(part, axes, axis=0)
@@ -233,10 +233,10 @@ def _halved(fold: Callable[[list, list], list], arrays: list[jax.Array], dims: i
 
 
 def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
-    """This device's slice of a sum, of which it has a part.
+    """This device's slice of a sum, of which the device has a part.
 
-    Scatters rows of a matrix with columns for all lanes of a TPU, and many rows: of others, TPU makes an all_reduce. A
-    stage scatters inside each of the slices that those after it make.
+    What is scattered are the rows of a matrix that has many rows, and columns for all lanes of a TPU. TPU turns any
+    other scatter into an all_reduce. A stage scatters inside each of the slices that the stages after it make.
     """
     others = [dim for dim in range(partial.ndim) if dim != scatter.dim]
     others.sort(key=lambda dim: partial.shape[dim] >= _LANES)
@@ -260,7 +260,10 @@ def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
 
 
 def _split_first(whole: jax.Array, dim: int, later: int, size: int, others: Iterable[int]) -> jax.Array:
-    """A dim as `later * size` pieces, those of all `size` devices first, then the other dims: one copy, if any."""
+    """A dim cut into `later * size` pieces, the pieces of all `size` devices first, then the other dims.
+
+    This takes one copy, or none.
+    """
     count = whole.shape[dim] // (later * size)
     pieces = whole.reshape(*whole.shape[:dim], later, size, count, *whole.shape[dim + 1 :])
     return pieces.transpose(dim + 1, dim, dim + 2, *(other + 2 * (other > dim) for other in others))

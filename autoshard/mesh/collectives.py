@@ -1,9 +1,9 @@
 """What a collective is, and its seconds: kind, mesh axes, bytes and links in, seconds out.
 
 The alpha-beta model of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
-(IJHPCA 2005), with the ring algorithms that NCCL and XLA run: every message costs the latency of its link, every byte
-the inverse of its bandwidth. With `n` devices along an axis, latency `a`, bandwidth `b`, and `V` the bytes of the
-*whole* of what is gathered or reduced, behind a switch:
+(IJHPCA 2005), with the ring algorithms that NCCL and XLA run. Every message costs the latency of its link, every byte
+the inverse of its bandwidth. An axis has `n` devices, latency `a` and bandwidth `b`. `V` is the bytes of the *whole* of
+what is gathered or reduced. Behind a switch:
 
 ==================  ====================================================================
 all_gather          ``(n - 1) a + V (n - 1)/n / b``
@@ -14,7 +14,7 @@ collective_permute  ``a + v / b``
 ==================  ====================================================================
 
 On a torus messages pass the devices between ("How to Scale Your Model", ch. 3, on the AllGather and the AllToAll). A
-line has `n - 1` hops, a ring `n/2`, since both its ways are used at once, and its `b` is of both together:
+line has `n - 1` hops. A ring has `n/2`, since both its ways are used at once, and its `b` is that of both together:
 
 ==================  ====================================================================
 gather, reduction   as above, with ``n/2 a`` for ``(n - 1) a`` on a ring
@@ -23,13 +23,13 @@ collective_permute  ``hops a + v n/4 / b``, as if each device sent to one picked
                     known; but at least ``v / b`` on a line, ``2 v / b`` on a ring: a message goes one way round
 ==================  ====================================================================
 
-Devices that share one memory read what the others wrote: an all_reduce, too, reads and writes everything once, and so
+Devices that share one memory read what the others wrote. So an all_reduce, too, reads and writes everything once, and
 takes as long as an all_gather of the same result.
 
 Over several links a gather or reduction is hierarchical: one phase per link, the slowest first, while what it moves is
 smallest. With equal links behind switches this is exactly one ring over all devices. The dims of a torus count as one
-link: parts of the data go through them in different orders, so that their bandwidths add up (ibid., "What happens when
-we AllGather over multiple axes?"). An all_to_all or collective_permute uses its links side by side, so the slowest
+link. Parts of the data go through them in different orders, so that their bandwidths add up (ibid., "What happens when
+we AllGather over multiple axes?"). An all_to_all or collective_permute uses its links side by side, so the slowest link
 bounds it.
 """
 
@@ -150,5 +150,5 @@ def _all_to_all_share(n: int, link: Link) -> float:
 
 
 def _permute_share(n: int, link: Link) -> float:
-    """How many times over its result a device's link is used; at least once, of a ring one of its two ways."""
+    """How many times over its result a device's link is used: at least once, on a ring twice, as one way is used."""
     return max(_all_to_all_share(n, link), 2 if link.ring else 1)

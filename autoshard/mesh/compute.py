@@ -1,9 +1,10 @@
 """How much work an equation is, and its seconds on one device: the roofline of FLOP rate and memory bandwidth.
 
-Counted as XLA's own cost analysis does: a multiply-add is two, any other elementwise operation one per element of the
-result, transcendental or not (next to the memory they read, the difference does not show), a reduction one per element
-it takes in, moving data none. Where the number depends on an algorithm it is that of the textbook (Golub and Van Loan,
-"Matrix Computations", 4th ed.; `5 n log2 n` for an FFT of `n` complex numbers) and good to a factor of two.
+FLOPs are counted as XLA's own cost analysis counts them. A multiply-add is two. Any other elementwise operation is one
+per element of the result, transcendental or not; next to the memory they read, the difference does not show. A
+reduction is one per element that it takes in, and moving data is none. Where the number depends on an algorithm, it is
+the textbook's, good to a factor of two: Golub and Van Loan, "Matrix Computations", 4th ed., and `5 n log2 n` for an FFT
+of `n` complex numbers.
 """
 
 from __future__ import annotations

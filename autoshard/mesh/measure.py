@@ -95,8 +95,8 @@ def measure(
 def fit(times: Sequence[float], latencies: Sequence[float], transfers: Sequence[float]) -> tuple[float, float]:
     """Factors (a, b) at which ``a * latencies + b * transfers`` is closest to `times`, all in seconds.
 
-    Closest in the sum of ``|log(fitted / time)|``: twice the time is as wrong as half of it, and one disturbed time
-    moves little. That is found by Gauss and Newton's least squares, weighted anew with the inverse of each error.
+    Closest means the least sum of ``|log(fitted / time)|``: twice the time is as wrong as half of it, and one disturbed
+    time moves little. Gauss and Newton's least squares find the minimum, weighted anew with the inverse of each error.
 
     >>> a, b = fit([3.0, 5.0, 20.0, 161.0], latencies=[1.0, 1.0, 1.0, 1.0], transfers=[0.0, 1.0, 4.0, 79.0])
     >>> round(a, 3), round(b, 3)
@@ -143,7 +143,7 @@ class _Timer:
         return [2 * self.workload.pass_bytes / once]
 
     def link(self, axis: str, guess: Topology) -> tuple[float, float]:
-        """By which factors the latency and the inverse bandwidth of the guessed link of an axis are off."""
+        """The factors by which the latency and the inverse bandwidth of the guessed link of an axis are off."""
         rows = []
         for kind in KINDS:
             # which links of a torus a permutation uses depends on its pairs
@@ -189,7 +189,7 @@ class _Timer:
         return lax.fori_loop(0, self.workload.repeats, body, x)
 
     def _seconds(self, loop: Callable[[jax.Array], jax.Array], block: np.ndarray) -> float:
-        """Of one of the repeats of a loop over a block on each device, without what starting a program takes."""
+        """Seconds of one repeat of a loop over a block on each device, without the start of the program."""
         whole = self._fastest(loop, block)
         return (whole - self._start if whole > self._start else whole) / self.workload.repeats
 
@@ -225,7 +225,7 @@ def _memory_bytes(mesh: Mesh) -> float | None:
 
 
 def _topology(numbers: Sequence[float], mesh: Mesh, guess: Topology) -> Topology:
-    """From bytes, a rate per dtype, a memory bandwidth, and two factors for each axis that was measured."""
+    """The topology of these numbers: bytes, a rate per dtype, a memory bandwidth, two factors per measured axis."""
     memory_bytes, *rates = numbers[: 1 + len(_DTYPES)]
     memory_bandwidth, *factors = numbers[1 + len(_DTYPES) :]
     links = {axis: link for axis, link in guess.links.items() if mesh.shape[axis] == 1}

@@ -1,8 +1,8 @@
 """Machines that are not there: a name in, a mesh of devices that can be compiled for, not run on, out.
 
-TPU programs are compiled by the package libtpu, GPU programs by the CUDA
-plugin of JAX; neither needs the hardware. What XLA wants to know of a GPU is a row of `_GPUS`, from the device
-descriptions that XLA's own tests use (openxla/xla, xla/backends/gpu/target_config/specs).
+TPU programs are compiled by the package libtpu, GPU programs by the CUDA plugin of JAX. Neither needs the hardware.
+What XLA wants to know of a GPU is a row of `_GPUS`, from the device descriptions that XLA's own tests use (openxla/xla,
+xla/backends/gpu/target_config/specs).
 """
 
 from __future__ import annotations

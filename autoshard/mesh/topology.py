@@ -65,7 +65,7 @@ class Topology:
         )
 
     def flops_for(self, dtype: Any) -> float:
-        """FLOP/s for a dtype or its name; one without a rate of its own runs at that of its nearest kin.
+        """FLOP/s for a dtype or its name; a dtype without a rate of its own runs at that of its nearest kin.
 
         Floats of 16 bits or less are tried as bfloat16, then everything as float32, then as the slowest rate known.
 
@@ -144,10 +144,10 @@ class Topology:
         """Guess the machine from a `jax.sharding.Mesh` (by its devices) or an `AbstractMesh`.
 
         TPU devices tell their place in the torus, which may be one to compile for only. An axis that covers whole dims
-        of it is on rings, where those dims close, or lines, side by side; one that covers every second chip of a dim
-        shares its wires; one that covers anything else is taken for a line. How many chips a dim has is how many the
-        mesh has there. Where the slice changes along an axis, it is on the network, too. GPUs and CPUs are on the
-        network where the process changes; with one process per GPU, where the host does.
+        of the torus is on rings, where those dims close, or on lines, side by side. An axis that covers every second
+        chip of a dim shares the wires of the dim. Any other axis is taken for a line. A dim has as many chips as the
+        mesh has there. Where the slice changes along an axis, the axis is on the network, too. GPUs and CPUs are on the
+        network where the process changes; with one process per GPU, where the host changes.
 
         An AbstractMesh names no devices: lines of TPU v5e are assumed. An unknown device kind is taken for a CPU, with
         a warning.

@@ -1,4 +1,4 @@
-"""A formulation and the layout of every value in, the cheapest choice that leaves values so out: nothing is planned."""
+"""A formulation and the layout of every value in, the cheapest choice that leaves values so out. Nothing is planned."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TIE = 1e-18  # s per byte held: of choices that take equally long, the one that
 
 
 def as_propagated(formulation: Formulation, layouts: Mapping[int, Layout]) -> Solution:
-    """What a step costs whose values lie as `layouts` (value id -> layout) say.
+    """The solution of a step whose values lie as `layouts` (value id -> layout) say.
 
-    Operands are read as they lie, where that leaves the results so. A group that cannot leave them so is free to do its
-    best. The solution claims no bound: it was not searched for among all shardings.
+    Operands are read as they lie, if the results then lie as they should. A group that cannot leave its results so is
+    free to do its best. The solution claims no bound, since it was not searched for among all shardings.
     """
     given = {value: without_idle_axes(layout, formulation.mesh) for value, layout in layouts.items()}
     costs = [costs.copy() for costs in formulation.problem.costs]

@@ -1,31 +1,34 @@
 """When each value holds memory: the equations in program order in, stretches of program points out.
 
-Program point `t` is the moment equation `t` runs. What holds memory:
+Program point `t` is the moment at which equation `t` runs. Each of these holds memory:
 
-* an argument, all the time, in its home layout; and a resharded copy of it from its first to its last use;
-* a donated argument a second time, from its first to its last use, if one of its uses need not come before the result
-  that is written over it: XLA then works on a copy. An all_reduce of the gradient, combined with all others, does
-  come after every use, and saves the copy;
-* a result that takes no argument's place, all the time, as XLA reserves result buffers for the whole program;
-* an argument of more than two dims a second time, transposed, from the start to its last use, if a matrix product
-  or convolution reads it with its dims where XLA does not want them;
-* on TPU an argument a second time, as images lie, from its first to its last use by a convolution;
-* what a product repeats of a smaller value, in full, until the reduction that the product is folded into;
-* nothing more for a donated argument that a loop carries on, nor for what the loop hands on by elementwise operations:
-  it is written over the value before, if every use of that comes first;
-* every other value that is stored: from the equation that makes it to its first use in the layout it is made in, and
-  while it is used in the layout it is used in; but in the layout it is made in also then, if all that is between the
-  two is a slice that elementwise readers take themselves;
-* a result that a reduction has yet to finish, until its first use: XLA runs reductions together where none waits for
-  another. Where there is no reduce_scatter, the whole result too, until its last use.
+- An argument, all the time, in its home layout. A resharded copy of it, from its first to its last use.
+- A donated argument a second time, from its first to its last use, if one of its uses need not come before the result
+  that is written over it. XLA then works on a copy. An all_reduce of the gradient, combined with all others, does come
+  after every use, and saves the copy.
+- A result that takes no argument's place, all the time, since XLA reserves result buffers for the whole program.
+- An argument of more than two dims a second time, transposed, if a matrix product or convolution reads it with its dims
+  where XLA does not want them: from the start to its last use.
+- On TPU, an argument a second time, as images lie, from its first to its last use by a convolution.
+- What a product repeats of a smaller value, in full, until the reduction that the product is folded into.
+- Every other value that is stored. It is held in the layout it is made in, from the equation that makes it to its first
+  use; and in the layout it is used in, while it is used. If only a slice that elementwise readers take themselves is
+  between the two layouts, the value stays in the first layout while it is used, too.
+- A result that a reduction has yet to finish, until its first use, since XLA runs reductions together where none waits
+  for another. Where there is no reduce_scatter, the whole result too, until its last use.
+- On GPU, what a gradient that is summed over devices is made of, until the end of the program or of the loop around it,
+  since XLA computes these gradients last. The same holds for what a loss is picked from, unless XLA sums the picks with
+  the softmax.
 
-* on GPU what a gradient that is summed over devices is made of, until the end of the program or of the loop around it:
-  XLA computes these last. So it is with what a loss is picked from, unless XLA sums the picks with the softmax;
-* on GPU no operand of an elementwise group that writes its result over it, if nobody else reads that.
+Nothing more is held for two kinds of values:
 
-What depends on the options that are chosen, slices and collectives, `memory_terms.py` counts. A value is not stored if
-XLA computes it again inside each of its readers (`Group.repeated`); then what it is computed from is held until the
-last of them. Values inside a group are never stored.
+- A donated argument that a loop carries on, and what the loop hands on by elementwise operations. The new value is
+  written over the value before, if every use of the latter comes first.
+- On GPU, an operand that an elementwise group writes its result over, if no other group reads the operand.
+
+`memory_terms.py` counts what depends on the options that are chosen: slices and collectives. A value is not stored if
+XLA computes it again inside each of its readers (`Group.repeated`). Then what it is computed from is held until the
+last reader. Values inside a group are never stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A formulation with a memory limit in, the cheapest choice out that was found within it, all it holds counted."""
+"""A formulation with a memory limit in, the cheapest choice found within the limit out, with all it holds counted."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ LEAN_ITERATIONS = 4  # ... for so long, twice
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
-    What a resharding holds depends on two choices at once, so it stands in no problem. The first one that is solved has
-    as much more room as small values may hold less than is counted, so that no choice is forbidden for that. While a
-    solution is over the limit, the problem is solved again without this room, and with what it reshards there counted,
-    a few times. If nothing comes of that, or what does is far from its bound, lean choices are looked at, which the
-    problem may say not to fit. All of this shares one budget, so that a busy machine finds the same solution, unless
-    the clock ends it. Ctrl-C ends it with the best solution by then.
+    What a resharding holds depends on two choices at once, so no problem has it at first. Small values may hold less
+    than is counted. The first problem has as much more room, so that no choice is forbidden for that. While a solution
+    is over the limit, the problem is solved again, a few times: without this room, and with what is resharded there
+    counted.
+
+    If that finds nothing within the limit, or something far from its bound, lean choices are looked at. The problem may
+    say of such a choice that it does not fit. All rounds share one budget, so that a busy machine finds the same
+    solution, unless the clock ends the search. Ctrl-C ends it with the best solution by then.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.
@@ -101,7 +103,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
 
 
 def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
-    """The problem with small values counted at their largest, and how many bytes too much that may be at any point.
+    """The problem with small values counted at their largest, and by how many bytes that may be too much at a point.
 
     Args:
         room: the most bytes for that.
@@ -132,8 +134,8 @@ def _lean_solutions(
 
     With each comes its peak.
 
-    Those that hold more are cheaper and reshard less, so that what they hold in all can be less. They do not depend on
-    the problem's limit: what one call says is needed, another one finds again.
+    Choices that hold more without reshardings are cheaper and reshard less, so that what they hold in all can be less.
+    The choices do not depend on the problem's limit: what one call says is needed, another call finds again.
 
     Raises:
         SolverError: the least that a choice holds was not found in time.

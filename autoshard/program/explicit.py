@@ -2,17 +2,16 @@
 
 On Explicit axes the type of an array says how it lies. Three kinds of types are orders:
 
-* what the user wrote, `reshard` and `out_sharding=`, becomes a `sharding_constraint` where it stands;
-* the types of arguments that have one: `Types.arguments`;
-* the types of results: a `sharding_constraint` at the end of the jaxpr.
+- What the user wrote, `reshard` and `out_sharding=`, becomes a `sharding_constraint` where it stands.
+- The types of arguments that have one become `Types.arguments`.
+- The types of results become a `sharding_constraint` at the end of the jaxpr.
 
-All other types follow from these by JAX's rules, and are dropped: the plan decides. Also open is
+All other types follow from these by JAX's rules, and are dropped: the plan decides. These are open, too:
 
-* an argument without a type (a NumPy array, a `ShapeDtypeStruct` without a sharding, an array on Auto axes), and each
-  whole dim of a result that such an argument goes into, since the dim is whole only because the argument counts as
-  such;
-* a whole value in a backward pass, and a constant: JAX wrote down what it lies like, not the user;
-* whatever a type on a mesh of several kinds of axes does not split: Auto axes may split it.
+- An argument without a type: a NumPy array, a `ShapeDtypeStruct` without a sharding, an array on Auto axes. So is each
+  whole dim of a result that such an argument goes into: the dim is whole only because the argument counts as whole.
+- A whole value in a backward pass, and a constant: JAX wrote down how these lie, not the user.
+- What a type on a mesh of several kinds of axes does not split: Auto axes may split it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ArgumentSelection:
         return place in (self.positions if isinstance(place, int) else self.names)
 
     def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, Arguments]:
-        """(the chosen arguments with their places, the others)."""
+        """The chosen arguments with their places, and the other arguments."""
         if not self.positions and not self.names:
             return (), (args, kwargs)
         chosen: tuple[tuple[int | str, Any], ...] = tuple((i, arg) for i, arg in enumerate(args) if i in self.positions)

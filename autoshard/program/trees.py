@@ -1,8 +1,8 @@
 """Containers of pytrees apart from their leaves.
 
 Constructors of users' containers may look at what they hold, as labelled arrays do. So a user's container is rebuilt
-with tracers and arrays alone, as `jax.jit` rebuilds it; with anything else only for the user, and if that fails, plain
-containers take its place.
+with tracers and arrays alone, as `jax.jit` rebuilds it. It is rebuilt with anything else only to show it to the user.
+If that fails, plain containers take its place.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Tree:
 
     @classmethod
     def of(cls, tree: Any) -> Tree:
-        """Of a pytree whose leaves are listed as JAX lists them."""
+        """The tree of a pytree whose leaves are listed as JAX lists them."""
         found, structure = tree_flatten_with_path(tree)
         return cls(structure, tuple(path for path, _ in found), tuple(range(len(found))))
 
     @classmethod
     def of_indices(cls, tree: Any) -> Tree:
-        """Of a pytree that has the index of a leaf in the place of each."""
+        """The tree of a pytree in which each leaf is its index in the list of leaves."""
         return Tree(**vars(cls.of(tree)) | {"order": tuple(jax.tree.leaves(tree))})
 
     def children(self) -> list[Tree]:

@@ -2,17 +2,17 @@
 
 The two differ:
 
-- XLA broadcasts an operand's dim of size 1 by an operation of its own, whose result is as large as the others and
-  counts as such in a conflict. So it adds the dim along which arrays are stacked.
+- XLA broadcasts an operand's dim of size 1 by an operation of its own. The result is as large as the other operands and
+  counts as such in a conflict. In the same way XLA adds the dim along which arrays are stacked.
 - A gather that fills in for positions out of bounds is followed by the choice between what it found and the filling.
-- Arrays that are cut out of one are cut out one by one.
+- Arrays that are cut out of one array are cut out one by one.
 - A broadcast that adds nothing but dims of size 1 is a reshape.
-- Constants, and what is made of nothing else, XLA makes anew for every reader, as it does with a scalar that is
-  broadcast. No layout passes from one reader to another through them.
+- XLA makes constants, and what is made of nothing else, anew for every reader. It does the same with a scalar that is
+  broadcast. No layout passes from one reader to another through such values.
 - What enters a branch is the outer value itself.
-- A constraint holds before it as well, as long as nothing else is said of the value that is constrained. Where a loop
-  or branch hands that value over, its other readers read the constrained one instead; after several constraints in a
-  row, those further down read what the last one makes.
+- A constraint holds for the value before it as well, as long as no other constraint says anything of that value. Where
+  a loop or branch hands the value over, its other readers read the constrained one instead. After several constraints
+  in a row, readers further down read what the last constraint makes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoshard.program import Equation, Program, Value
 from autoshard.propagation.rule import Dims, Rule
 from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
 
-# What keeps the dims of a tensor, and what cuts a piece out of one or puts it there: that, forward only, goes with it.
+# Operations that keep the dims of a tensor. Those in _CUTS, which take out or put in a piece, count so forward only.
 _KEEPS_DIMS = (
     frozenset(ELEMENTWISE)
     | CONSTRAINTS
@@ -89,7 +89,7 @@ class Operation:
     elementwise: bool
 
     def direction(self, round_: int) -> str | None:
-        """How it takes part in a round: "both" ways, "forward", "backward", by "passing" factors, or not (None)."""
+        """The way it takes part in a round: "both", "forward", "backward", by "passing" factors, or not (None)."""
         if self.kind == "broadcast":
             return None if round_ < 2 else "backward" if round_ < 4 else "both"
         if round_ < 2 and not (self.alone or round_ == 1):
@@ -104,7 +104,7 @@ class Operation:
 class Operations:
     """A program as propagation sees it.
 
-    A tensor is an id: that of its value in the program, or a negative one for what only XLA has.
+    A tensor is an id: the id of its value in the program, or a negative id for a tensor that only XLA has.
     """
 
     def __init__(self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout]):

@@ -1,7 +1,7 @@
 """From mesh axes per factor to the layout of one tensor, and back.
 
-A compound dim ``(h k)`` lies on the mesh like ``h`` first: its minor factor ``k`` can be split only where every ``h``
-stands on a device of its own, because a layout has no strides.
+A compound dim ``(h k)`` is split along ``h`` first. Its minor factor ``k`` can be split only where every ``h`` stands
+on a device of its own, because a layout has no strides.
 
 >>> mesh, sizes = {"x": 4, "y": 2}, {"h": 4, "k": 16}
 >>> layout_of_factors((("h", "k"),), {"h": ("x",), "k": ("y",)}, sizes, mesh)
@@ -65,8 +65,8 @@ def factors_of_layout(
 ) -> dict[str, tuple[str, ...]]:
     """The axes of every split factor of a tensor that lies so; the way back from `layout_of_factors`.
 
-    The axes of a compound dim go to its factors major first, each taking what fills it, the last one all the rest.
-    Axes from the first one on that would have to be cut to fit a factor belong to none, and are left out.
+    The axes of a compound dim go to its factors, major first. Each factor takes the axes that fill it, and the last
+    factor takes all the rest. If an axis would have to be cut to fit a factor, this axis and all after it are left out.
     """
     assignment: dict[str, tuple[str, ...]] = {}
     for dim, axes in zip(dims, layout, strict=True):

@@ -1,8 +1,8 @@
 """A few fixed layouts in, a layout for every value of the program out: GSPMD's propagation, as Shardy does it.
 
-Every equation, by its rule, lets the layouts of its operands and results agree factor by factor: where one tensor
-splits a factor over some axes, all others that have the factor may follow, as long as no axis then splits two dims of
-one tensor. That goes on, in both directions, until nothing changes.
+Every equation, by its rule, lets the layouts of its operands and results agree factor by factor. Where one tensor
+splits a factor over some axes, all other tensors that have the factor may follow, as long as no axis then splits two
+dims of one tensor. That goes on, in both directions, until nothing changes.
 
 Five rounds, each to its own fixed point, make conflicts fall the way a person would have decided them (Shardy's
 op-priority propagation):
@@ -13,13 +13,13 @@ op-priority propagation):
 4. all factors, also contracted ones, but the same of broadcasts;
 5. everything.
 
-In each round the operations stand on a stack, first ones on top, and one whose tensors have changed is looked at again
-before the rest.
+In each round the operations stand on a stack, the first operations on top. An operation whose tensors have changed is
+looked at again before the rest.
 
 Within an equation the tensors follow as in Shardy's AggressiveFactorPropagation: each takes what it can, and where two
 factors want one axis, the larger source wins. A factor may take a part of an axis where it has no room for more, and
-the rest may go elsewhere, so axes come in prime parts here. Where a dim ends up with some parts of an axis only, its
-layout ends before that axis, as no PartitionSpec could say it.
+the rest may go elsewhere. So axes come in prime parts here. A dim may end up with some parts of an axis only. Its
+layout then ends before that axis, since no PartitionSpec can name a part.
 """
 
 from __future__ import annotations
@@ -290,10 +290,10 @@ def _in_order(
     mesh: Mapping[_Part, int],
     elementwise: bool,
 ) -> list[str]:
-    """The factors to split, those first that win where two want the same axis.
+    """The factors to split; of two that want the same axis, the one that wins comes first.
 
-    The largest tensor that is split so already decides, as the smaller one is the cheaper to reshard; then, in
-    elementwise operations, the number of pieces; then the order of the tensors, and of the factors.
+    The largest tensor that is already split so decides, since the smaller tensor is the cheaper one to reshard. In
+    elementwise operations the number of pieces decides next. Then the order of the tensors decides, and of the factors.
     """
     source: dict[str, tuple[int, int]] = dict.fromkeys(wished, (1, -1))  # (- elements, position)
     for position, projection in enumerate(projections):
@@ -318,7 +318,7 @@ def _grown(
     mesh: Mapping[_Part, int],
     limits: Sequence[Mapping[str, Axes]] = (),
 ) -> dict[str, Axes]:
-    """The axes of one tensor's factors after each, in order, took what it wished for and may have.
+    """The axes of one tensor's factors, after each factor in order took what it wished for and may have.
 
     Args:
         limits: axes of other tensors' factors that may not be outgrown.
@@ -346,7 +346,7 @@ def _common_axes(factor: str, sources: Sequence[_Projection], others: Sequence[_
     Args:
         factor: the factor whose axes to compare.
         sources: tensors that may make the axes longer.
-        others: the remaining ones, which may so too, unless it goes `one_way`.
+        others: the remaining tensors, which may make the axes longer too, unless propagation goes `one_way`.
     """
     common: Axes = ()
     may_grow = True
@@ -368,7 +368,7 @@ def _common_axes(factor: str, sources: Sequence[_Projection], others: Sequence[_
 def _within_factor(
     factor: str, axes: Axes, projection: _Projection, sizes: Mapping[str, int], mesh: Mapping[_Part, int]
 ) -> Axes:
-    """The prefix of `axes` that this tensor's factor has already or can take."""
+    """The prefix of `axes` that the factor of this tensor already has or can take."""
     there = projection.axes[factor]
     if factor in projection.closed or factor in projection.overflow:
         return _until(axes, set(axes) - set(there))
@@ -397,7 +397,7 @@ def _layout(
     sizes: Mapping[str, int],
     mesh: Mapping[_Part, int],
 ) -> PartLayout:
-    """The layout that splits the factors so; minor factors of a dim stay whole where a major one is not used up."""
+    """The layout that splits the factors so; minor factors of a dim stay whole unless the major factor is used up."""
     layout = []
     for dim in dims:
         split: Axes = ()

@@ -92,7 +92,7 @@ def register_rule(
 
 
 def rule_of(equation: Equation) -> Rule:
-    """The sharding rule of one equation; one whose primitive has none is kept whole, with a warning."""
+    """The sharding rule of one equation; an equation whose primitive has no rule is kept whole, with a warning."""
     known = _known(equation)
     if known is None:
         _warn_of_unknown(equation)

@@ -1,8 +1,8 @@
 """Which dims of an equation's operands and results belong together: shapes and notation in, a `Rule` out.
 
-The notation is that of `jax.experimental.custom_partitioning`, close to einsum: one name per dim, brackets around the
-factors of a compound dim (major to minor), ``...`` for leading dims of any number, and ``1`` for a dim of size 1 that
-no factor owns.
+The notation is that of `jax.experimental.custom_partitioning`, close to einsum. There is one name per dim, and brackets
+stand around the factors of a compound dim (major to minor). ``...`` stands for leading dims of any number, and ``1``
+for a dim of size 1 that no factor owns.
 
 >>> rule = Rule.parse("b (h k), (h k) f -> b f", (8, 64), (64, 16), (8, 16), reduction="h k", sizes={"h": 4})
 >>> rule.sizes["k"], sorted(rule.splittable)

@@ -44,8 +44,8 @@ def _product_factors(
 ) -> None:
     """The factors of a product whose result has `offset` dims before its batch dims.
 
-    A ragged dim of the left operand is cut where `group_sizes` say at run time, so it stays whole, as do the group
-    dims of the right operand, which are no dims of the result. `group_sizes` may begin with some of the batch dims.
+    A ragged dim of the left operand is cut where `group_sizes` say at run time, so it stays whole. The group dims of
+    the right operand, which are no dims of the result, stay whole too. `group_sizes` may begin with some batch dims.
     """
     left, right = operands[0], operands[1]
     to = offset

@@ -76,8 +76,8 @@ def reshape(equation: Equation) -> Rule:
 def _reshape(operand: Shape, result: Shape, order: tuple[int, ...]) -> Rule:
     """Walks both shapes from the major end, one common factor at a time.
 
-    Where the dims do not share a factor (``6 -> 4``, say), both sides get factors of their own, which no split can
-    survive, until the products of the sizes meet again.
+    Where the dims do not share a factor (``6 -> 4``, say), both sides get factors of their own until the products of
+    the sizes meet again. No split can survive such factors.
     """
     builder = RuleBuilder([operand], [result])
     if 0 in operand:  # no elements: nothing to split, and no products to compare

@@ -1,7 +1,7 @@
 """Operations that read or write at positions computed at run time.
 
-XLA splits an indexed dim by letting every device look up all indices in its own shard and mask what is elsewhere: a
-gather then leaves partial results (all devices but one hold zeros), a scatter writes what falls into its shard.
+XLA splits an indexed dim by letting every device look up all indices in its own shard and mask what is elsewhere. A
+gather then leaves partial results: all devices but one hold zeros. A scatter writes what falls into the shard.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def accumulating_scatter(equation: Equation) -> Rule:
 
 @rule("scatter", "scatter-sub")
 def overwriting_scatter(equation: Equation) -> Rule:
-    """`v d, b 1, b d -> v d`, b whole: what one update leaves, another cannot be added to."""
+    """`v d, b 1, b d -> v d`, b whole: updates overwrite each other, so their partial results cannot be added."""
     return _scatter_of(equation, "need_replication")
 
 

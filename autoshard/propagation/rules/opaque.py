@@ -1,4 +1,4 @@
-"""Operations whose inside nobody but their maker knows. They get whole operands, unless they say how they are split."""
+"""Operations whose inside only their maker knows. Such an operation gets whole operands unless it has a rule itself."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from autoshard.propagation.rules.elementwise import shapes_of
     "csr_todense",
     "spsolve",
     "todense",
-    # Memory that changes in place: a layout belongs to a value, and this has many.
+    # Memory that changes in place: a layout belongs to a value, and a reference holds many values in turn.
     "addupdate",
     "freeze",
     "get",

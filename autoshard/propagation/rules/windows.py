@@ -43,8 +43,8 @@ def _convolution(
         builder.factor(batch_groups, [(0, batch), (1, kernel_out)], [(0, out_channels)])
     builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
     for dim, kernel_dim, out_dim in zip(spatial, window, out_spatial, strict=True):
-        # The larger of the two is the major factor: a split of the images goes to the result, or, in the gradient of
-        # a kernel, where the "kernel" is an image itself, to that.
+        # The larger of the two is the major factor. So a split of the images goes to the result. In the gradient of a
+        # kernel the "kernel" is an image itself, and the split goes to it.
         positions: _Window = (result[out_dim], [], [(0, out_dim)])
         taps: _Window = (kernel[kernel_dim], [(1, kernel_dim)], [])
         room = images[dim]
