@@ -8,17 +8,17 @@ In its order of preference:
 2. the same tile counts on other dims: all_to_all, one for all the pairs of dims that are swapped;
 3. fewer copies, finer tiles: a local slice, free, and a collective_permute if the devices come out in another order;
 4. more copies, coarser tiles: a collective_permute that puts devices in order, an all_gather per dim, last dim first;
-5. a mix: split one dim in two, copy one dim, or unfold the copies into a dim, then any of the above; or set aside the
-   tiles that the target has and the source only cuts finer, and do the rest inside each group of devices;
+5. a mix: split one dim in two, copy one dim, or unfold the copies into a dim, then any of the above. Or set aside the
+   tiles of the target that the source only cuts finer, and do the rest inside each group of devices;
 6. "involuntary full rematerialization": all_gather every dim, slice.
 
 A step's bytes are its result on one device. Copies within a device's memory are not priced. A dim that does not divide
 evenly is taken as padded to the larger of what source and target pad it to; the halo exchanges that XLA then adds are
 not modelled.
 
-`benchmarks/resharding.py` compares this with compiled programs: all pairs of layouts of one to three dims on the meshes
-(8,), (4, 2) and (2, 2, 2), 5,134 of them, come out with the same kinds, axes and bytes, as do random pairs on up to 16
-devices, with axes in any order and counts of three.
+`benchmarks/resharding.py` compares this with compiled programs. All 5,134 pairs of layouts of one to three dims on the
+meshes (8,), (4, 2) and (2, 2, 2) come out with the same kinds, axes and bytes. So do random pairs on up to 16 devices,
+with axes in any order and counts of three.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[s
 def stops(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[Layout, ...]:
     """The layouts by way of which an array goes from `source` to `target`; none where XLA takes it there itself.
 
-    On axes whose sizes are not powers of one prime, XLA since JAX 0.11.1 ends the process where it would cut a dim
-    between devices that no axis tells apart ("Could not slice dimension"): it is handed only what needs no such cut.
+    On axes whose sizes are not powers of one prime, a resharding may cut a dim between devices that no axis tells
+    apart. XLA since JAX 0.11.1 ends the process there ("Could not slice dimension"). So XLA gets only steps without
+    such cuts.
 
     >>> stops((("x",), ()), ((), ("x", "y")), {"x": 3, "y": 2})
     (((), ('x',)),)
@@ -112,9 +113,9 @@ def _of_one_prime(mesh: tuple[tuple[str, int], ...]) -> bool:
 
 @cache
 def _stops(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[Layout, ...]:
-    """The way with the fewest bytes of: gather some axes of the source, move others, cut by some of the target.
+    """The way with the fewest bytes: gather some axes of the source, move others, cut by some axes of the target.
 
-    There is one: what is split alike stays, the rest is gathered, then cut.
+    One way always exists: what is split alike stays, the rest is gathered, then cut.
     """
     best, ways = math.inf, itertools.product(_coarser(source), _coarser(target))
     found: tuple[Layout, ...] = ()
@@ -159,14 +160,14 @@ _Collective = tuple[str, tuple[str, ...], int]  # kind, axes, into how many tile
 _Steps = list[_Collective]
 
 
-# What the way from one layout to another may depend on beside which axes go from where to where: where dims stand that
-# are whole in both, and the order of devices. And that it may cut dims otherwise than axes do.
+# The way from one layout to another depends on which axes go from where to where. It may also depend on where dims that
+# are whole in both layouts stand (DIMS), and on the order of devices. CUTS: it may cut dims otherwise than axes do.
 DIMS, DEVICES, CUTS = "dims", "devices", "cuts"
 _Path = tuple[tuple[_Collective, ...], frozenset[str]]  # the collectives, and which of these are true of it
 
 
 def _without_whole_dims(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """Both without the dims that neither splits."""
+    """Both layouts without the dims that neither splits."""
     kept = [pair for pair in zip(source, target, strict=True) if any(pair)]
     before, after = zip(*kept, strict=True) if kept else ((), ())
     return before, after
@@ -175,9 +176,9 @@ def _without_whole_dims(source: Layout, target: Layout) -> tuple[Layout, Layout]
 def _renamed(
     source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[Layout, Layout], dict[str, str]]:
-    """Both with axes of equal size named in the order in which they come up, and the names that those had.
+    """Both layouts with axes of equal size renamed in order of appearance, and the names that these axes had.
 
-    As they are where axes that split one dim, or none, would come out in another order.
+    They stay as they are if axes that split one dim, or none, would come out in another order.
     """
     sizes = dict(mesh)
     seen = dict.fromkeys(axis for layout in (source, target) for axes in layout for axis in axes) | dict.fromkeys(sizes)
@@ -196,7 +197,7 @@ def _renamed(
 
 @cache
 def _path_by_any_names(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
-    """That of the same layouts with their axes renamed, with the names changed back."""
+    """The path of the same layouts with their axes renamed, with the names changed back."""
     alike, names = _renamed(source, target, mesh)
     found, told_apart = _path(*alike, mesh)
     if alike == (source, target):
@@ -364,7 +365,7 @@ class _Group:
         return None if pairs is None else self.reshard(source, between) + self.all_to_all(between, target, pairs)
 
     def in_two(self, source: Tiling, target: Tiling) -> _Steps | None:
-        """TryComplexReshardHandling: by way of a tiling from where a direct reshard leads on."""
+        """TryComplexReshardHandling: by way of a tiling from which a direct reshard leads on."""
         if (halves := split_or_merge(source, target)) is not None:
             return self.reshard(*halves, rematerialize=False)
         between = None
@@ -385,7 +386,7 @@ class _Group:
         return None if onward is None else self.reshard(source, between) + onward
 
     def in_groups(self, source: Tiling, target: Tiling) -> _Steps | None:
-        """Tiles of the target that the source only cuts finer: aside, the rest inside the devices that share them."""
+        """Sets aside tiles of the target that the source only cuts finer, and goes on inside groups that share them."""
         counts = [
             after if before % after == 0 and (before == after or not (source.partial or target.partial)) else 1
             for before, after in zip(source.tiles, target.tiles, strict=True)

@@ -48,7 +48,7 @@ class Tiling:
         return self.devices.shape == other.devices.shape and bool((self.devices == other.devices).all())
 
     def split(self, dim: int, size: int) -> Tiling:
-        """Dim `dim` as two, the first of `size` tiles."""
+        """The tiling with dim `dim` as two dims, the first of `size` tiles."""
         shape = self.devices.shape
         return Tiling(self.devices.reshape(*shape[:dim], size, shape[dim] // size, *shape[dim + 1 :]))
 

@@ -1,9 +1,8 @@
-"""What is held while values are resharded. Two nodes decide it, so it stands in no `Problem` until it is counted there.
+"""What is held while values are resharded. Two nodes decide it, so no `Problem` has it until it is counted there.
 
-A resharding that is counted has a node of its own. Each of its options stands for some layouts in which the value may
-be left, some in which it may be wanted, and the bytes that every resharding from the ones to the others holds. Edges
-allow the options that agree with what the two nodes choose. Such nodes cost nothing, and say nothing of how a step is
-run.
+A resharding that is counted has a node of its own. An option of this node stands for some layouts in which the value
+may be left, some layouts in which it may be wanted, and the bytes that every resharding between them holds. Edges allow
+the options that agree with what the two nodes choose. Such nodes cost nothing, and say nothing of how a step is run.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
 
 
 class ExtraBytes(NamedTuple):
-    """Bytes that a resharding holds beside what is counted anyway."""
+    """Bytes that a resharding holds beside those that are counted anyway."""
 
     first: int  # when it starts: the value as it was left, pieces that an all_to_all cuts it into
     then: int  # until its last use: the resharded copy; of a slice that readers take, what it is taken from
@@ -63,20 +62,20 @@ class Resharding:
 
     @property
     def kind(self) -> tuple:
-        """Equal where layers repeat."""
+        """A key that is equal for changes of layers that repeat."""
         layouts = id(self.left[1]), id(self.wanted[1])
         return self.value.shape, self.value.dtype, *layouts, self.counts_left, self.counts_wanted, self.fused
 
     def layouts(self, choice: Sequence[int]) -> tuple[Layout, Layout]:
-        """In which it is left, and in which it is wanted."""
+        """The layout in which the value is left, and the layout in which it is wanted."""
         (left, lefts), (wanted, wants) = self.left, self.wanted
         return lefts[choice[left]], wants[choice[wanted]]
 
     def extra(self, left: Layout, wanted: Layout, prices: Prices) -> ExtraBytes:
-        """What it holds from one layout to the other.
+        """The bytes that resharding the value from one layout to the other holds.
 
-        A slice that is taken on the way costs nothing, but the value as it was left has to stay. What is not stored XLA
-        reshards as soon as it is made, unless that makes it larger; it is not made again then.
+        A slice that is taken on the way costs nothing, but the value as it was left has to stay. XLA reshards a value
+        that is not stored as soon as it is made, unless that makes it larger. The value is not made again then.
         """
         if left == wanted:
             return ExtraBytes(0, 0, False)
@@ -98,18 +97,18 @@ class Resharding:
         return min(self.used[0], self.made + 1)
 
     def copied_to(self, choice: Sequence[int]) -> list[Reader]:
-        """The users of the resharded copy: who wants the value as it is left reads that."""
+        """The users of the resharded copy; a user who wants the value as it is left reads no copy."""
         left, _ = self.layouts(choice)
         return [reader for reader in self.users if reader.wants[choice[reader.node]] != left]
 
     def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
-        """Past the last use by these users, with the last point at which each group runs."""
+        """The point past the last use by these users, given the last point at which each group runs."""
         uses = uses_of(users)
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
 
 def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices) -> Problem:
-    """The problem with a node for each of these reshardings behind its own. Never counts less than they hold."""
+    """The problem with a node for each of these reshardings behind its own. It never counts less than held."""
     costs, edges, lives, names = list(problem.costs), list(problem.edges), list(problem.lives), list(problem.names)
     for resharding in reshardings:
         node, own = len(costs), prices.memo.once(_node, resharding, prices)
@@ -153,7 +152,7 @@ def _node(resharding: Resharding, prices: Prices) -> _Node:
 def _options(
     resharding: Resharding, prices: Prices
 ) -> Iterable[tuple[tuple[Layout, ...], tuple[Layout, ...], ExtraBytes]]:
-    """Layouts it is left in, layouts it is wanted in, and what every resharding between them holds: each pair once."""
+    """Layouts in which the value is left and wanted, and what every resharding between them holds: each pair once."""
     found: dict[tuple[tuple[Layout, ...], ExtraBytes], list[Layout]] = defaultdict(list)
     for wanted in dict.fromkeys(resharding.wanted[1]):
         same: dict[ExtraBytes, list[Layout]] = defaultdict(list)

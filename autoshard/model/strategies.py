@@ -34,7 +34,7 @@ class Finish:
     groups: IndexGroups | None = None  # of the one axis that it runs over, if not all along it talk to each other
 
     def devices(self, mesh: MeshShape) -> int:
-        """How many talk to each other."""
+        """How many devices talk to each other."""
         return len(self.groups[0]) if self.groups else shards(self.axes, mesh)
 
 
@@ -55,8 +55,7 @@ class Strategy:
 def strategies_of(group: Group, mesh: MeshShape, backend: Backend = H100) -> list[Strategy]:
     """Every strategy of `group`; the first splits nothing.
 
-    Two strategies that want and leave the same layouts at the same cost are one: strategies come in a fixed order and
-    the first is kept.
+    Strategies come in a fixed order. Of two that want and leave the same layouts at the same cost the first is kept.
     """
     unique: dict[tuple, Strategy] = {}
     for assignment in _assignments(group, mesh):
@@ -100,8 +99,8 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     """The ways to finish unreduced results: (layouts, collectives) pairs.
 
     Results are reduced factor by factor. A reduce_scatter can take the place of one all_reduce, if it scatters over all
-    the axes of that factor, on one dim. Where we run it ourselves it comes first, and what is left to all_reduce are
-    slices; XLA, which makes it of an all_reduce and a slice, reduces the whole each time.
+    the axes of that factor, on one dim. Where we run the reduce_scatter ourselves it comes first, so that only slices
+    are left to all_reduce. XLA makes it of an all_reduce and a slice, and so reduces the whole each time.
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     if not partial:

@@ -1,12 +1,14 @@
 """Rounding: groups in, the values out that XLA keeps or moves in fewer bits than the program says.
 
 On TPU a matrix product or convolution of float32 operands rounds them to bfloat16, unless the program asks for more
-precision. What nothing but such products reads is rounded where it is made: it is stored, moved between devices and
+precision. A value that only such products read is rounded where it is made: it is stored, moved between devices and
 summed over them as bfloat16. A copy for such products alone is rounded before it is moved.
 
-What a program converts itself moves in the smaller type: rounded before it is moved if it is rounded after, and, on
-GPU, widened after it is moved if it is widened before. Source: the dtypes of collectives and buffers in compiled
-programs. `tests/mesh/test_targets.py` compiles a step whose weights TPU gathers in bfloat16 and GPU in float32.
+What a program converts itself moves in the smaller type. A value that the program rounds after it is moved is rounded
+before. On GPU a value that the program widens before it is moved is widened after.
+
+Source: the dtypes of collectives and buffers in compiled programs. `tests/mesh/test_targets.py` compiles a step whose
+weights TPU gathers in bfloat16 and GPU in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from autoshard.program import Equation, Program, Value, dtype_name
 
 ROUNDED = 2  # bytes of a bfloat16
 Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
-# What is rounded ahead of these, if what they make of it is rounded.
+# An operand of these is rounded ahead of them if their result is rounded.
 _PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
 
@@ -49,14 +51,14 @@ class Widths:
     fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
 
     def of(self, value: Value) -> int:
-        """As it is made, and summed over devices."""
+        """Bytes per element of a value as it is made, and as it is summed over devices."""
         return ROUNDED if value.id in self.kept else value.itemsize
 
     def stored(self, value: Value) -> int:
         return ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Readers = None) -> int:
-        """Of a copy for these readers; by default for all that do not compute on the shards as they lie."""
+        """Bytes per element of a copy for these readers; by default for all that do not compute on the shards as is."""
         size = self.moved.get(value.id, value.itemsize)
         if readers is None:
             return min(size, self.shared.get(value.id, size))
@@ -85,7 +87,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         return moves and all(made.value.id in kept for made in group.made)
 
     def read(group: Group, value: Value) -> int:
-        """Bytes per element of what a group makes of a value first."""
+        """Bytes per element of the first thing that a group makes of a value."""
         if rounding.operands and dtype_name(value.dtype) == "float32" and rounds(group):
             return ROUNDED
         readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
@@ -96,7 +98,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         return value.itemsize
 
     def note(value: Value) -> None:
-        """What of a value's copies is smaller. Elementwise readers compute on the shards as they lie, and need none."""
+        """Notes which copies of a value are smaller. Elementwise readers compute on the shards as is, without one."""
         sizes = {group.index: read(group, value) for group in readers[value.id]}
         smaller = {group: size for group, size in sizes.items() if size < value.itemsize}
         reading.update({(value.id, group): size for group, size in smaller.items()})
@@ -133,14 +135,14 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
 
 
 def _converts(equation: Equation) -> bool:
-    """Whether it makes floating-point numbers of others."""
+    """Whether the equation makes floating-point numbers of other floating-point numbers."""
     if equation.primitive != "convert_element_type":
         return False
     return all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*equation.inputs, *equation.outputs))
 
 
 def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
-    """Whether XLA fuses the one reader of a product into it, and stores what that makes."""
+    """Whether XLA fuses the one reader of a product into the product, and stores what the reader makes."""
     if len(users) != 1 or not users[0].fuses:
         return False
     made = users[0].made

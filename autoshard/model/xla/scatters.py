@@ -29,7 +29,7 @@ class Scatters:
 
 
 def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
-    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one."""
+    """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one slice."""
     between, inside = _levels(axes, mesh, backend)
     everybody = shards(inside, mesh) * backend.slices >= math.prod(mesh.values())
     return backend.scatters.over_all_devices or not inside or not (between or everybody)
@@ -46,7 +46,7 @@ def axes_between_slices(mesh: MeshShape, slices: int) -> frozenset[str]:
 
 
 def _levels(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those of the axes that lie between slices, and those that go on inside one."""
+    """The axes that lie between slices, and the axes that go on inside one slice."""
     between = axes_between_slices(mesh, backend.slices)
     return tuple(axis for axis in axes if axis in between), tuple(axis for axis in axes if axis not in between)
 
@@ -71,7 +71,7 @@ def scatter_stages(axes: tuple[str, ...], mesh: MeshShape) -> list[Stages]:
 
 
 def _in_two(axes: tuple[str, ...], mesh: MeshShape) -> Stages:
-    """A reduce_scatter as two, the one inside the other; of a prime number of devices there is but one."""
+    """A reduce_scatter as two, one inside the other; of a prime number of devices it stays one."""
     if len(axes) > 1:
         return (axes[1:], None), (axes[:1], None)
     count = shards(axes, mesh)
