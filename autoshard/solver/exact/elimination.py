@@ -85,8 +85,8 @@ def _least(factors: Sequence[_Factor], nodes: tuple[int, ...], problem: Problem)
     least, total = np.full(sizes, np.inf), np.empty(sizes[outer:])
     for place in itertools.product(*map(range, sizes[:outer])):
         within = [table[_block(table, place)] for table in tables]
-        here: tuple[Any, ...] = (*place, ...)
-        block = least[here]  # a view, even of a single entry
+        here: tuple[Any, ...] = (*place, ...)  # a view, also where nothing is left but a number
+        block = least[here]
         for option in range(len(problem.costs[node])):
             first, *more = (table[option if len(table) > 1 else 0] for table in within)
             for table in more:
