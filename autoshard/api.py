@@ -310,7 +310,10 @@ def propagate(
     Raises:
         MeshError: a spec does not fit its array or the mesh.
     """
-    program = autoshard(fn, mesh=mesh, **jit_keywords).trace(*args, **(kwargs or {}))
+    check_jit_keywords(jit_keywords)
+    # Shardy propagates before XLA merges what is computed twice.
+    as_written = ShardedFunction(fn, options=options_of(mesh), jit_keywords=jit_keywords, merges=False)
+    program = as_written.trace(*args, **(kwargs or {}))
     layouts = argument_layouts(program, in_specs, mesh.shape)
     fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
     found = propagate_layouts(program, checked_rules(program, dict(mesh.shape)), dict(mesh.shape), fixed)

@@ -87,11 +87,17 @@ class ShardedFunction(Generic[Parameters, Result]):
         options: Options,
         jit_keywords: Mapping[str, Any],
         given: Plan | None = None,
+        merges: bool = True,
     ) -> None:
+        """
+        Args:
+            given: the plan to run by.
+            merges: whether equations that compute the same become one when the function is traced.
+        """
         if not callable(fn):
             raise ArgumentError(f"autoshard decorates a function; {fn!r} cannot be called")
         functools.update_wrapper(self, fn)
-        self._fn, self._options, self._given = fn, options, given
+        self._fn, self._options, self._given, self._merges = fn, options, given, merges
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
@@ -241,7 +247,8 @@ class ShardedFunction(Generic[Parameters, Result]):
             try:
                 with jax.sharding.use_abstract_mesh(mesh):
                     leaves = list(map(abstract, tried))
-                    return trace(self._fn, args, kwargs, leaves=leaves, obey=obey, **self._trace_keywords), tried
+                    how = {"leaves": leaves, "obey": obey, "merges": self._merges, **self._trace_keywords}
+                    return trace(self._fn, args, kwargs, **how), tried
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None

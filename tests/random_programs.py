@@ -266,15 +266,34 @@ def _scatter(draw, pool, depth):
     i = _pick(draw, pool, _has_dims)
     if i is None:
         return None
-    j = _pick(draw, pool, lambda shape: shape[1:] == pool[i][1:] and shape)
+    dim = _dim(draw, pool[i])
+    rest = pool[i][:dim] + pool[i][dim + 1 :]
+    fits = [j for j, shape in enumerate(pool) for at in range(len(shape)) if shape[:at] + shape[at + 1 :] == rest]
+    j = draw(st.sampled_from(fits))
+    at = draw(st.sampled_from([at for at in range(len(pool[j])) if pool[j][:at] + pool[j][at + 1 :] == rest]))
     mode = draw(st.sampled_from(["add", "set", "max"]))
 
     def put(x, y):
+        x, y = jnp.moveaxis(x, dim, 0), jnp.moveaxis(y, at, 0)
         indices = (jnp.arange(y.shape[0]) * 3) % x.shape[0]  # each at most once if there are few
         indices = jnp.minimum(indices, jnp.arange(y.shape[0])) if mode == "set" else indices
         return getattr(x.at[indices % x.shape[0]], mode)(y) if mode != "set" or len(y) <= len(x) else x + y.sum(0)
 
-    return Instruction(f"scatter {mode}", (i, j), put)
+    return Instruction(f"scatter {mode} {dim} {at}", (i, j), put)
+
+
+def _batched_gather(draw, pool, depth):
+    """Each row looks up elements of its own; or adds to them, which is the gradient of that."""
+    i = _pick(draw, pool, lambda shape: len(shape) > 1)
+    if i is None:
+        return None
+    j, adds = _pick(draw, pool, lambda shape: shape[0:1] == pool[i][0:1] and len(shape) > 1), draw(st.booleans())
+
+    def one(x, y):
+        indices = (jnp.abs(y) * 7).astype(jnp.int32) % x.shape[0]
+        return x.at[indices].add(1.0) if adds else x[indices]
+
+    return Instruction("batched scatter" if adds else "batched take", (i, j), jax.vmap(one))
 
 
 def _dynamic(draw, pool, depth):
@@ -297,15 +316,37 @@ def _dynamic(draw, pool, depth):
 
 
 def _convolution(draw, pool, depth):
-    i = _pick(draw, pool, lambda shape: len(shape) == 3)
-    j = None if i is None else _pick(draw, pool, lambda shape: len(shape) == 3 and shape[1] == pool[i][2])
+    """Of any rank, dims in any order, with feature groups, strides and dilation."""
+    i = _pick(draw, pool, lambda shape: 2 <= len(shape) <= 4)
+    j = None if i is None else _pick(draw, pool, lambda shape: len(shape) == len(pool[i]))
     if j is None:
         return None
+    images, kernel, rank = pool[i], pool[j], len(pool[i])
+    roles = [  # batch and features of the images, features out and in of the kernel
+        (batch, features, out, into)
+        for batch, features in itertools.permutations(range(rank), 2)
+        for out, into in itertools.permutations(range(rank), 2)
+        if images[features] % kernel[into] == 0 and kernel[out] % (images[features] // kernel[into]) == 0
+    ]
+    if not roles:
+        return None
+    batch, features, out, into = draw(st.sampled_from(roles))
+    numbers = lax.ConvDimensionNumbers(
+        lhs_spec=(batch, features, *(dim for dim in range(rank) if dim not in (batch, features))),
+        rhs_spec=(out, into, *(dim for dim in range(rank) if dim not in (out, into))),
+        out_spec=tuple(draw(st.permutations(range(rank)))),
+    )
+    groups = images[features] // kernel[into]
+    how = {
+        "window_strides": [draw(st.sampled_from([1, 1, 2])) for _ in range(rank - 2)],
+        "padding": draw(st.sampled_from(["SAME", "VALID"])),
+        "rhs_dilation": [draw(st.sampled_from([1, 1, 2])) for _ in range(rank - 2)],
+    }
 
     def convolve(images, kernel):
-        return lax.conv_general_dilated(images, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return lax.conv_general_dilated(images, kernel, dimension_numbers=numbers, feature_group_count=groups, **how)
 
-    return Instruction("convolution", (i, j), convolve)
+    return Instruction(f"convolution {numbers} {groups} {how}", (i, j), convolve)
 
 
 def _pool(draw, pool, depth):
@@ -317,19 +358,29 @@ def _pool(draw, pool, depth):
 
 
 def _scan(draw, pool, depth):
-    i, j = _pick(draw, pool), _pick(draw, pool, lambda shape: shape and shape[0] <= 8)
+    """Of one carry or two, over the slices of one stack."""
+    carries = [_pick(draw, pool) for _ in range(draw(st.integers(1, 2)))]
+    j = _pick(draw, pool, lambda shape: shape and shape[0] <= 8)
     if j is None:
         return None
-    body = _program(draw, (pool[i], pool[j][1:]), draw(st.integers(1, 3)), depth + 1)
-    keeps = [k for k, shape in enumerate(_shapes(body)) if shape == pool[i]]
-    handed_on = draw(st.sampled_from(keeps))
-    body = RandomProgram(body.shapes, body.instructions, (handed_on, body.results[0]))
-    which = draw(st.integers(0, 1))
+    starts = [pool[i] for i in carries]
+    body = _program(draw, (*starts, pool[j][1:]), draw(st.integers(1, 3)), depth + 1)
+    handed_on = [
+        draw(st.sampled_from([k for k, shape in enumerate(_shapes(body)) if shape == start])) for start in starts
+    ]
+    body = RandomProgram(body.shapes, body.instructions, (*handed_on, body.results[0]))
+    which = draw(st.integers(0, len(carries)))
+    reverse = draw(st.booleans())
 
-    def loop(carry, stack):
-        return lax.scan(lambda c, x: tuple(body(c, x)), carry, stack)[which]
+    def loop(*operands):
+        def step(carry, x):
+            *carry, y = body(*carry, x)
+            return tuple(carry), y
 
-    return Instruction(f"scan[{_nested(body)}][{which}]", (i, j), loop)
+        finals, stack = lax.scan(step, operands[:-1], operands[-1], reverse=reverse)
+        return (*finals, stack)[which]
+
+    return Instruction(f"scan[{_nested(body)}][{which}]", (*carries, j), loop)
 
 
 def _fori(draw, pool, depth):
@@ -379,5 +430,5 @@ def _nested(program: RandomProgram) -> str:
 _NESTED = (_scan, _fori, _cond, _gradient)
 _FAMILIES = (
     _unary, _binary, _broadcast, _outer, _where, _dot, _dot, _transpose, _reshape, _reshape, _reduce, _softmax, _along,
-    _concatenate, _gather, _scatter, _dynamic, _convolution, _pool, *_NESTED, *_NESTED,
+    _concatenate, _gather, _scatter, _batched_gather, _dynamic, _convolution, _pool, *_NESTED, *_NESTED,
 )  # fmt: skip

@@ -39,8 +39,12 @@ _NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan"
 class Reader:
     """One walk over a traced function's jaxpr."""
 
-    def __init__(self, closed: ClosedJaxpr):
-        self.closed = closed
+    def __init__(self, closed: ClosedJaxpr, *, merges: bool = True):
+        """
+        Args:
+            merges: whether equations that compute the same become one.
+        """
+        self.closed, self.merges = closed, merges
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
@@ -99,7 +103,7 @@ class Reader:
         for i, eqn in enumerate(equations):
             inputs = [_read(env, atom) for atom in eqn.invars]
             at = _Place((*place.path, i), place.trips, source_of(eqn) or place.source)
-            what = _computed(eqn, inputs)
+            what = _computed(eqn, inputs) if self.merges else None
             first = i if what is None else computed.setdefault(what, i)
             if first < i:
                 self.merged[at.path] = first

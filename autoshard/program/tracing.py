@@ -28,6 +28,7 @@ def trace(
     *,
     leaves: Sequence[Any] | None = None,
     obey: bool = True,
+    merges: bool = True,
     **jit_keywords: Any,
 ) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
@@ -38,6 +39,7 @@ def trace(
         kwargs: its keyword arguments.
         leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
         obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
+        merges: whether equations that compute the same become one, as XLA makes them one.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -63,7 +65,7 @@ def trace(
     in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, in_tree, result.tree, donated) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
-    return replace(Reader(untyped).program(in_tree, result.tree, donated), types=types)
+    return replace(Reader(untyped, merges=merges).program(in_tree, result.tree, donated), types=types)
 
 
 def _results_in_place(

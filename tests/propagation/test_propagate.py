@@ -12,11 +12,12 @@ import shardy
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS, MORE_MODELS
 from oracles import mesh_of
 
+import autoshard
 from autoshard.layout import axes_of
 from autoshard.program import trace
 from autoshard.propagation import propagate_layouts, rules_for
@@ -28,7 +29,7 @@ BOUNDARIES = {"branch_const", "branch_join", "scan_carry", "scan_const", "scan_s
 
 def spread(fn, args, specs, mesh=MESH):
     """The program, and how propagation lays it out."""
-    program = trace(fn, tuple(args), {})
+    program = trace(fn, tuple(args), {}, merges=False)
     fixed = shardy.fixed_layouts(program, specs)
     found = propagate_layouts(program, rules_for(program), mesh, fixed)
     for value, layout in fixed.items():
@@ -320,3 +321,15 @@ def test_every_layout_is_one_and_a_fixed_point(model_name):
 def test_nothing_fixed_nothing_split():
     _, found = spread(attention, [array(8, 16, 64), *HEADS], [None] * 5)
     assert not any(axes_of(layout) for layout in found.values.values())
+
+
+def test_what_is_computed_twice_lies_as_written():
+    """Of two equal equations Shardy splits the one that an array beside it splits."""
+
+    def twice(x, y):
+        return jnp.tanh(x), y + jnp.tanh(x)
+
+    specs = P(None, None), P(None, "y")
+    check_against_shardy(twice, [array(2, 4), array(2, 4)], specs)
+    found = autoshard.propagate(twice, array(2, 4), array(2, 4), mesh=AbstractMesh((4, 2), ("x", "y")), in_specs=specs)
+    assert [tuple(spec) for spec in found.outputs] == [(), (None, "y")]
