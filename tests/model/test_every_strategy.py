@@ -13,7 +13,7 @@ from cases import CASES, Case, normal
 from executed import Alone, gradient_of, mismatches, operations_of
 from oracles import MESHES, mesh_of
 
-from autoshard import on_shards
+from autoshard.lower import on_shards
 from autoshard.model.strategies import strategies_of
 from autoshard.model.xla.backends import CPU
 
