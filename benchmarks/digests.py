@@ -144,7 +144,7 @@ def made(name: str, planned: Callable[..., Plan]) -> Iterator[Row]:
 
 
 def limit_between(planned: Callable[..., Plan], roomy: int) -> int | None:
-    """Bytes between the least that is needed and the free plan's peak; None if they are equal or none was found in time."""
+    """Bytes between the least that is needed and the free plan's peak; None if they are equal or none was found."""
     try:
         planned(SCARCE)
     except MemoryLimitError as error:
