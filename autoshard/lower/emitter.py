@@ -98,7 +98,7 @@ class Emitter:
         made = self.body(closed, env, ())
         if self.wanted is None:
             return [entry.array for entry in made]
-        return [self.on_the_way(entry, want) for entry, want in zip(made, self.wanted, strict=True)]
+        return [self.at_last_stop(x.array, x.layout, want) for x, want in zip(made, self.wanted, strict=True)]
 
     # Arrays and their shardings.
 
@@ -125,16 +125,14 @@ class Emitter:
 
     def resharded(self, array: Any, source: Layout | None, target: Layout | None) -> Any:
         """An array from one layout to another, by way of those that XLA needs; from None: it may lie in any."""
+        return self.constrained(self.at_last_stop(array, source, target), target)
+
+    def at_last_stop(self, array: Any, source: Layout | None, target: Layout | None) -> Any:
+        """An array where XLA can take it to its target from, as `out_shardings` have it do with results."""
         if source and target and is_array(jax.typeof(array)):
             for stop in stops(source, target, self.mesh.shape):
                 array = self.constrained(array, stop)
-        return self.constrained(array, target)
-
-    def on_the_way(self, entry: ShardedArray, want: Layout) -> Any:
-        """A result where `out_shardings` can take it from."""
-        if entry.layout and is_array(jax.typeof(entry.array)) and (way := stops(entry.layout, want, self.mesh.shape)):
-            return self.resharded(entry.array, entry.layout, way[-1])
-        return entry.array
+        return array
 
     def sharded(self, value: int, array: Any) -> ShardedArray:
         """The array of a value, constrained to the layout it is made in, and its shared copy."""

@@ -106,23 +106,25 @@ def stops(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[Layout
 
 @cache
 def _of_one_prime(mesh: tuple[tuple[str, int], ...]) -> bool:
-    sizes = [size for _, size in mesh if size > 1]
-    least = [next(n for n in range(2, size + 1) if size % n == 0) for size in sizes]
-    return all(least[0] ** round(math.log(size, least[0])) == size for size in sizes)
+    devices = math.prod(size for _, size in mesh)
+    prime = next((n for n in range(2, devices + 1) if devices % n == 0), 2)
+    return prime ** round(math.log(devices, prime)) == devices
 
 
 @cache
 def _stops(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> tuple[Layout, ...]:
-    """The way with the fewest bytes: gather some axes of the source, move others, cut by some axes of the target.
+    """Those of the way with the fewest bytes: gather some axes of the source, move others, cut by some of the target.
 
     One way always exists: what is split alike stays, the rest is gathered, then cut.
     """
-    best, ways = math.inf, itertools.product(_coarser(source), _coarser(target))
+    if CUTS not in _hop(source, target, mesh)[1]:
+        return ()
+    best = math.inf
     found: tuple[Layout, ...] = ()
-    for way in itertools.chain([()], ways):
+    for way in itertools.product(_coarser(source), _coarser(target)):
         layouts = [layout for layout, _ in itertools.groupby((source, *way, target))]
         hops = [_hop(*hop, mesh) for hop in itertools.pairwise(layouts)]
-        if any(CUTS in told_apart for _, told_apart in hops):
+        if any(CUTS in traits for _, traits in hops):
             continue
         moved = sum(1 / tiles for steps, _ in hops for _, _, tiles in steps)
         if moved < best:
@@ -199,28 +201,28 @@ def _renamed(
 def _path_by_any_names(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
     """The path of the same layouts with their axes renamed, with the names changed back."""
     alike, names = _renamed(source, target, mesh)
-    found, told_apart = _path(*alike, mesh)
+    found, traits = _path(*alike, mesh)
     if alike == (source, target):
-        return found, told_apart
-    if DEVICES in told_apart:
+        return found, traits
+    if DEVICES in traits:
         return _path(source, target, mesh)
     place = {axis: number for number, (axis, _) in enumerate(mesh)}
 
     def named(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted((names[axis] for axis in axes), key=place.__getitem__))
 
-    return tuple((kind, named(axes), tiles) for kind, axes, tiles in found), told_apart
+    return tuple((kind, named(axes), tiles) for kind, axes, tiles in found), traits
 
 
 @cache
 def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
     sizes = tuple(size for _, size in mesh)
     everyone = np.arange(math.prod(sizes))
-    told_apart: set[str] = set()
-    group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes, told_apart)
+    traits: set[str] = set()
+    group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes, traits)
     result = group.reshard(tiling_of(source, mesh), tiling_of(target, mesh))
     assert result is not None  # only a caller that forbids full replication gets None
-    return tuple(result), frozenset(told_apart)
+    return tuple(result), frozenset(traits)
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class _Group:
     tiles: int  # into how many tiles the dims outside the groups are cut
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
-    told_apart: set[str]  # which of DIMS, DEVICES and CUTS are true of what was found so far
+    traits: set[str]  # which of DIMS, DEVICES and CUTS are true of what was found so far
 
     @overload
     def reshard(self, source: Tiling, target: Tiling) -> _Steps: ...
@@ -261,7 +263,7 @@ class _Group:
             if steps is not None:
                 return steps
         if not target.replicated:
-            self.told_apart.add(CUTS)
+            self.traits.add(CUTS)
             steps = self.in_two(source, target)
             if steps is None:
                 steps = self.in_groups(source, target)
@@ -340,7 +342,7 @@ class _Group:
         factors = [n // m for n, m in zip(fine.tiles, coarse.tiles, strict=True)]
         if (fine.coordinates() // factors == coarse.coordinates()).all():
             return fine
-        self.told_apart.add(CUTS)
+        self.traits.add(CUTS)
         rank = len(factors)
         order = [place for dim in range(rank) for place in (dim, rank + dim)]
         devices = coarse.devices.reshape(*coarse.tiles, *factors, fine.copies)
@@ -355,7 +357,7 @@ class _Group:
             return None
         if (copied.devices.ravel() != tiled.devices.ravel()).any():
             return None
-        self.told_apart.update((DIMS, DEVICES, CUTS))
+        self.traits.update((DIMS, DEVICES, CUTS))
         last = max(dim for dim, count in enumerate(tiled.tiles) if count > 1)
         between = copy_dim(tiled, last)
         if source.partial:
@@ -372,7 +374,7 @@ class _Group:
         if target.partial:
             for dim, count in enumerate(source.tiles):
                 if count > 1 and count * source.copies == target.copies:
-                    self.told_apart.add(DEVICES)
+                    self.traits.add(DEVICES)
                     between = copy_dim(source, dim)
                     break
         elif source.partial:
@@ -405,7 +407,7 @@ class _Group:
             self.tiles * math.prod(counts),
             self.axis_names,
             self.axis_sizes,
-            self.told_apart,
+            self.traits,
         )
         reached = before[:, inner_target.devices].reshape(*counts, *inner_target.devices.shape)
         # [outer per dim..., inner per dim..., copies] -> [outer and inner of each dim..., copies]
