@@ -43,6 +43,7 @@ class Facts:
     is_loop: bool = False  # becomes a loop over its result, or a reduction, that computes its operands as it goes
     slices: bool = False  # reads a part of its operand: its work is done again by what reads it
     never_fuses: bool = False  # XLA keeps it apart from the elementwise operations around it
+    runs_on_shards: bool = False  # XLA's partitioner gathers batches that are split: each device is to run its own part
 
 
 def facts_of(primitive: str) -> Facts:
@@ -122,7 +123,7 @@ PRIMITIVES: dict[str, Facts] = {
         "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal",
         Work.FACTORIZATION,
     ),
-    **_rows("fft", Work.FFT),
+    **_rows("fft", Work.FFT, runs_on_shards=True),
     **_rows("geqp3 ormqr symmetric_product", Work.UNKNOWN),
     **_rows("lu_pivots_to_permutation", Work.PER_RESULT),
     **_rows("triangular_solve", Work.TRIANGULAR_SOLVE),
@@ -160,7 +161,7 @@ PRIMITIVES: dict[str, Facts] = {
     # sorting.py
     **_rows("approx_top_k", Work.REDUCTION),
     **_rows("sort", Work.SORT),
-    **_rows("top_k", Work.TOP_K),
+    **_rows("top_k", Work.TOP_K, runs_on_shards=True),
     # windows.py
     **_rows("conv_general_dilated", Work.CONTRACTION),
     **_rows(
