@@ -137,6 +137,8 @@ class _Formulator:
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.made}
+        returned = {value.id for value in program.results if isinstance(value, Value)}
+        self.unread = {value.id for value in program.values if not program.reads[value.id]} - returned
         self.looped = looped(program)
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -314,6 +316,7 @@ class _Formulator:
             is_result=value.id in outputs,
             in_place=value.id in in_place,
             points=self.start,
+            unread=self.unread,
             end=len(self.program.equations),
             prices=self.prices,
         )
