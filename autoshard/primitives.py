@@ -43,6 +43,7 @@ class Facts:
     is_loop: bool = False  # becomes a loop over its result, or a reduction, that computes its operands as it goes
     slices: bool = False  # reads a part of its operand: its work is done again by what reads it
     never_fuses: bool = False  # XLA keeps it apart from the elementwise operations around it
+    overwrites: bool = False  # writes what it makes over the operand that it changes, if nothing else reads that
     runs_on_shards: bool = False  # XLA's partitioner gathers batches that are split: each device is to run its own part
 
 
@@ -115,9 +116,9 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE),
     # indexing.py
     **_rows("dynamic_slice", Work.NONE, is_loop=True, slices=True),
-    **_rows("dynamic_update_slice scatter", Work.NONE),
+    **_rows("dynamic_update_slice scatter", Work.NONE, overwrites=True),
     **_rows("gather", Work.NONE, never_fuses=True),
-    **_rows("scatter-add scatter-max scatter-min scatter-mul scatter-sub", Work.SCATTER),
+    **_rows("scatter-add scatter-max scatter-min scatter-mul scatter-sub", Work.SCATTER, overwrites=True),
     # linalg.py
     **_rows(
         "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal",
@@ -160,7 +161,7 @@ PRIMITIVES: dict[str, Facts] = {
     ),
     # sorting.py
     **_rows("approx_top_k", Work.REDUCTION),
-    **_rows("sort", Work.SORT),
+    **_rows("sort", Work.SORT, overwrites=True),
     **_rows("top_k", Work.TOP_K, runs_on_shards=True),
     # windows.py
     **_rows("conv_general_dilated", Work.CONTRACTION),

@@ -31,7 +31,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """For how many cycles XLA expects a TPU to compute; 0 where XLA is mute, as on CPU and GPU, or has no figure."""
+        """For how many cycles XLA expects a TPU to compute; 0 on CPU and GPU, and where XLA has no figure."""
         return 0 if self.is_unestimated else self._said_cycles
 
     @property

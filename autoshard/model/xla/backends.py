@@ -77,6 +77,7 @@ CPU = Backend(
     measured_on="cpu",
     transposes_operands=True,
     convolutions=Convolutions(flops_share=0.5),
+    fusion=Fusion(overwrites_operands=True),
     scatters=Scatters(from_all_reduces=False),
 )
 H100 = Backend(

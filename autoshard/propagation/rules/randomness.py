@@ -26,7 +26,10 @@ def cipher(equation: Equation) -> Rule:
 
 @rule("random_bits", "random_split")
 def draws(equation: Equation) -> Rule:
-    """`k -> k i j`: the dims of the keys, then those of what is drawn from each; `k -> l i j` if one key draws for all."""
+    """`k -> k i j`: the dims of the keys, then those of what is drawn from each.
+
+    If one key draws for all, keys are whole.
+    """
     (keys,), (result,) = shapes_of(equation)
     builder = RuleBuilder([keys], [result])
     draws_once = dtype_name(equation.inputs[0].dtype) in _DRAW_ONCE[equation.primitive]
