@@ -99,18 +99,25 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("convert_element_type", Work.PER_RESULT, is_linear=True, passes_on=True),
     **_rows(
         """abs add add_any and bessel_i0e bessel_i1e bitcast ceil clamp clz complex conj eq eq_to floor from_edtype ge
-        gt igamma_grad_a imag integer_pow is_finite layout_constraint le le_to log2 lt lt_to max max_contiguous
+        gt imag integer_pow is_finite layout_constraint le le_to log2 lt lt_to max max_contiguous
         mesh_cast min mul mulhi multiple_of name ne neg nextafter not one_minus_square or polygamma polynomial
-        population_count program_order real reciprocal reduce_precision regularized_incomplete_beta relayout
+        population_count program_order real reciprocal reduce_precision relayout
         remove_memory_space round select_n shard_alike shift_left shift_right_arithmetic shift_right_logical sign
         square sub tie to_edtype with_memory_space_constraint xla_metadata_value xor zeros_like zeta""",
         Work.PER_RESULT,
     ),
     **_rows(
-        """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma
-        igammac lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
+        """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
+        lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
         Work.PER_RESULT,
         is_expensive=True,
+    ),
+    **_rows(
+        "igamma igamma_grad_a igammac regularized_incomplete_beta",  # loops until the last element has settled
+        Work.PER_RESULT,
+        is_expensive=True,
+        never_fuses=True,
+        runs_on_shards=True,
     ),
     # host.py
     **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE),

@@ -117,7 +117,7 @@ class HeldOutput:
     @cached_property
     def unfinished(self) -> np.ndarray:
         """Bytes per strategy of the unreduced result, which stands beside the finished one until it is reduced."""
-        widths = tuple(self.prices.widths.of(made.value) for made in self.group.made)
+        widths = tuple(self.prices.widths.summed(made.value) for made in self.group.made)
 
         def unfinished_bytes(strategies: tuple[Strategy, ...]) -> np.ndarray:
             return np.array([self._unfinished(strategy) for strategy in strategies])
