@@ -297,6 +297,8 @@ class _Formulator:
         }
         in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
+        carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
+        in_place |= {seen.id for seen, final in carries if final.id in outputs}  # a loop that ends in a result's buffer
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
@@ -366,7 +368,8 @@ class _Formulator:
         if len(readers) > 1 or group is None or group.repeated:
             return False
         if facts_of(group.equations[0].primitive).overwrites:
-            return any(value is x for x in group.equations[0].inputs[: len(group.made)])
+            changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
+            return next((x is value for x in changed if x.bytes == group.made[0].value.bytes), False)
         if not group.fuses:
             return False
         made = {one.value.bytes for one in group.made}

@@ -55,18 +55,19 @@ def has_workspace(backend: str, primitive: str) -> bool:
     return primitive in WORKSPACES.get(backend, {})
 
 
-def first_operand(shards: ShardBytes) -> float:
-    """A library works on a copy of the matrices."""
-    return shards.operands[0]
+def copied(shards: ShardBytes, operand: int = 0) -> float:
+    """A library works in place: on a copy of an argument, and on what is computed anyhow."""
+    value = shards.equation.inputs[operand]
+    return 0.0 if isinstance(value, Value) and not value.from_outside else shards.operands[operand]
 
 
-def all_operands(shards: ShardBytes) -> float:
-    return sum(shards.operands)
+def all_copied(shards: ShardBytes) -> float:
+    return sum(copied(shards, operand) for operand in range(len(shards.operands)))
 
 
-def first_operand_and_results(shards: ShardBytes) -> float:
-    """A library works on a copy of the matrices, and what it makes is put in order afterwards."""
-    return shards.operands[0] + shards.whole
+def copied_and_results(shards: ShardBytes) -> float:
+    """What a library makes is put in order afterwards."""
+    return copied(shards) + shards.whole
 
 
 def all_results(shards: ShardBytes) -> float:
@@ -94,24 +95,29 @@ def _is_drawn_by_hardware(equation: Equation) -> bool:
     return "rbg" in str(equation.inputs[0].dtype)
 
 
+def _until_all_have_settled(shards: ShardBytes) -> float:
+    """A loop of 25 numbers per element, in float32 at least."""
+    return 25 * max(4, shards.itemsize) * shards.whole / shards.itemsize
+
+
 def _orthogonal_factors(shards: ShardBytes) -> float:
     """Of `qr`: a copy that is factorised in place, and the reflections that are multiplied together."""
     copies = 0.25 if shards.equation.params.get("pivoting") else shards.results[0] / shards.operands[0]
-    return shards.operands[0] * (1 + copies)
+    return copied(shards) + shards.operands[0] * copies
 
 
 def _schur_vectors(shards: ShardBytes) -> float:
-    return shards.operands[0] + shards.results[-1]
+    return copied(shards) + shards.results[-1]
 
 
 def _singular_vectors(shards: ShardBytes) -> float:
     """The library makes vectors even where only values are wanted."""
     if shards.equation.params["compute_uv"]:
-        return shards.operands[0] + shards.whole
+        return copied(shards) + shards.whole
     rows, columns = shards.equation.inputs[0].shape[-2:]
     k = min(rows, columns)
     vectors = rows * rows + columns * columns if shards.equation.params["full_matrices"] else k * (rows + columns)
-    return shards.operands[0] * (2 + vectors / (rows * columns))
+    return copied(shards) + shards.operands[0] * (1 + vectors / (rows * columns))
 
 
 def _batched_updates(shards: ShardBytes) -> float:
@@ -148,17 +154,18 @@ def _groups_apart(shards: ShardBytes) -> float:
 
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
-        "cholesky": first_operand,
+        "cholesky": copied,
         "dot_general": _widened_product,
-        "eig": first_operand_and_results,
-        "eigh": first_operand,
-        "geqp3": first_operand,
-        "geqrf": first_operand,
-        "hessenberg": first_operand,
-        "householder_product": first_operand,
-        "lu": first_operand,
+        "eig": copied_and_results,
+        "eigh": copied,
+        "geqp3": copied,
+        "geqrf": copied,
+        "hessenberg": copied,
+        "householder_product": copied,
+        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled),
+        "lu": copied,
         "lu_pivots_to_permutation": lambda shards: 2 * shards.whole,
-        "ormqr": lambda shards: shards.operands[0] + shards.operands[-1],
+        "ormqr": lambda shards: copied(shards) + copied(shards, -1),
         "qr": _orthogonal_factors,
         "ragged_dot_general": _groups_apart,
         "random_bits": _threefry_bits,
@@ -170,8 +177,8 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "schur": _schur_vectors,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
-        "triangular_solve": all_operands,
-        "tridiagonal": first_operand,
-        "tridiagonal_solve": all_operands,
+        "triangular_solve": all_copied,
+        "tridiagonal": copied,
+        "tridiagonal_solve": all_copied,
     },
 }

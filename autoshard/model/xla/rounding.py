@@ -40,7 +40,7 @@ class Rounding:
     operands: bool = False  # float32 operands of products to bfloat16, as early as it can be done
     before_moves: bool = False  # what is only converted to a smaller type after it is moved, before that
     widens_after_moves: bool = False  # what is converted to a larger type before it is moved, after that
-    moves_as: Mapping[str, int] = field(default_factory=dict)  # types that are moved and summed in others -> their bytes
+    moves_as: Mapping[str, int] = field(default_factory=dict)  # types moved and summed in others -> bytes of these
 
 
 @dataclass(frozen=True)
