@@ -23,6 +23,7 @@ from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
+from autoshard.propagation.halos import Reach, renamed
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims, Rule
 
@@ -42,6 +43,8 @@ class _Draft:
     operands: dict[int, list[FactorDims]]  # equation index -> dims of its operands
     results: dict[int, list[FactorDims]]  # equation index -> dims of its results
     fuses: bool  # whether elementwise producers may join
+    reaches: tuple[Reach[int], ...]  # what devices read beyond their shards
+    samples: int | None  # the factor along which no window moves
 
 
 def groups_of(
@@ -152,13 +155,15 @@ def _new_draft(equation: Equation, rule: Rule) -> _Draft:
     return _Draft(
         equations=[equation],
         sizes={n: rule.sizes[factor] for factor, n in number.items()},
-        splittable=frozenset(number[factor] for factor in rule.splittable - kept),
-        reduction=frozenset(number[factor] for factor in rule.reduction if factor in number),
+        splittable=frozenset(number[factor] for factor in (rule.splittable | rule.exchanged) - kept),
+        reduction=frozenset(number[factor] for factor in rule.reduction | rule.summed if factor in number),
         given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},
         beside=rule.beside,
         operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
         results={equation.index: [_renamed(dims, number) for dims in rule.results]},
         fuses=_is_elementwise(equation, rule),
+        reaches=renamed(rule.reaches, number),
+        samples=number.get(rule.samples) if rule.samples is not None else None,
     )
 
 
@@ -314,4 +319,6 @@ def _group_of(
         fuses=draft.fuses,
         uses=tuple(uses),
         made=tuple(made),
+        reaches=draft.reaches,
+        samples=draft.samples,
     )

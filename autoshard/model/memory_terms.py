@@ -135,6 +135,13 @@ class HeldOutput:
         local_bytes = self.prices.arrays.local_bytes
         return np.array([sum(map(local_bytes, values, strategy.wants)) for strategy in self.strategies])
 
+    def with_halos(self, strategy: Strategy) -> int:
+        """Bytes of the halos under a strategy, and of the operands that they are put around."""
+        received = sum(self.prices.halo_bytes(self.group, strategy))
+        uses = {halo.use for halo in strategy.halos}
+        local_bytes = self.prices.arrays.local_bytes
+        return received + sum(local_bytes(self.group.uses[use].value, strategy.wants[use]) for use in uses)
+
     def _unfinished(self, strategy: Strategy) -> int:
         sizes = self.prices.finish_bytes(self.group, strategy)
         mesh = self.prices.mesh
@@ -250,6 +257,14 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
     """What an operation takes beside its operands and results, while it runs."""
     if output.prices.backend.transposes_operands and (count := scratch_copies(output.group)):
         yield HeldBytes(output.node, (output.group.point, output.group.point + 1), output.left * count)
+
+
+@of_outputs
+def halos(output: HeldOutput) -> Iterator[HeldBytes]:
+    """Operands with the halos that a device has received around them."""
+    if output.group.reaches and output.value is output.group.made[0].value:
+        usage = np.array([output.with_halos(strategy) for strategy in output.strategies])
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage)
 
 
 @of_outputs

@@ -177,6 +177,9 @@ class ChosenOptions:
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
                 what = "results" if group.picks else "sums"
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
+            for halo, size in zip(strategy.halos, self.prices.halo_bytes(group, strategy), strict=True):
+                reader = group.uses[halo.use].equation
+                note("collective_permute", halo.axes, size, group.trips, reader.source, f"halo of {reader.primitive}")
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
             taken = self.prices.resharding(value, source, target, readers) * value.trips
