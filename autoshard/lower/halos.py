@@ -8,9 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autoshard.jaxprs import JaxprEqn, run
 from autoshard.layout import MeshShape, shards
+from autoshard.program import Equation
 from autoshard.propagation.halos import Rows, hops
+from autoshard.propagation.moves import Place, Places, Step, Walk
+from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
+from autoshard.propagation.rules.stencils import rows_at
 
 
 def with_halos(
@@ -75,3 +80,92 @@ def _joined(parts: Mapping[int, jax.Array], begin: int, end: int, dim: int) -> j
     if row < end:
         pieces.append(jnp.zeros((*part.shape[:dim], end - row, *part.shape[dim + 1 :]), part.dtype))
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, dim)
+
+
+def run_stencil(
+    equations: Mapping[int, JaxprEqn],
+    equation: Equation,
+    axes: Mapping[str, tuple[str, ...]],
+    arrays: Sequence[jax.Array],
+    mesh: MeshShape,
+) -> jax.Array:
+    """What a device makes of a stencil.
+
+    Args:
+        equations: those of its steps.
+        equation: the stencil.
+        axes: factor -> the mesh axes that split it; none if it runs on whole arrays.
+        arrays: its sources, as the device has them.
+        mesh: axis -> devices.
+    """
+    (dims,) = rule_of(equation).results
+    split = [axes.get(factor, ()) for (factor,) in dims]
+    sources = [tuple(x.shape) for x in equation.inputs]
+    work = _ShardWork(equations, equation.params["steps"], sources, split, [shards(one, mesh) for one in split], arrays)
+    return Walk(equation.params["steps"], sources, work).result([bool(one) for one in split])
+
+
+class _ShardWork:
+    """The steps of a move on one device."""
+
+    def __init__(
+        self,
+        equations: Mapping[int, JaxprEqn],
+        steps: Sequence[Step],
+        sources: Sequence[tuple[int, ...]],
+        axes: Sequence[tuple[str, ...]],  # of the result's dims
+        pieces: Sequence[int],  # into which they are split
+        arrays: Sequence[jax.Array],
+    ):
+        self.equations, self.steps, self.sources, self.arrays = equations, steps, sources, arrays
+        self.axes, self.pieces, self.sizes = axes, pieces, steps[-1].shape
+        self.brought: dict[tuple, jax.Array] = {}  # source and its places so far -> rows
+
+    def source(self, index: int, places: Places) -> jax.Array:
+        array, so_far = jnp.asarray(self.arrays[index]), (index,)
+        for dim, place in enumerate(places):
+            if place is None:
+                continue
+            so_far = (*so_far, dim, place)
+            if so_far not in self.brought:
+                self.brought[so_far] = self.rows(array, dim, place, self.sources[index][dim])
+            array = self.brought[so_far]
+        return array
+
+    def rows(self, array: jax.Array, dim: int, place: Place, size: int) -> jax.Array:
+        """The rows at a place of an array that is split along the dim, or whole."""
+        axes, pieces, whole = self.axes[dim], self.pieces[dim], self.sizes[dim]
+        if size == whole:
+            return exchanged(array, rows_at(place, dim, ""), axes, pieces)
+        before = max(0, -place.offset)
+        config = [(0, 0, 0)] * array.ndim
+        config[dim] = (before, max(0, whole + place.offset - size), 0)
+        padded = jax.lax.pad(array, jnp.zeros((), array.dtype), config)
+        shard = whole // pieces
+        start = jax.lax.axis_index(axes) * shard + place.offset + before
+        return jax.lax.dynamic_slice_in_dim(padded, start, shard, dim)
+
+    def step(self, index: int, places: Places, operands: Sequence[jax.Array]) -> jax.Array:
+        step, eqn = self.steps[index], self.equations[index]
+        shape = [
+            size if place is None else self.sizes[dim] // self.pieces[dim]
+            for dim, (place, size) in enumerate(zip(places, step.shape, strict=True))
+        ]
+        match step.primitive:
+            case "broadcast_in_dim":
+                return jax.lax.broadcast(operands[0], shape)
+            case "slice":
+                starts = [0 if place else start for place, start in zip(places, step.moves, strict=True)]
+                return jax.lax.slice(operands[0], starts, [a + size for a, size in zip(starts, shape, strict=True)])
+            case "pad":
+                config = [(0, 0, 0) if place else (*one, 0) for place, one in zip(places, step.moves, strict=True)]
+                return jax.lax.pad(operands[0], operands[1], config)
+            case _:
+                (made,) = run(eqn, operands)
+                return made
+
+    def choose(self, dim: int, place: Place, first: int, last: int, inside: jax.Array, outside: jax.Array) -> jax.Array:
+        shard = self.sizes[dim] // self.pieces[dim]
+        rows = jax.lax.iota(jnp.int32, shard) + jax.lax.axis_index(self.axes[dim]) * shard + place.offset
+        chosen = jnp.expand_dims((rows >= first) & (rows < last), [d for d in range(inside.ndim) if d != dim])
+        return jnp.where(chosen, inside, outside)

@@ -93,7 +93,7 @@ def transfers(
     axes: Mapping[Factor, tuple[str, ...]],
     mesh: MeshShape,
 ) -> list[Transfer]:
-    """All hops of an equation.
+    """All hops of an equation. What is read twice alike, along the first dims at least, is brought once.
 
     Args:
         reaches: of its rule.
@@ -101,14 +101,19 @@ def transfers(
         axes: factor -> the mesh axes that split it.
         mesh: axis -> devices.
     """
-    found = []
+    found, brought = [], set()
     for reach in reaches:
-        local = list(shapes[reach.operand])
+        local, so_far = list(shapes[reach.operand]), (reach.operand,)
         for rows in reach.rows:
             split = axes.get(rows.factor, ())
             pieces = shards(split, mesh)
             if pieces == 1:
                 continue
+            so_far = (*so_far, rows)
+            if so_far in brought:
+                local[rows.dim] += rows.before + rows.after
+                continue
+            brought.add(so_far)
             others = math.prod(local[: rows.dim]) * math.prod(local[rows.dim + 1 :])
             for hop in hops(rows, local[rows.dim] * pieces, pieces):
                 found.append(Transfer(reach.operand, split, (hop.stop - hop.start) * others))
