@@ -448,7 +448,8 @@ def _unfolded(
     while waiting:
         index, made_by, entries = waiting.pop()
         equations[index] = made_by
-        for ref, entry in zip(steps[index].operands, entries, strict=True):
+        for ref, operand in zip(steps[index].operands, steps[index].inputs, strict=True):
+            entry = entries[operand]
             if ref < 0:
                 sources[~ref] = entry
             elif ref not in equations:

@@ -13,9 +13,10 @@ from autoshard.layout import MeshShape, shards
 from autoshard.program import Equation
 from autoshard.propagation.halos import Rows, hops
 from autoshard.propagation.moves import Place, Places, Step, Walk
+from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
-from autoshard.propagation.rules.stencils import rows_at
+from autoshard.propagation.rules.stencils import rows_at, source_shapes
 
 
 def with_halos(
@@ -55,11 +56,13 @@ def exchanged(array: jax.Array, rows: Rows, axes: tuple[str, ...], pieces: int, 
     """
     dim, shard = rows.dim, array.shape[rows.dim]
     begin, end = -rows.before, shard + rows.after
-    parts = {max(begin, 0): jax.lax.slice_in_dim(array, max(begin, 0), min(end, shard), axis=dim)}
+    parts: dict[int, jax.Array] = {}
+    if begin < shard and end > 0:
+        parts[max(begin, 0)] = jax.lax.slice_in_dim(array, max(begin, 0), min(end, shard), axis=dim)
     for hop in hops(rows, shard * pieces, pieces):
         sent = jax.lax.slice_in_dim(array, hop.start, hop.stop, axis=dim)
         parts[begin + hop.at] = jax.lax.ppermute(sent, axes, hop.pairs)
-    found = _joined(parts, begin, end, dim)
+    found = _joined(parts, begin, end, array, dim)
     if beyond == 0 or (begin >= 0 and end <= shard):  # whoever receives nothing has zeros
         return found
     place = jax.lax.broadcasted_iota(jnp.int32, found.shape, dim) + jax.lax.axis_index(axes) * shard + begin
@@ -67,18 +70,17 @@ def exchanged(array: jax.Array, rows: Rows, axes: tuple[str, ...], pieces: int, 
     return jnp.where(inside, found, jnp.asarray(beyond, found.dtype))
 
 
-def _joined(parts: Mapping[int, jax.Array], begin: int, end: int, dim: int) -> jax.Array:
-    """Parts that start at these rows, with zeros between them."""
+def _joined(parts: Mapping[int, jax.Array], begin: int, end: int, array: jax.Array, dim: int) -> jax.Array:
+    """Parts of an array that start at these rows, with zeros between them."""
+
+    def zeros(count: int) -> jax.Array:
+        return jnp.zeros((*array.shape[:dim], count, *array.shape[dim + 1 :]), array.dtype)
+
     row, pieces = begin, []
     for start in sorted(parts):
-        part = parts[start]
-        if start > row:
-            pieces.append(jnp.zeros((*part.shape[:dim], start - row, *part.shape[dim + 1 :]), part.dtype))
-        if part.shape[dim]:
-            pieces.append(part)
-        row = start + part.shape[dim]
-    if row < end:
-        pieces.append(jnp.zeros((*part.shape[:dim], end - row, *part.shape[dim + 1 :]), part.dtype))
+        pieces += [zeros(start - row)] * (start > row) + [parts[start]]
+        row = start + parts[start].shape[dim]
+    pieces += [zeros(end - row)] * (row < end)
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, dim)
 
 
@@ -100,7 +102,11 @@ def run_stencil(
     """
     (dims,) = rule_of(equation).results
     split = [axes.get(factor, ()) for (factor,) in dims]
-    sources = [tuple(x.shape) for x in equation.inputs]
+    sources = source_shapes(equation)
+    arrays = [
+        jnp.reshape(array, shape_in(array.shape, where, len(dims))) if array.ndim else array
+        for array, where in zip(map(jnp.asarray, arrays), equation.params["dims"], strict=True)
+    ]
     work = _ShardWork(equations, equation.params["steps"], sources, split, [shards(one, mesh) for one in split], arrays)
     return Walk(equation.params["steps"], sources, work).result([bool(one) for one in split])
 
@@ -122,7 +128,7 @@ class _ShardWork:
         self.brought: dict[tuple, jax.Array] = {}  # source and its places so far -> rows
 
     def source(self, index: int, places: Places) -> jax.Array:
-        array, so_far = jnp.asarray(self.arrays[index]), (index,)
+        array, so_far = self.arrays[index], (index,)
         for dim, place in enumerate(places):
             if place is None:
                 continue
@@ -137,6 +143,8 @@ class _ShardWork:
         axes, pieces, whole = self.axes[dim], self.pieces[dim], self.sizes[dim]
         if size == whole:
             return exchanged(array, rows_at(place, dim, ""), axes, pieces)
+        if size == 1:
+            return jnp.broadcast_to(array, [*array.shape[:dim], whole // pieces, *array.shape[dim + 1 :]])
         before = max(0, -place.offset)
         config = [(0, 0, 0)] * array.ndim
         config[dim] = (before, max(0, whole + place.offset - size), 0)
@@ -146,13 +154,13 @@ class _ShardWork:
         return jax.lax.dynamic_slice_in_dim(padded, start, shard, dim)
 
     def step(self, index: int, places: Places, operands: Sequence[jax.Array]) -> jax.Array:
-        step, eqn = self.steps[index], self.equations[index]
+        step = self.steps[index]
         shape = [
             size if place is None else self.sizes[dim] // self.pieces[dim]
             for dim, (place, size) in enumerate(zip(places, step.shape, strict=True))
         ]
-        match step.primitive:
-            case "broadcast_in_dim":
+        match step.kind:
+            case "fill":
                 return jax.lax.broadcast(operands[0], shape)
             case "slice":
                 starts = [0 if place else start for place, start in zip(places, step.moves, strict=True)]
@@ -160,9 +168,22 @@ class _ShardWork:
             case "pad":
                 config = [(0, 0, 0) if place else (*one, 0) for place, one in zip(places, step.moves, strict=True)]
                 return jax.lax.pad(operands[0], operands[1], config)
+            case "concatenate":
+                return jnp.concatenate(operands, step.moves)
+            case "put" | "put_add":
+                return self.updated(step, places, *operands)
             case _:
-                (made,) = run(eqn, operands)
+                (made,) = run(self.equations[index], operands)
                 return made
+
+    def updated(self, step: Step, places: Places, array: jax.Array, update: jax.Array) -> jax.Array:
+        """Along whole dims the update is where it belongs, along others everywhere."""
+        starts = [0 if place else start for place, start in zip(places, step.moves[0], strict=True)]
+        if step.kind == "put":
+            return jax.lax.dynamic_update_slice(array, update, starts)
+        sizes = zip(starts, array.shape, update.shape, strict=True)
+        config = [(start, size - start - length, 0) for start, size, length in sizes]
+        return array + jax.lax.pad(update, jnp.zeros((), update.dtype), config)
 
     def choose(self, dim: int, place: Place, first: int, last: int, inside: jax.Array, outside: jax.Array) -> jax.Array:
         shard = self.sizes[dim] // self.pieces[dim]

@@ -41,6 +41,7 @@ from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
+from autoshard.propagation.rules.stencils import STENCIL
 from autoshard.propagation.rules.windows import NEUTRAL
 
 _LANES = 128  # of a TPU's vector registers: columns of a tile
@@ -96,7 +97,7 @@ def may_run_on_shards(equation: Equation) -> bool:
 
 def runs_on_shards(equation: Equation, split: Split) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, split so."""
-    if _transforms(equation):
+    if _transforms(equation) or equation.primitive == STENCIL:
         return any(split.axes.values())
     if any(split.axes.get(factor) for factor in split.rule.exchanged):
         return True

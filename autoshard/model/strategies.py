@@ -46,6 +46,7 @@ class Halo:
     axes: tuple[str, ...]
     use: int  # which of the group's uses
     elements: int  # on one device
+    rows: tuple  # which: equal for what is the same of the same array
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ def _halos(group: Group, wants, assignment: Mapping[int, tuple[str, ...]], mesh:
         for value, use in zip(equation.inputs, use_of, strict=True)
     ]
     moved = transfers(group.reaches, shapes, assignment, mesh)
-    return tuple(Halo(transfer.axes, use_of[transfer.operand] or 0, transfer.elements) for transfer in moved)
+    return tuple(
+        Halo(transfer.axes, use_of[transfer.operand] or 0, transfer.elements, transfer.rows) for transfer in moved
+    )
 
 
 def _layouts(tensors: list[FactorDims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:

@@ -63,6 +63,7 @@ class Transfer:
     operand: int
     axes: tuple[str, ...]
     elements: int  # on one device
+    rows: tuple  # which: equal for what is the same of the same array
 
 
 def hops(rows: Rows, size: int, pieces: int) -> list[Hop]:
@@ -103,7 +104,7 @@ def transfers(
     """
     found, brought = [], set()
     for reach in reaches:
-        local, so_far = list(shapes[reach.operand]), (reach.operand,)
+        local, so_far = list(shapes[reach.operand]), (reach.operand,)  # `so_far`: what has been brought of it
         for rows in reach.rows:
             split = axes.get(rows.factor, ())
             pieces = shards(split, mesh)
@@ -116,7 +117,8 @@ def transfers(
             brought.add(so_far)
             others = math.prod(local[: rows.dim]) * math.prod(local[rows.dim + 1 :])
             for hop in hops(rows, local[rows.dim] * pieces, pieces):
-                found.append(Transfer(reach.operand, split, (hop.stop - hop.start) * others))
+                same = (*so_far[1:-1], rows.dim, hop)
+                found.append(Transfer(reach.operand, split, (hop.stop - hop.start) * others, same))
             local[rows.dim] += rows.before + rows.after
     return found
 

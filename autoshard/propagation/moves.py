@@ -1,4 +1,4 @@
-"""Data that moves along dims: pads, slices and concatenations in, what each device reads of their sources out.
+"""Data that moves along dims: pads, slices, updates in, what each device reads of their sources out.
 
 A `Step` is one equation between the sources and the result. All steps of a move have the rank of the result, and dims
 stand for the same dims. Along a dim that is split, a device has the same number of rows of every step's result, from
@@ -18,11 +18,12 @@ Array = TypeVar("Array")
 class Step:
     """One equation of a move."""
 
-    primitive: str
+    kind: str  # "slice", "pad", "concatenate", "put", "put_add", "fill", "same" or "pointwise"
     shape: tuple[int, ...]  # of its result
     operands: tuple[int, ...]  # other steps, or `~i` for the i-th source
-    moves: Any = 0  # first rows of a slice, (before, after) of a pad, dim of a concatenation
-    said: str = ""  # the parameters of other equations, as text
+    inputs: tuple[int, ...]  # which operands of its equation these are
+    moves: Any = 0  # first rows of a slice, (before, after) of a pad, dim of a concatenation, window of an update
+    said: str = ""  # what a pointwise step computes
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,17 @@ class Walk:
         if ref < 0:
             return self.work.source(~ref, places)
         step = self.steps[ref]
-        match step.primitive:
+        match step.kind:
             case "slice":
                 return self.work.step(ref, places, [self.at(step.operands[0], self._sliced(step, places))])
             case "pad":
                 return self._padded(ref, step, places)
+            case "put" | "put_add":
+                return self._updated(ref, step, places)
             case "concatenate" if places[step.moves] is not None:
                 return self._joined(step, places)
+            case "same":
+                return self.at(step.operands[0], places)
             case _:
                 operands = (self.at(operand, places if self.shape(operand) else ()) for operand in step.operands)
                 return self.work.step(ref, places, list(operands))
@@ -111,6 +116,18 @@ class Walk:
         for dim, (place, (lo, _), size) in enumerate(zip(places, config, shape, strict=True)):
             if place is not None and (place.first < lo or place.last > lo + size):
                 inside = self.work.choose(dim, place, lo, lo + size, inside, outside)
+        return inside
+
+    def _updated(self, ref: int, step: Step, places: Places) -> Any:
+        """An array of which one window is written over or added to."""
+        array, update = step.operands
+        starts, window = step.moves
+        moved = (place and place.moved(-at, size) for place, at, size in zip(places, starts, window, strict=True))
+        outside = self.at(array, places)
+        inside = self.work.step(ref, places, [outside, self.at(update, tuple(moved))])
+        for dim, (place, start, size) in enumerate(zip(places, starts, window, strict=True)):
+            if place is not None and (place.first < start or place.last > start + size):
+                inside = self.work.choose(dim, place, start, start + size, inside, outside)
         return inside
 
     def _joined(self, step: Step, places: Places) -> Any:
@@ -138,7 +155,9 @@ class Walk:
 
     def _origin(self, ref: int, places: Places) -> tuple[int, Places]:
         """What slices cut out, and where; along whole dims nothing may be cut."""
-        if ref < 0 or self.steps[ref].primitive != "slice":
+        if ref >= 0 and self.steps[ref].kind == "same":
+            return self._origin(self.steps[ref].operands[0], places)
+        if ref < 0 or self.steps[ref].kind != "slice":
             return ref, places
         step = self.steps[ref]
         sizes = zip(places, step.shape, self.shape(step.operands[0]), strict=True)
