@@ -30,7 +30,7 @@ def neighbours(rng: random.Random, dims: int) -> Move:
     def move(u):
         padded = jnp.pad(u, width, mode=mode)
         cut = [tuple(slice(o, o + n) for o, n in zip(one, u.shape, strict=True)) for one in offsets]
-        return sum((i + 1) * padded[one] for i, one in enumerate(cut))
+        return sum((i + 2) * padded[one] for i, one in enumerate(cut))
 
     return move
 

@@ -153,6 +153,13 @@ def _renamed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     return [Part(equation, "same", (0,), part.shape, dims)]
 
 
+def _summed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+    """A sum over dims of one element, as gradients of broadcasts may be."""
+    (operand,) = equation.inputs
+    alone = all(operand.shape[dim] == 1 for dim in equation.params["axes"])
+    return _renamed(equation, known, makers) if alone else []
+
+
 def _reversed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     """One row is the same the other way round."""
     turned = (equation.outputs[0].shape[dim] for dim in equation.params["dimensions"])
@@ -248,6 +255,7 @@ _PARTS: Mapping[str, Callable[[Equation, Known, Makers], list[Part]]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "pad": _pad,
+    "reduce_sum": _summed,
     "reshape": _renamed,
     "rev": _reversed,
     "scatter": _put,
