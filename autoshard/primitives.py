@@ -165,7 +165,7 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("sort", Work.SORT),
     **_rows("top_k", Work.TOP_K),
     # stencils.py
-    **_rows("stencil", Work.NONE, is_loop=True),
+    **_rows("stencil", Work.NONE, is_loop=True, slices=True),
     # windows.py
     **_rows("conv_general_dilated", Work.CONTRACTION),
     **_rows(

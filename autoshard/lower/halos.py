@@ -24,7 +24,7 @@ def with_halos(
     rule: Rule,
     axes: Mapping[str, tuple[str, ...]],
     mesh: MeshShape,
-    neutral: Callable[[Any], Any],
+    beyond: Callable[[int], Any],
 ) -> list[jax.Array]:
     """Operands with the rows that this device reads of its neighbours.
 
@@ -33,15 +33,24 @@ def with_halos(
         rule: what is read.
         axes: factor -> the mesh axes that split it.
         mesh: axis -> devices.
-        neutral: dtype -> what rows beyond the array count as.
+        beyond: operand -> what rows beyond the array count as.
     """
     found = list(arrays)
     for reach in rule.reaches:
         for rows in reach.rows:
             if split := axes.get(rows.factor, ()):
                 array = found[reach.operand]
-                found[reach.operand] = exchanged(array, rows, split, shards(split, mesh), neutral(array.dtype))
+                found[reach.operand] = exchanged(array, rows, split, shards(split, mesh), beyond(reach.operand))
     return found
+
+
+def without_halos(array: jax.Array, rule: Rule, axes: Mapping[str, tuple[str, ...]]) -> jax.Array:
+    """The rows of a result that are the device's own, if the result has a row for each that was read of its array."""
+    config = [(0, 0, 0)] * array.ndim
+    for rows in rule.reaches[0].rows:
+        if axes.get(rows.factor, ()):
+            config[rows.dim] = -rows.before, -rows.after, 0
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), config)
 
 
 def exchanged(array: jax.Array, rows: Rows, axes: tuple[str, ...], pieces: int, beyond: Any = 0) -> jax.Array:
@@ -128,7 +137,8 @@ class _ShardWork:
         self.brought: dict[tuple, jax.Array] = {}  # source and its places so far -> rows
 
     def source(self, index: int, places: Places) -> jax.Array:
-        array, so_far = self.arrays[index], (index,)
+        array = self.arrays[index]
+        so_far: tuple = (index,)
         for dim, place in enumerate(places):
             if place is None:
                 continue

@@ -19,6 +19,7 @@ smaller group count. Where a reduced factor is split the devices' partial result
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -33,7 +34,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, shards, spec_of, spec_text
-from autoshard.lower.halos import with_halos
+from autoshard.lower.halos import with_halos, without_halos
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.plans.annotations import Annotations, Scatter
@@ -42,7 +43,7 @@ from autoshard.propagation.projection import factors_of_layout, layout_of_factor
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
 from autoshard.propagation.rules.stencils import STENCIL
-from autoshard.propagation.rules.windows import NEUTRAL
+from autoshard.propagation.rules.windows import beyond
 
 _LANES = 128  # of a TPU's vector registers: columns of a tile
 
@@ -120,10 +121,12 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
     local = eqn.replace(params={**eqn.params, **_local_params(equation, split)})
 
     def on_one_device(*shards: Any) -> list:
-        operands = with_halos(shards, split.rule, split.axes, split.mesh, NEUTRAL.get(equation.primitive, _zero))
+        operands = with_halos(shards, split.rule, split.axes, split.mesh, functools.partial(beyond, equation))
         if folds_by_hand(equation) and split.reduced:
             return _folded(local, operands, split.reduced)
         partial = run(local, operands)
+        if equation.primitive == "select_and_scatter_add":
+            partial = [without_halos(one, split.rule, split.axes) for one in partial]
         if scatter is not None:
             (one,) = partial
             return [_reduce_scatter(one, scatter)]
@@ -225,10 +228,6 @@ def _local_params(equation: Equation, split: Split) -> dict[str, Any]:
         as_written = zip(dims, equation.params["padding"], strict=True)
         found["padding"] = tuple(padding.get(dim, tuple(whole)) for dim, whole in as_written)
     return found
-
-
-def _zero(dtype: Any) -> int:
-    return 0
 
 
 def _folded(eqn: JaxprEqn, operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list:

@@ -150,11 +150,14 @@ def _last_runs(
 
 def _new_draft(equation: Equation, rule: Rule) -> _Draft:
     number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+    together = {factor: number[other] for factor, other in rule.alike.items() if factor in number and other in number}
+    sizes = {n: rule.sizes[factor] for factor, n in number.items() if factor not in together}
+    number |= together
     tensors = zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
     kept = {factor for value, dims in tensors if stays_whole(value) for factor in itertools.chain(*dims)}
     return _Draft(
         equations=[equation],
-        sizes={n: rule.sizes[factor] for factor, n in number.items()},
+        sizes=sizes,
         splittable=frozenset(number[factor] for factor in (rule.splittable | rule.exchanged) - kept),
         reduction=frozenset(number[factor] for factor in rule.reduction | rule.summed if factor in number),
         given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},

@@ -32,6 +32,7 @@ from autoshard.model.strategies import REDUCE_SCATTER, Strategy
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.transposes import transposes
 from autoshard.program import Value
+from autoshard.propagation.rules.stencils import STENCIL
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,10 @@ class HeldOutput:
         return np.array([sum(map(local_bytes, values, strategy.wants)) for strategy in self.strategies])
 
     def with_halos(self, strategy: Strategy) -> int:
-        """Bytes of the halos under a strategy, and of the operands that they are put around."""
+        """Bytes of the halos under a strategy, and of the operands that they are put around for a window."""
         received = sum(self.prices.halo_bytes(self.group, strategy))
+        if self.group.equations[0].primitive == STENCIL:
+            return received
         uses = {halo.use for halo in strategy.halos}
         local_bytes = self.prices.arrays.local_bytes
         return received + sum(local_bytes(self.group.uses[use].value, strategy.wants[use]) for use in uses)

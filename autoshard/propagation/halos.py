@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from autoshard.layout import MeshShape, shards
 
@@ -102,9 +102,11 @@ def transfers(
         axes: factor -> the mesh axes that split it.
         mesh: axis -> devices.
     """
-    found, brought = [], set()
+    found: list[Transfer] = []
+    brought: set[tuple] = set()
     for reach in reaches:
-        local, so_far = list(shapes[reach.operand]), (reach.operand,)  # `so_far`: what has been brought of it
+        local = list(shapes[reach.operand])
+        so_far: tuple = (reach.operand,)  # what has been brought of it
         for rows in reach.rows:
             split = axes.get(rows.factor, ())
             pieces = shards(split, mesh)
@@ -148,10 +150,14 @@ def renamed(reaches: Sequence[Reach[str]], number: Mapping[str, int]) -> tuple[R
     """The reaches of a rule in the factors of a group."""
     found = []
     for reach in reaches:
-        rows: list[Any] = [replace(one, factor=number[one.factor]) for one in reach.rows if one.factor in number]
+        rows = [_renamed(one, number[one.factor]) for one in reach.rows if one.factor in number]
         if rows:
             found.append(Reach(reach.operand, tuple(rows)))
     return tuple(found)
+
+
+def _renamed(rows: Rows[str], factor: int) -> Rows[int]:
+    return Rows(rows.dim, factor, rows.before, rows.after, rows.first, rows.last, rows.wraps, rows.padding)
 
 
 def window_rows(

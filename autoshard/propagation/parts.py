@@ -97,11 +97,11 @@ def _split(equation: Equation, known: Known, makers: Makers) -> list[Part]:
 
 def _dynamic_slice(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     operand, *starts = equation.inputs
-    at = [_constant(start, makers) for start in starts]
-    if any(start is None for start in at):
+    at = _numbers(starts, makers)
+    if at is None:
         return []
     sizes = zip(at, operand.shape, equation.outputs[0].shape, strict=True)
-    return _some(_cut(equation, operand, [min(max(int(a), 0), n - m) for a, n, m in sizes], known))
+    return _some(_cut(equation, operand, [min(max(a, 0), n - m) for a, n, m in sizes], known))
 
 
 def _pad(equation: Equation, known: Known, makers: Makers) -> list[Part]:
@@ -199,11 +199,11 @@ def _put(equation: Equation, known: Known, makers: Makers) -> list[Part]:
 
 def _dynamic_update_slice(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     array, update, *starts = equation.inputs
-    at = [_constant(start, makers) for start in starts]
-    if any(start is None for start in at) or not _has_all_dims(array, known):
+    at = _numbers(starts, makers)
+    if at is None or not _has_all_dims(array, known):
         return []
     sizes = zip(at, array.shape, update.shape, strict=True)
-    moves = tuple(min(max(int(a), 0), n - m) for a, n, m in sizes), tuple(update.shape)
+    moves = tuple(min(max(a, 0), n - m) for a, n, m in sizes), tuple(update.shape)
     whole = tuple(range(len(array.shape)))
     return [Part(equation, "put", (0, 1), tuple(array.shape), whole, moves, (whole, whole))]
 
@@ -222,6 +222,12 @@ def _gather(equation: Equation, known: Known, makers: Makers) -> list[Part]:
         return []
     kept = tuple(dim for dim in range(len(array.shape)) if dim not in numbers.collapsed_slice_dims)
     return [Part(equation, "slice", (0,), tuple(sizes), kept, tuple(starts), (tuple(range(len(array.shape))),))]
+
+
+def _numbers(operands: Sequence[Operand], makers: Makers) -> list[int] | None:
+    """One number each; None if one of them depends on an argument."""
+    found = [_constant(operand, makers) for operand in operands]
+    return None if any(x is None for x in found) else [int(x) for x in found if x is not None]
 
 
 def _constant(operand: Operand, makers: Makers) -> np.ndarray | None:

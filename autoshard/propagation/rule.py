@@ -43,6 +43,7 @@ class Rule:
     reaches: tuple[Reach[str], ...] = ()  # what devices read beyond their shards, where permutation factors are split
     summed: frozenset[str] = frozenset()  # permutation factors whose split leaves partial results, too
     samples: str | None = None  # the factor along which no window moves: of the batch
+    alike: Mapping[str, str] = field(default_factory=dict)  # factor -> the exchanged one that strategies split with it
 
     @cached_property
     def factors(self) -> tuple[str, ...]:

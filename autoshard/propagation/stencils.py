@@ -11,6 +11,7 @@ again is the result of a stencil.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,10 +53,10 @@ def with_stencils(program: Program) -> Program:
 
     def part(operand: Operand, equation: Equation) -> Part | None:
         one = find(operand, equation)
-        return one and one.part
+        return None if one is None else one.part
 
     for equation in program.equations:
-        parts = parts_of(equation, lambda operand, reader=equation: part(operand, reader), program.makers)
+        parts = parts_of(equation, functools.partial(part, equation=equation), program.makers)
         for made, value in zip(parts, equation.outputs, strict=bool(parts)):
             operands = [find(x, equation) for x in made.operands]
             grid = _grid(made, operands)

@@ -7,7 +7,6 @@ the windows of every device begin at the same place of its shard: if positions t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -34,12 +33,14 @@ def _most(dtype: Any) -> Any:
     return np.inf if jnp.issubdtype(dtype, np.floating) else jnp.iinfo(dtype).max
 
 
-# Poolings that strategies split -> what rows beyond the array count as.
-NEUTRAL: dict[str, Callable[[Any], Any]] = {
-    "reduce_window_max": _least,
-    "reduce_window_min": _most,
-    "reduce_window_sum": lambda dtype: 0,
-}
+def beyond(equation: Equation, operand: int) -> Any:
+    """What rows beyond an operand of a window count as."""
+    dtype, name = equation.inputs[operand].dtype, equation.primitive
+    if name == "select_and_scatter_add" and operand == 1:
+        return _least(dtype) if equation.params["select_prim"].name == "ge" else _most(dtype)
+    if name in ("reduce_window_max", "reduce_window_min"):
+        return _least(dtype) if name.endswith("max") else _most(dtype)
+    return 0
 
 
 @rule("conv_general_dilated")
@@ -134,7 +135,7 @@ def pooling(equation: Equation) -> Rule:
     """`b h c -> b h c`, h expensive."""
     operands, results = shapes_of(equation)
     found = dimwise(operands, results, _windowed(equation.params))
-    if equation.primitive not in NEUTRAL:
+    if equation.primitive not in ("reduce_window_max", "reduce_window_min", "reduce_window_sum"):
         return found
     params, (size,) = equation.params, operands
     ones = (1,) * len(size)
@@ -165,10 +166,35 @@ def select_and_scatter_add(equation: Equation) -> Rule:
 def _scattered(equation: Equation, array: int, windows: int) -> Rule:
     operands, results = shapes_of(equation)
     builder, windowed = RuleBuilder(operands, results), _windowed(equation.params)
+    alike: dict[str, str] = {}
+    rows: list[tuple[Rows[str], Rows[str]]] = []
     for dim, size in enumerate(results[0]):
         if dim in windowed:
-            builder.factor(size, [(array, dim)], [(0, dim)], "permutation")
-            builder.factor(operands[windows][dim], [(windows, dim)], [], "need_replication")
+            rows_factor = builder.factor(size, [(array, dim)], [(0, dim)], "permutation")
+            factor = builder.factor(operands[windows][dim], [(windows, dim)], [], "need_replication")
+            if equation.primitive == "select_and_scatter_add":
+                found = _scattered_rows(equation, dim, rows_factor, size, operands[windows][dim])
+                rows += [found] if found else []
+                alike |= {factor: rows_factor} if found else {}
         else:
             builder.factor(size, [(0, dim), (1, dim)], [(0, dim)])
-    return builder.build()
+    built = builder.build()
+    if not rows:
+        return built
+    reaches = Reach(array, tuple(one for one, _ in rows)), Reach(windows, tuple(one for _, one in rows))
+    samples = next((dim[0] for dim in built.results[0][:1] if dim[0] not in built.permutation), None)
+    return replace(built, reaches=reaches, alike=alike, samples=samples)
+
+
+def _scattered_rows(
+    equation: Equation, dim: int, factor: str, size: int, places: int
+) -> tuple[Rows[str], Rows[str]] | None:
+    """What a device reads of the array and of the windows to make its rows: all windows over these, and their rows."""
+    params = equation.params
+    window, stride = params["window_dimensions"][dim], params["window_strides"][dim]
+    low = int(params["padding"][dim][0])
+    if places * stride != size:
+        return None
+    first, after = -((window - 1 - low) // stride), (low - 1) // stride
+    array = Rows(dim, factor, low - first * stride, after * stride - low + window, 0, size)
+    return array, Rows(dim, factor, -first, after + 1, 0, places)
