@@ -162,7 +162,7 @@ class ChosenOptions:
             tally[1] += runs
 
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
-        reduced_sums = set()
+        reduced_sums, halos = set(), set()
         for group, priced, strategy in choices:
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
             compute += seconds.compute
@@ -177,6 +177,13 @@ class ChosenOptions:
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
                 what = "results" if group.picks else "sums"
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
+            for halo, size in zip(strategy.halos, self.prices.halo_bytes(group, strategy), strict=True):
+                reader, received = group.uses[halo.use].equation, (group.uses[halo.use].value.id, halo.axes, halo.rows)
+                want = strategy.wants[halo.use]
+                if (received, want) in halos:  # XLA merges equal collectives
+                    continue
+                halos.add((received, want))
+                note("collective_permute", halo.axes, size, group.trips, reader.source, f"halo of {reader.primitive}")
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
             taken = self.prices.resharding(value, source, target, readers) * value.trips
