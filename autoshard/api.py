@@ -320,7 +320,7 @@ def propagate(
     given = dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     maker: dict[int, Equation | None] = {**given, **program.makers}
     return Propagation(
-        arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
+        arguments=tuple(spec_of(found.values[value.id]) for value in program.own_arguments),
         outputs=tuple(map(spec_of, found.results)),
         values=tuple(
             PropagatedValue(x, spec_of(found.values[x.id]), maker[x.id], found.origins[x.id])

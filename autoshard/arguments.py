@@ -128,6 +128,27 @@ def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> lis
     return placed
 
 
+def place_captured(arrays: Sequence[Any], plan: PlanData) -> list[jax.Array]:
+    """Arrays that the step closes over, on the mesh as the plan wants them.
+
+    As under `jax.jit`, numbers are those of now: a NumPy array may change later. A `jax.Array` that lies right already
+    is not copied.
+
+    Raises:
+        ArgumentError: an array has been deleted.
+    """
+    placed = []
+    with jax.ensure_compile_time_eval():  # the step may be called while another function is being traced
+        for array, to, sharding in zip(arrays, plan.captured, plan.captured_shardings, strict=True):
+            if is_deleted(array):
+                raise ArgumentError(
+                    f"{to.name}, which {plan.name} closes over, has been deleted, most likely since it was donated.\n"
+                    "Pass it to the step as an argument, or close over a copy (jax.numpy.copy)."
+                )
+            placed.append(jax.device_put(array, sharding, may_alias=isinstance(array, jax.Array)))
+    return placed
+
+
 def _is_alike(lies: Any, sharding: NamedSharding, leaf: Any) -> bool:
     """Whether two shardings are one type of explicit mode, which `jax.jit` does not compile anew for: P("x", None) and
     P("x")."""

@@ -19,6 +19,7 @@ from autoshard.arguments import (
     is_typed_on,
     not_an_array,
     place,
+    place_captured,
     run_transformed,
     type_of,
     whole_type,
@@ -52,6 +53,23 @@ class _PlannedStep:
     def step(self) -> Step:
         assert self.plan.lowering is not None, "`lowered` gives it one"
         return self.plan.lowering.step
+
+    @functools.cached_property
+    def run(self) -> Callable[..., tuple[Any, ...]]:
+        """The compiled step, from flat arguments as the plan places them to flat results."""
+        flat, captured = self.step.flat, self.captured
+        return (lambda *leaves: flat(*leaves, *captured)) if captured else flat
+
+    @functools.cached_property
+    def captured(self) -> tuple[jax.Array, ...]:
+        """The arrays that the step closes over, placed once for all calls."""
+        return tuple(place_captured(self.program.captured, self.plan))
+
+    @property
+    def captured_for_transformations(self) -> tuple[Any, ...]:
+        """The same for a call that is being transformed. JAX refuses to trace with what lies on other hosts, too."""
+        is_here = all(array.is_fully_addressable for array in self.captured)
+        return self.captured if is_here else self.program.captured
 
     @functools.cached_property
     def calls_back(self) -> bool:
@@ -145,15 +163,16 @@ class ShardedFunction(Generic[Parameters, Result]):
             )
         step = compiled.step
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            leaves += compiled.captured_for_transformations
             traced: Result = step.result(run_transformed(step.transformed, leaves, compiled.plan.mesh))
             return traced
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
         # A Python callback may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
-        self._last = _Call(signature, compiled, step.flat, compiled.sentinels) if again else None
+        self._last = _Call(signature, compiled, compiled.run, compiled.sentinels) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
-            result: Result = step.result(step.flat(*placed))
+            result: Result = step.result(compiled.run(*placed))
             return result
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

@@ -32,8 +32,9 @@ def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
     """The plan that the user gave for this program; what else the user fixed has to agree with it."""
     made = given.bound_to(program)
     check_plan(program, made.annotations, dict(options.mesh.shape))
+    shardings = (*made.flat_in_shardings, *made.captured_shardings)
     for i, layout in fixed_layouts(program, options.fixed, dict(options.mesh.shape)).items():
-        value, spec = program.arguments[i], made.flat_in_shardings[i].spec
+        value, spec = program.arguments[i], shardings[i].spec
         if layout_of(spec, len(value.shape)) != layout:
             raise ConflictError(
                 f"fixed= wants {value} to be {spec_of(layout)}, the plan that is given has it {spec}.\n"

@@ -42,6 +42,7 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
         "memory": plan.memory,
         "warnings": list(plan.warnings),
         "arguments": [_placed_to_json(placed) for placed in plan.arguments],
+        "captured": [_placed_to_json(placed) for placed in plan.captured],
         "results": [_placed_to_json(placed) for placed in plan.results],
         "carried": list(plan.carried.items()),
         "predicted": asdict(plan.predicted),
@@ -115,6 +116,7 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         argument_tree=Tree.of_indices(_tree_from_json(content["argument_slots"])),
         result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
         axis_types=_axis_types(content.get("axis_types")),
+        captured=tuple(_placed_from_json(entry) for entry in content.get("captured", ())),  # older files have none
     )
     return Contents(plan, alternatives)
 

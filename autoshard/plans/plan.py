@@ -72,6 +72,7 @@ class PlanData:
     argument_tree: Tree = field(repr=False)  # of (args, kwargs), static arguments left out
     result_tree: Tree = field(repr=False)
     axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
+    captured: tuple[PlacedArray, ...] = ()  # the large arrays that the step closes over
 
     @property
     def gap(self) -> float:
@@ -82,6 +83,11 @@ class PlanData:
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
         """One sharding per flat argument, in the order of `arguments`."""
         return tuple(map(self._sharding, self.arguments))
+
+    @cached_property
+    def captured_shardings(self) -> tuple[NamedSharding, ...]:
+        """One sharding per array that the step closes over, in the order of `captured`."""
+        return tuple(map(self._sharding, self.captured))
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
@@ -176,13 +182,13 @@ def check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str)
 
 
 def _difference(plan: PlanData, program: Program) -> str:
-    ours = [f"{placed.name} {placed.type}" for placed in plan.arguments]
+    ours = [f"{placed.name} {placed.type}" for placed in (*plan.arguments, *plan.captured)]
     theirs = [str(value) for value in program.arguments]
     for here, there in zip(ours, theirs, strict=False):
         if here != there:
             return f"{here} in the plan is {there} in the step"
     if len(ours) != len(theirs):
-        return f"the plan has {len(ours)} arrays for arguments, the step {len(theirs)}"
+        return f"the plan has {len(ours)} arrays for arguments and closed-over arrays, the step {len(theirs)}"
     if plan.carried != program.carried:
         return "other results take the place of arguments (is donate_argnums the same?)"
     return "the arguments are the same, but not the operations on them, or not what is donated"
