@@ -40,6 +40,7 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
         "bound": plan.bound,
         "cost": plan.cost,
         "memory": plan.memory,
+        "compiled_peak": plan.compiled_peak,
         "warnings": list(plan.warnings),
         "arguments": [_placed_to_json(placed) for placed in plan.arguments],
         "captured": [_placed_to_json(placed) for placed in plan.captured],
@@ -116,6 +117,7 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         argument_tree=Tree.of_indices(_tree_from_json(content["argument_slots"])),
         result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
         axis_types=_axis_types(content.get("axis_types")),
+        compiled_peak=content.get("compiled_peak"),
         captured=tuple(_placed_from_json(entry) for entry in content.get("captured", ())),  # older files have none
     )
     return Contents(plan, alternatives)

@@ -73,6 +73,8 @@ class PlanData:
     result_tree: Tree = field(repr=False)
     axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
     captured: tuple[PlacedArray, ...] = ()  # the large arrays that the step closes over
+    # Bytes per device by XLA's account of the compiled program; None: that was not asked, or ran out of memory.
+    compiled_peak: int | None = None
 
     @property
     def gap(self) -> float:

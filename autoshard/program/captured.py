@@ -17,7 +17,6 @@ import numpy as np
 from autoshard.jaxprs import (
     HIDDEN_BODIES,
     ClosedJaxpr,
-    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
@@ -127,7 +126,7 @@ class _Search:
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name, self.call)
         params, inputs = open_loop(eqn, inputs, lambda keys: [taken.var(key) for key in keys])
         is_same = params is eqn.params and all(new is old for new, old in zip(inputs, eqn.invars, strict=True))
-        return eqn if is_same else eqn.replace(invars=inputs, params=params)
+        return eqn if is_same else eqn.replace(invars=inputs, params=dict(params))
 
     def call(self, eqn: JaxprEqn, inputs: list, vars_of: VarsOf) -> tuple[Mapping[str, Any], list]:
         called = None if eqn.primitive.name in HIDDEN_BODIES else called_jaxpr(eqn)

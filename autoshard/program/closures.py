@@ -32,7 +32,8 @@ def names_in_closure(fn: Any, wanted: Collection[Hashable]) -> dict[Hashable, st
     {...: 'model/layers/1/kernel'}
     """
     found: dict[Hashable, str] = {}
-    left, seen = set(wanted), set()
+    left: set[Hashable] = set(wanted)
+    seen: set[int] = set()
     queue: deque[tuple[_Path, Any]] = deque([((), fn)])
     while queue and left and len(seen) < _MOST_OBJECTS:
         path, one = queue.popleft()
@@ -53,7 +54,7 @@ def _inside(path: _Path, one: Any) -> Iterator[tuple[_Path, Any]]:
         yield from (((name,), arg) for name, arg in one.keywords.items())
     elif isinstance(one, types.MethodType):
         yield path, one.__func__
-        yield (*path, "self") if not path else path, one.__self__
+        yield path if path else ("self",), one.__self__
     elif isinstance(one, types.FunctionType):
         yield from (((name,), value) for name, value in _free_variables(one))
         yield from ((path, wrapped) for wrapped in [getattr(one, "__wrapped__", None)] if wrapped is not None)
@@ -73,7 +74,8 @@ def _free_variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # the variable has no value yet
             continue
-    names, codes = [], [fn.__code__]
+    names: list[str] = []
+    codes = [fn.__code__]
     for code in codes:
         names += code.co_names
         codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
