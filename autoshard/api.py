@@ -285,6 +285,7 @@ def verify(
     # jax.jit leaves out what is not used
     dropped = [one is None for one in jax.tree.leaves(in_shardings, is_leaf=lambda one: one is None)]
     spared = sum(x.local_bytes for x, out in zip(predicted.arguments, dropped, strict=True) if out)
+    spared += sum(x.local_bytes for x in predicted.captured)  # constants there, which XLA's account leaves out
     prediction = replace(predicted.predicted, peak_bytes=predicted.predicted.peak_bytes - spared)
     return verification(prediction, found, found.mesh, plain=True)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
@@ -145,7 +146,8 @@ def place_captured(arrays: Sequence[Any], plan: PlanData) -> list[jax.Array]:
                     f"{to.name}, which {plan.name} closes over, has been deleted, most likely since it was donated.\n"
                     "Pass it to the step as an argument, or close over a copy (jax.numpy.copy)."
                 )
-            placed.append(jax.device_put(array, sharding, may_alias=isinstance(array, jax.Array)))
+            kept = array if isinstance(array, jax.Array) else np.array(array)
+            placed.append(jax.device_put(kept, sharding))
     return placed
 
 

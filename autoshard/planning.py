@@ -74,7 +74,7 @@ def checked(
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
     if plan.compiled_peak is not None and not fits(plan.compiled_peak, options.memory):
-        warnings.warn(f"{plan.name}: {plan.warnings[-1]}", MemoryWarning, stacklevel=2)
+        warnings.warn(f"{plan.name}: {plan.warnings[-1]}", MemoryWarning, stacklevel=5)
     return plan
 
 

@@ -6,8 +6,10 @@ Looked through are what the function closes over, the globals that its code name
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import itertools
 import types
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping
@@ -50,7 +52,7 @@ def names_in_closure(fn: Any, wanted: Collection[Hashable]) -> dict[Hashable, st
 def _inside(path: _Path, one: Any) -> Iterator[tuple[_Path, Any]]:
     if isinstance(one, functools.partial):
         yield path, one.func
-        yield from (((f"argument {i}",), arg) for i, arg in enumerate(one.args))
+        yield from (((name,), arg) for name, arg in zip(_parameters(one.func), one.args, strict=False))
         yield from (((name,), arg) for name, arg in one.keywords.items())
     elif isinstance(one, types.MethodType):
         yield path, one.__func__
@@ -82,6 +84,13 @@ def _free_variables(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((name, fn.__globals__[name]) for name in dict.fromkeys(names) if name in fn.__globals__)
     parameters = inspect.signature(fn, follow_wrapped=False).parameters
     yield from ((one.name, one.default) for one in parameters.values() if one.default is not one.empty)
+
+
+def _parameters(fn: Any) -> Iterator[str]:
+    """The names of a function's parameters, then numbers for what has none."""
+    with contextlib.suppress(ValueError, TypeError):  # of a built-in without a signature
+        yield from inspect.signature(fn).parameters
+    yield from (f"argument {i}" for i in itertools.count())
 
 
 def _attributes(one: Any) -> Iterator[tuple[str, Any]]:
