@@ -144,7 +144,7 @@ class PlanData:
             PlanError: the mesh has other axes.
         """
         check_mesh(dict(self.mesh.shape), mesh, f"the plan of {self.name}")
-        return replace(self, mesh=with_auto_axes(mesh))
+        return replace(self, mesh=with_auto_axes(mesh), compiled_peak=None)
 
     def bound_to(self, program: Program) -> Self:
         """This plan with the containers of `program`.
@@ -190,7 +190,7 @@ def _difference(plan: PlanData, program: Program) -> str:
         if here != there:
             return f"{here} in the plan is {there} in the step"
     if len(ours) != len(theirs):
-        return f"the plan has {len(ours)} arrays for arguments and closed-over arrays, the step {len(theirs)}"
+        return f"the plan has {len(ours)} arrays for arguments, the step {len(theirs)}"
     if plan.carried != program.carried:
         return "other results take the place of arguments (is donate_argnums the same?)"
     return "the arguments are the same, but not the operations on them, or not what is donated"
