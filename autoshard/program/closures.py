@@ -12,7 +12,7 @@ import inspect
 import itertools
 import types
 from collections import deque
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from autoshard.program.captured import identity_of
 from autoshard.program.trees import VALUE_KEYS
 
 _MOST_OBJECTS = 20_000  # that are looked at: a search for names must not take longer than tracing does
-_UNNAMED = frozenset({key.name for key in VALUE_KEYS} | {"_value", "_raw_value"})  # what a parameter holds its array in
+# Attributes in which parameters hold their array, and mappings of flax what is in them.
+_UNNAMED = frozenset({key.name for key in VALUE_KEYS} | {"_value", "_raw_value", "_dict", "_mapping"})
 _Path = tuple[str, ...]
 
 
@@ -45,7 +46,7 @@ def names_in_closure(fn: Any, wanted: Collection[Hashable]) -> dict[Hashable, st
                 left.discard(key)
         elif id(one) not in seen:
             seen.add(id(one))
-            queue.extend(_inside(path, one))
+            queue.extend(itertools.islice(_inside(path, one), _MOST_OBJECTS))
     return found
 
 
@@ -60,7 +61,7 @@ def _inside(path: _Path, one: Any) -> Iterator[tuple[_Path, Any]]:
     elif isinstance(one, types.FunctionType):
         yield from (((name,), value) for name, value in _free_variables(one))
         yield from ((path, wrapped) for wrapped in [getattr(one, "__wrapped__", None)] if wrapped is not None)
-    elif isinstance(one, Mapping):
+    elif isinstance(one, dict):
         yield from (((*path, str(key)), value) for key, value in one.items())
     elif isinstance(one, list | tuple):
         yield from (((*path, str(i)), value) for i, value in enumerate(one))
@@ -95,7 +96,8 @@ def _parameters(fn: Any) -> Iterator[str]:
 
 def _attributes(one: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, without running properties of its class."""
-    yield from getattr(one, "__dict__", {}).items()
+    with contextlib.suppress(AttributeError):
+        yield from object.__getattribute__(one, "__dict__").items()
     for kind in type(one).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
