@@ -243,13 +243,14 @@ class _Formulator:
         return self.prices.memo.once(copies_of, kepts)
 
     def _add_arguments(self, options: list[tuple[ArgumentOption, ...]]) -> None:
+        staying = frozenset(self.program.state)
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
             told = value.id in self.prices.weights, value.id in self.prices.ahead
             what = value.shape, value.on_host, *told, self.prices.widths.moving(value), self.prices.turns.get(value.id)
             stored = None  # a size in memory, if it arrives anew every step
-            if index not in self.program.carried:
+            if index not in staying:
                 stored = self.prices.widths.stored(value)
 
             def seconds(

@@ -216,7 +216,8 @@ class ChosenOptions:
 
     def arrival(self) -> float:
         """Seconds to write the arguments that no result of the step before has taken the place of."""
-        arriving = (x for i, x in enumerate(self.program.arguments) if i not in self.program.carried)
+        staying = frozenset(self.program.state)
+        arriving = (x for i, x in enumerate(self.program.arguments) if i not in staying)
         return sum(self.prices.writing(value, self.homes[value.id]) for value in arriving)
 
     def resharded_memory(self) -> float:
