@@ -51,6 +51,7 @@ class HeldArgument:
     node: int
     value: Value
     options: tuple[ArgumentOption, ...]
+    narrow: tuple[Group, ...]  # who reads fewer bits than others do, and alone reads the copies of narrow options
     uses: Sequence[tuple[Group, Use]]
     is_loop_buffer: bool  # whether a loop carries it on in its own buffer
     is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
@@ -72,9 +73,10 @@ class HeldArgument:
         """
         memo, arrays = self.prices.memo, self.prices.arrays
         start, end = _around(spans)
-        gathered = arrays.copy_sizes(self.value, memo.once(copies_of, self.options))
+        layouts = memo.once(copies_of, self.options)
+        for_all, for_narrow = (arrays.copy_sizes(self.value, layouts, readers) for readers in (None, self.narrow))
         own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
-        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, gathered))
+        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, for_all, for_narrow))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.made[0].value
             alone = [

@@ -16,6 +16,7 @@ from autoshard.model.groups import FactorDims, Group
 from autoshard.model.lifetimes import aliased
 from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.model.xla.rounding import Readers
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
@@ -218,7 +219,8 @@ class ChosenOptions:
         for id, readers in self.formulation.readers.items():
             value, home = self.program.values[id], self.homes[id]
             seen = self.copies.get(id, home)
-            hops = [(home, seen), *((seen, want) for want in map(self.want, readers) if want != home)]
+            hops = [(home, seen, self.formulation.copied_for(value, self.choice))]
+            hops += [(seen, self.want(reader), reader.copied_for) for reader in readers if self.want(reader) != home]
             total += sum(self.prices.memory_seconds(value, *hop) for hop in hops) * value.trips
         return total
 
@@ -228,8 +230,8 @@ class ChosenOptions:
         held = [x for x in (*self.program.arguments, *results) if x.on_host]
         return sum(self.prices.arrays.shard_bytes(value, self.homes[value.id]) for value in held)
 
-    def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, list[Group]]]:
-        """Every resharding of the step: (value, from, to, the line that asks for it, who reads the copy).
+    def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, Readers]]:
+        """Every resharding of the step: (value, from, to, the line that asks for it, whom the copy is for).
 
         Readers that ask for the same one get the same array: XLA merges equal collectives.
         """
@@ -241,10 +243,9 @@ class ChosenOptions:
             for reader in readers:
                 asked[self.want(reader)].append(reader)
             if seen != home:  # read as it is, or copied on
-                groups = [r.group for r in readers if r.group and self.want(r) != home]
-                yield value, home, seen, _line(asked[seen], value), groups
+                yield value, home, seen, _line(asked[seen], value), self.formulation.copied_for(value, self.choice)
             for want in (want for want in asked if want not in (home, seen)):
-                yield value, seen, want, _line(asked[want], value), [r.group for r in asked[want] if r.group]
+                yield value, seen, want, _line(asked[want], value), _groups(asked[want])
 
 
 def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:
@@ -258,6 +259,12 @@ def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:
         stages=tuple((stage.axes, stage.groups) for stage in stages),
         others=tuple(axis for finish in strategy.finishes if finish.kind == ALL_REDUCE for axis in finish.axes),
     )
+
+
+def _groups(readers: Sequence[Reader]) -> Readers:
+    """The groups that read one copy; none of them can do with fewer bits where an argument is replaced by it."""
+    groups = [reader.group for reader in readers if reader.group]
+    return groups if len(groups) == len(readers) else ()
 
 
 def _line(readers: Sequence[Reader], value: Value) -> Source | None:

@@ -155,7 +155,7 @@ class Prices:
             if clearing:
                 table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
             if turns:
-                table = table + np.array([[self._fetching(value, a, b) for b in columns] for a in rows])
+                table = table + np.array([[self._fetching(value, a, b, readers) for b in columns] for a in rows])
             return read_only((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
 
         return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=what)
@@ -173,7 +173,7 @@ class Prices:
 
         return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=(written,))
 
-    def memory_seconds(self, value: Value, source: Layout, target: Layout) -> float:
+    def memory_seconds(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """Seconds in which memory is written and read because a value is resharded.
 
         Written is the value, if its readers would make it again otherwise; and of each trip of a loop, whose next one
@@ -182,15 +182,15 @@ class Prices:
         """
         seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
         seconds += self._clearing(value) * self._leaves_slices(source, target)
-        return seconds + self._fetching(value, source, target)
+        return seconds + self._fetching(value, source, target, readers)
 
-    def _fetching(self, value: Value, source: Layout, target: Layout) -> float:
+    def _fetching(self, value: Value, source: Layout, target: Layout, readers: Readers) -> float:
         """Seconds in which loops read from memory, in all their turns, what is gathered for them; 0 if it is not."""
         turns = self.turns.get(value.id, 0)
         if not turns or self.arrays.elements(value, target) <= self.arrays.elements(value, source):
             return 0.0
         often = self.backend.loop_memory.fetched_share * turns
-        return often * self.arrays.copy_bytes(value, target) / self.topology.memory_bandwidth
+        return often * self.arrays.copy_bytes(value, target, readers) / self.topology.memory_bandwidth
 
     def _clearing(self, value: Value) -> float:
         """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
