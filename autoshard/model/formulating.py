@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import defaultdict
@@ -80,6 +81,7 @@ def formulate(
     fixed: Mapping[int, Layout] | None = None,
     beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
+    waits_only: bool = False,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -92,7 +94,9 @@ def formulate(
         fixed: argument index -> layout that it must have.
         beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
+        waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
     """
+    again = functools.partial(formulate, program, rules, mesh, topology, memory=memory, fixed=fixed, beside=beside)
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
     if program is not traced:
@@ -112,9 +116,11 @@ def formulate(
         turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
         instead=read_through(groups),
         images=image_dims(program),
+        waits_only=waits_only,
     )
     found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}).formulation(memory)
-    return replace(found, fingerprint=traced.fingerprint)
+    waits = functools.partial(again, backend=backend, waits_only=True)
+    return replace(found, fingerprint=traced.fingerprint, waits=functools.cache(lambda: waits().problem))
 
 
 class _Formulator:
@@ -353,8 +359,8 @@ class _Formulator:
             if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
             table = self.prices.memo.once(only_where, stays, table)
-        if group.hoisted is not None:
-            table = table + self._unhoisted(group, value, leaves, wants)
+        if again := self.prices.unhoisted(group, value):
+            table = table + np.array([[again * (left != want) for want in wants] for left in leaves])
         self._connect(node, holder, table)
         if held.used is None:
             return
@@ -384,13 +390,6 @@ class _Formulator:
         made = {one.value.bytes for one in group.made}
         operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
         return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
-
-    def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
-        """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
-        axes = tuple(self.prices.mesh)
-        assert group.hoisted is not None, "only what is added up is asked for"
-        again = self.prices.all_reduce(axes, value.bytes) * (group.trips - group.hoisted)
-        return np.array([[0.0 if left == want else again for want in wants] for left in leaves])
 
     def _connect_readers(
         self,

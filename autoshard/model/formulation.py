@@ -14,8 +14,8 @@ how it is wanted. A result that takes an argument's place in the next step ends 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -64,6 +64,7 @@ class Formulation:
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
+    waits: Callable[[], Problem] = field(repr=False, default=lambda: Problem((), (), (), None))  # communication alone
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
 
     def copied_for(self, value: Value, choice: Sequence[int]) -> Readers:

@@ -178,6 +178,7 @@ class ChosenOptions:
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
                 what = "results" if group.picks else "sums"
                 note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
+        communication += self.unhoisted()
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
             taken = self.prices.resharding(value, source, target, readers) * value.trips
@@ -222,6 +223,17 @@ class ChosenOptions:
             hops = [(home, seen, self.formulation.copied_for(value, self.choice))]
             hops += [(seen, self.want(reader), reader.copied_for) for reader in readers if self.want(reader) != home]
             total += sum(self.prices.memory_seconds(value, *hop) for hop in hops) * value.trips
+        return total
+
+    def unhoisted(self) -> float:
+        """Seconds to reduce in every turn of loops what they do not add up in the layout it is made in."""
+        total = 0.0
+        for group in self.formulation.groups:
+            for made in group.made if group.hoisted is not None else ():
+                readers = self.formulation.readers.get(made.value.id, ())
+                home, shared = self.homes[made.value.id], self.copies.get(made.value.id)
+                moves = shared is not None or (len(readers) == 1 and self.want(readers[0]) != home)
+                total += moves * self.prices.unhoisted(group, made.value)
         return total
 
     def host_bytes(self) -> int:

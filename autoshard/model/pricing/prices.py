@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,6 +25,7 @@ from autoshard.model.strategies import Finish, Strategy, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
+from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
 from autoshard.program import Value
@@ -82,8 +83,16 @@ class Prices:
         turns: Mapping[int, int] | None = None,
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
+        waits_only: bool = False,
     ):
+        """
+        Args:
+            waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
+        """
         topology.check(mesh)
+        if waits_only:
+            backend = replace(backend, overlap=Overlap(), slicing=replace(backend.slicing, least_seconds=0.0))
+        self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
@@ -95,7 +104,7 @@ class Prices:
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.memo = Memo()
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
-        self.work = GroupWork(self.arrays, topology, self.instead, kept or {})
+        self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
         self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
@@ -190,14 +199,14 @@ class Prices:
         if not turns or self.arrays.elements(value, target) <= self.arrays.elements(value, source):
             return 0.0
         often = self.backend.loop_memory.fetched_share * turns
-        return often * self.arrays.copy_bytes(value, target, readers) / self.topology.memory_bandwidth
+        return often * self.arrays.copy_bytes(value, target, readers) / self.device.memory_bandwidth
 
     def _clearing(self, value: Value) -> float:
         """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
         if value.id not in self.stacked or not value.trips:
             return 0.0
         whole = self.stacked[value.id] / math.prod(self.mesh.values())
-        return whole / value.trips / self.topology.memory_bandwidth
+        return whole / value.trips / self.device.memory_bandwidth
 
     def _leaves_slices(self, source: Layout, target: Layout) -> bool:
         """Whether slices of TPUs have other parts of some dim before, and not after."""
@@ -209,7 +218,7 @@ class Prices:
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
-        return self.arrays.local_bytes(value, layout) / self.topology.memory_bandwidth
+        return self.arrays.local_bytes(value, layout) / self.device.memory_bandwidth
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
@@ -315,9 +324,11 @@ class Prices:
             found.append(Seconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
-    def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
-        """Seconds of one all_reduce of `size` bytes."""
-        return self._collective("all_reduce", axes, size)
+    def unhoisted(self, group: Group, value: Value) -> float:
+        """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is made in."""
+        if group.hoisted is None:
+            return 0.0
+        return self._collective("all_reduce", tuple(self.mesh), value.bytes) * (group.trips - group.hoisted)
 
     def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
         """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
