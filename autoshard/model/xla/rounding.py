@@ -74,6 +74,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         for use in group.uses:
             readers[use.value.id].append(group)
     results = {value.id for value in program.results if isinstance(value, Value)}
+    replacing = {value.id for i in program.carried.values() if isinstance(value := program.results[i], Value)}
     kept: set[int] = set()
     moved: dict[int, int] = {}
     reading: dict[tuple[int, int], int] = {}
@@ -104,7 +105,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         reading.update({(value.id, group): size for group, size in smaller.items()})
         if sizes and value.id not in results:
             wanted[value.id] = max(sizes.values())
-        if smaller and smaller.keys() == sizes.keys() and value.id not in results:
+        if smaller and smaller.keys() == sizes.keys() and value.id not in replacing:
             shared[value.id] = max(smaller.values())
 
     for group in reversed(groups):  # readers before what they read, but for what loops hand on
