@@ -62,7 +62,7 @@ from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.rounding import widths_of
 from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value
@@ -112,8 +112,9 @@ def formulate(
         weights=weights,
         entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
-        kept=kept_inside(program, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
+        kept=kept_inside(program, widths, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
         turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
+        rounded=rounded_for_loops(program, widths),
         instead=read_through(groups),
         images=image_dims(program),
         waits_only=waits_only,
@@ -259,7 +260,8 @@ class _Formulator:
             narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
             told = value.id in self.prices.weights, value.id in self.prices.ahead
             moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
-            what = value.shape, value.on_host, *told, *moving, self.prices.turns.get(value.id)
+            rounded = value.id in self.prices.rounded
+            what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
             stored = None  # a size in memory, if it arrives anew every step
             if index not in self.program.carried:
                 stored = self.prices.widths.stored(value)
@@ -272,6 +274,7 @@ class _Formulator:
             ) -> np.ndarray:
                 hops = [(value, kept.home, kept.copy, narrow if kept.narrow else None) for kept in kepts]
                 costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
+                costs += [self.prices.rounding(value, kept.home) for kept in kepts]
                 return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
 
             self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored)))

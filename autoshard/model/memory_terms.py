@@ -30,7 +30,8 @@ from autoshard.model.pricing.prices import Prices
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
-from autoshard.model.xla.transposes import transposes
+from autoshard.model.xla.products import transposes
+from autoshard.model.xla.rounding import ROUNDED
 from autoshard.program import Value
 
 
@@ -205,6 +206,17 @@ def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield HeldBytes(argument.node, _around(spans), np.array(images))
     elif uses:
         yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
+
+
+@of_arguments
+def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """What is rounded before loops, while these turn; a gathered copy is rounded, too, and counted as that."""
+    value, arrays = argument.value, argument.prices.arrays
+    if value.id in argument.prices.rounded:
+        bare = [option.home == option.copy for option in argument.options]
+        sizes = [arrays.elements(value, option.home) * ROUNDED for option in argument.options]
+        loops = [loop for _, use in argument.uses if (loop := use.equation.loop)]
+        yield HeldBytes(argument.node, _around(loops), np.where(bare, sizes, 0))
 
 
 @of_outputs

@@ -154,7 +154,7 @@ class ChosenOptions:
 
     def prediction(self) -> Prediction:
         arrival = self.arrival()
-        compute, communication, hidden = arrival + self.resharded_memory(), 0.0, 0.0
+        compute, communication, hidden = arrival + self.rounding() + self.resharded_memory(), 0.0, 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
@@ -213,6 +213,10 @@ class ChosenOptions:
         """Seconds to write the arguments that no result of the step before has taken the place of."""
         arriving = (x for i, x in enumerate(self.program.arguments) if i not in self.program.carried)
         return sum(self.prices.writing(value, self.homes[value.id]) for value in arriving)
+
+    def rounding(self) -> float:
+        """Seconds to round arguments before loops."""
+        return sum(self.prices.rounding(value, self.homes[value.id]) for value in self.program.arguments)
 
     def resharded_memory(self) -> float:
         """Seconds in which memory is written and read because values are resharded."""

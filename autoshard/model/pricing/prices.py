@@ -26,7 +26,7 @@ from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
 from autoshard.model.xla.overlap import Overlap
-from autoshard.model.xla.rounding import Readers, Widths
+from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
 from autoshard.program import Value
 
@@ -81,6 +81,7 @@ class Prices:
         stacked: Mapping[int, int] | None = None,
         kept: Mapping[int, int] | None = None,
         turns: Mapping[int, int] | None = None,
+        rounded: Collection[int] = (),
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
         waits_only: bool = False,
@@ -100,6 +101,7 @@ class Prices:
         self.between = axes_between_slices(self.mesh, backend.slices)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
         self.turns = turns or {}  # what loops read in every turn -> how many these are
+        self.rounded = frozenset(rounded)  # arguments that are rounded before loops whose products read them
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.memo = Memo()
@@ -215,6 +217,13 @@ class Prices:
             for before, after in zip(source, target, strict=True)
             for axis in before
         )
+
+    def rounding(self, value: Value, layout: Layout) -> float:
+        """Seconds to round an argument before the loops whose products read it; 0 if no loop reads it rounded."""
+        if value.id not in self.rounded:
+            return 0.0
+        through = self.arrays.elements(value, layout) * (value.itemsize + ROUNDED)
+        return through / (self.device.memory_bandwidth * self.backend.loop_memory.rounding_share)
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
