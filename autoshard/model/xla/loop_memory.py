@@ -53,10 +53,12 @@ def kept_inside(program: Program, widths: Widths, sums: bool) -> dict[int, int]:
         sums: whether products and sums are of them.
     """
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
+    bare = _multiplied(program, converted=False)
     for entering in _constants_of_loops(program):
         assert entering.loop is not None, "boundaries of loops know theirs"
         (outside,), (inside,) = entering.inputs, entering.outputs
-        if isinstance(outside, Value) and outside.from_outside and widths.of(inside) == outside.itemsize:
+        assert isinstance(outside, Value), "a number enters no loop as an array"
+        if outside.from_outside and inside.id in bare and not _is_rounded(inside, widths):
             continue
         values, sizes = found[entering.loop]
         sizes[inside.id] = inside.bytes
@@ -80,7 +82,7 @@ def rounded_for_loops(program: Program, widths: Widths) -> set[int]:
     return {
         outside.id
         for outside, inside in pairs
-        if isinstance(outside, Value) and outside.from_outside and widths.of(inside) < outside.itemsize
+        if isinstance(outside, Value) and outside.from_outside and _is_rounded(inside, widths)
     }
 
 
@@ -107,11 +109,20 @@ def _constants_of_loops(program: Program) -> list[Equation]:
     return [equation for equation in entering if equation.outputs[0].id in multiplied]
 
 
-def _multiplied(program: Program) -> set[int]:
-    """The values that matrix products read, and those that these are views of, or the same in another dtype."""
+def _is_rounded(inside: Value, widths: Widths) -> bool:
+    return widths.moving(inside) < inside.itemsize
+
+
+def _multiplied(program: Program, converted: bool = True) -> set[int]:
+    """The values that matrix products read, and those that these are views of, or the same in another dtype.
+
+    Args:
+        converted: whether the same in another dtype is of them.
+    """
     found: set[int] = set()
     for equation in reversed(program.equations):
         passed_on = facts_of(equation.primitive).passes_on and equation.outputs[0].id in found
+        passed_on = passed_on and (converted or equation.primitive != "convert_element_type")
         if passed_on or is_matrix_product(equation):
             found.update(value.id for value in equation.inputs if isinstance(value, Value))
     return found
