@@ -8,8 +8,8 @@ Most equations are left to XLA's partitioner. Four kinds are not, and run inside
 - Reductions of a split dim by anything but a sum, product, minimum or maximum of real numbers. Backends have no
   all_reduce for them. The partitioner also starts each device's part from the initial value, which then counts as often
   as there are devices.
-- Fourier transforms. The partitioner gathers their batch; on CPU it then runs some in an order of dims that its
-  transforms do not know.
+- What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
+  Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
 
 A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a
 smaller group count. Where a reduced factor is split the devices' partial results are finished here.
@@ -34,6 +34,7 @@ from autoshard.layout import Layout, MeshShape, divides, shards, spec_of, spec_t
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
@@ -86,18 +87,14 @@ class Split:
 
 def may_run_on_shards(equation: Equation) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, if it is split in some way."""
-    return is_grouped_convolution(equation) or folds_by_hand(equation) or _transforms(equation)
+    return is_grouped_convolution(equation) or folds_by_hand(equation) or facts_of(equation.primitive).runs_on_shards
 
 
 def runs_on_shards(equation: Equation, split: Split) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, split so."""
-    if _transforms(equation):
+    if facts_of(equation.primitive).runs_on_shards:
         return any(split.axes.values())
     return is_grouped_convolution(equation) or (folds_by_hand(equation) and bool(split.reduced))
-
-
-def _transforms(equation: Equation) -> bool:
-    return equation.primitive == "fft"
 
 
 def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:

@@ -65,6 +65,7 @@ from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.rounding import widths_of
 from autoshard.model.xla.slicing import stacked_beside
+from autoshard.primitives import facts_of
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -145,6 +146,8 @@ class _Formulator:
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.made}
+        returned = {value.id for value in program.results if isinstance(value, Value)}
+        self.unread = {value.id for value in program.values if not program.reads[value.id]} - returned
         self.looped = looped(program)
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -323,6 +326,8 @@ class _Formulator:
         }
         in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
+        carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
+        in_place |= {seen.id for seen, final in carries if final.id in outputs}  # a loop that ends in a result's buffer
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
@@ -343,6 +348,7 @@ class _Formulator:
             is_result=value.id in outputs,
             in_place=value.id in in_place,
             points=self.start,
+            unread=self.unread,
             end=len(self.program.equations),
             prices=self.prices,
         )
@@ -384,11 +390,16 @@ class _Formulator:
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
     def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
-        """Whether its one reader is elementwise and writes a result over it: over the first operand that it can."""
+        """Whether its one reader writes a result over it; an elementwise one, over the first operand that it can."""
         if not self.backend.fusion.overwrites_operands:
             return False
         group = readers[0].group
-        if len(readers) > 1 or group is None or not group.fuses or group.repeated:
+        if len(readers) > 1 or group is None or group.repeated:
+            return False
+        if facts_of(group.equations[0].primitive).overwrites:
+            changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
+            return next((x is value for x in changed if x.bytes == group.made[0].value.bytes), False)
+        if not group.fuses:
             return False
         made = {one.value.bytes for one in group.made}
         operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)

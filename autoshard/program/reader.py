@@ -160,6 +160,10 @@ class Reader:
         finals = [loop.carry(x, var.aval) for x, var in zip(inputs[tests + consts :], eqn.outvars, strict=True)]
         seen = [value for value, _ in finals]
         going_on = self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
+        if dims := tuple(range(len(going_on[0].shape))):  # a batch of loops goes on while any of them does
+            flag = self.value(jax.ShapeDtypeStruct((), going_on[0].dtype), source=at.source, trips=loop.inside.trips)
+            self.emit("reduce_or", {"axes": dims}, going_on, [flag], loop.inside.below("flag"))
+            going_on = [flag]
         self.steered |= dict.fromkeys(loop.carries, going_on)
         loop.hand_on(self.call(params["body_jaxpr"], entries[tests:] + seen, loop.inside.below("body")))
         loop.close()

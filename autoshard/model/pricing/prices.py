@@ -231,7 +231,7 @@ class Prices:
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [finish.elements * self.widths.of(group.made[finish.made].value) for finish in strategy.finishes]
+        return [finish.elements * self.widths.summed(group.made[finish.made].value) for finish in strategy.finishes]
 
     def _of(
         self, value: Value, source: Layout, target: Layout, readers: Readers
@@ -393,7 +393,7 @@ class Prices:
 
         def sizes(value: Value) -> tuple:
             image_dims = self.images.get(value.id)
-            width = self.widths.of(value), self.widths.stored(value)
+            width = self.widths.summed(value), self.widths.stored(value)
             return value.shape, image_dims, value.on_host, *width, self.work.kept_share(value)
 
         place = itertools.count()

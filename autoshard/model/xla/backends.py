@@ -79,6 +79,8 @@ CPU = Backend(
     measured_on="cpu",
     transposes_operands=True,
     convolutions=Convolutions(flops_share=0.5),
+    fusion=Fusion(overwrites_operands=True),
+    rounding=Rounding(moves_as={"bfloat16": 4, "float8_e4m3fn": 2, "float8_e5m2": 2}),
     scatters=Scatters(from_all_reduces=False),
 )
 H100 = Backend(
