@@ -35,8 +35,10 @@ class VectorProducts:
             pieces: factor -> into how many pieces each strategy splits it.
         """
         (first, *_) = group.equations
-        share = self.bandwidth_share.get(first.inputs[0].dtype.itemsize) if self.bandwidth_share else None
-        if share is None or not is_matrix_product(first):
+        if not self.bandwidth_share or not is_matrix_product(first):
+            return 0.0
+        share = self.bandwidth_share.get(first.inputs[0].dtype.itemsize)
+        if share is None:
             return 0.0
         left, right = group.operands[first.index]
         sizes = {factor: group.sizes[factor] / pieces[factor] for factor in _factors(left) | _factors(right)}
