@@ -34,6 +34,7 @@ _KERNELS = frozenset({"mosaic_gpu_p", "pallas_call", "tpu_custom_call"})
 # Calls that JAX transforms by rules of their own.
 CUSTOM = frozenset({
     "call_hi_primitive", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "linear_call",
+    "random_gamma",
 })  # fmt: skip
 # Primitives that open into a jaxpr which is no parameter of theirs, or not alone.
 HIDDEN_BODIES = frozenset({"call_hi_primitive", "custom_linear_solve", "linear_call", "remat_opt"})
@@ -59,6 +60,8 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return eqn.params["jaxprs"].solve
     if eqn.primitive.name == "call_hi_primitive":
         return _expanded(eqn)
+    if eqn.primitive.name == "random_gamma":
+        return _rejection_sampler(eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()))
     held = [eqn.params[name] for name in _CALLED.get(eqn.primitive.name, ()) if name in eqn.params]
     if not held:
         return None
@@ -105,6 +108,19 @@ def _expanded(eqn: JaxprEqn) -> ClosedJaxpr | None:
     try:
         return jax.make_jaxpr(expanded)(*(atom.aval for atom in eqn.invars))
     except NotImplementedError:
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _rejection_sampler(primitive: Any, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
+    """The loops that JAX lowers a sampler to; None if it does not say how."""
+
+    def sampled(*operands: Any) -> Any:
+        return primitive.impl(*operands, **dict(params), use_vmap=True)  # as it is lowered
+
+    try:
+        return jax.make_jaxpr(sampled)(*avals)
+    except TypeError:  # a JAX release that implements it otherwise
         return None
 
 

@@ -23,12 +23,13 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
 from autoshard.plans.alternatives import alternatives_of
+from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.units import bytes_text
-from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts
 from autoshard.user_plan import Comparison, Plan
@@ -170,7 +171,7 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
     formulation = formulated(program, rules, options)
     try:
-        solution = solve_within(formulation, options.time_limit)
+        solution = cheapest(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
     said = remarks(formulation, dict(options.mesh.shape))
@@ -186,6 +187,15 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
         return lowered(program, plan_of(solution), jit_keywords)
 
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
+
+
+def cheapest(formulation: Formulation, time_limit: float) -> Solution:
+    """The cheapest solution found within the memory limit, with no more hidden than there is compute."""
+
+    def solve(problem: Problem) -> Solution:
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS)
+
+    return with_limited_overlap(formulation, solve_within(formulation, time_limit), solve)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

@@ -34,6 +34,7 @@ from autoshard.model.groups import Group
 from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.strategies import Strategy
 from autoshard.plans.chosen import prediction_of
+from autoshard.plans.limited_overlap import with_limited_overlap
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
 from autoshard.solver import solve
@@ -66,18 +67,19 @@ def _found(formulation: Formulation) -> dict[str, Solution | str]:
     if not formulation.mesh:
         return dict.fromkeys(("data parallel", "FSDP", "tensor parallel"), "there is one device")
     return {
-        "data parallel": _solved(problems.data_parallel),
-        "FSDP": _solved(problems.fully_sharded, problems.with_weights_sharded),
-        "tensor parallel": _solved(problems.tensor_parallel),
+        "data parallel": _solved(formulation, problems.data_parallel),
+        "FSDP": _solved(formulation, problems.fully_sharded, problems.with_weights_sharded),
+        "tensor parallel": _solved(formulation, problems.tensor_parallel),
     }
 
 
-def _solved(*problems: Callable[[], Problem]) -> Solution | str:
+def _solved(formulation: Formulation, *problems: Callable[[], Problem]) -> Solution | str:
     """The solution of the first problem that has one; else why the last has none."""
-    why = ""
+    why, search = "", partial(solve, time_limit=_TIME_LIMIT)
     for problem in problems:
         try:
-            return solve(problem(), time_limit=_TIME_LIMIT)
+            restricted = replace(formulation, problem=problem())
+            return with_limited_overlap(restricted, search(restricted.problem), search)
         except _AbsentError as error:
             why = str(error)
         except ForbiddenError:

@@ -29,7 +29,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -119,6 +119,8 @@ class Program:
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    apart: frozenset[tuple] = frozenset()  # paths of loops, branches and calls whose bodies JAX traces by themselves
+    inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
@@ -153,6 +155,26 @@ class Program:
             axis_types = [str(one) for one in self.types.mesh.axis_types]
             digest.update(f"{axis_types} {self.types.arguments} {self.types.results}".encode())
         return digest.hexdigest()[:16]
+
+    def scope(self, path: tuple) -> tuple:
+        """The innermost body of `apart` that an equation stands in; () for that of the program."""
+        return next((path[:n] for n in range(len(path) - 1, 0, -1) if path[:n] in self.apart), ())
+
+    def with_equations(self, equations: Sequence[Equation], inner: Set[int]) -> Program:
+        """This program with equations in the places of others.
+
+        Args:
+            equations: one for each of its own.
+            inner: indices of those that are parts of others now; they are left out if nothing else reads them.
+        """
+        read = {x.id for x in self.results if isinstance(x, Value)}
+        kept = []
+        for equation in reversed(equations):
+            if equation.index not in inner or any(made.id in read for made in equation.outputs):
+                kept.append(equation)
+                read |= {x.id for x in equation.inputs if isinstance(x, Value)}
+        paths = frozenset(equations[i].path for i in inner)
+        return replace(self, equations=renumbered(kept[::-1], len(equations)), inner=paths)
 
     @property
     def own_arguments(self) -> tuple[Value, ...]:
@@ -232,6 +254,21 @@ class Program:
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
+
+
+def renumbered(kept: Sequence[Equation], before: int) -> tuple[Equation, ...]:
+    """The equations that are kept of so many, with indices and loops made anew."""
+    here = np.zeros(before + 1, int)
+    here[[equation.index + 1 for equation in kept]] = 1
+    new = np.cumsum(here).tolist()
+
+    def moved(old: Equation) -> Equation:
+        loop = old.loop and (new[old.loop[0]], new[old.loop[1]])
+        outputs, inputs = old.outputs, old.inputs
+        index = new[old.index]
+        return Equation(index, old.primitive, old.params, inputs, outputs, old.source, old.path, old.trips, loop)
+
+    return tuple(map(moved, kept))
 
 
 def _taken(branches: Sequence[tuple[str, ...] | None], platform: str) -> int:

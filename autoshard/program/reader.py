@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import (
+    CUSTOM,
     REMAT,
     ClosedJaxpr,
     Jaxpr,
@@ -29,7 +30,7 @@ from autoshard.jaxprs import (
 )
 from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
-from autoshard.program.program import Equation, Program, Value
+from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
 from autoshard.program.user_code import Source, source_of
 
@@ -53,6 +54,7 @@ class Reader:
         self.guarded: set[int] = set()
         self.merged: dict[tuple, int] = {}
         self.platforms: dict[tuple, tuple] = {}
+        self.apart: set[tuple] = set()
 
     def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
         closed = self.closed
@@ -91,6 +93,7 @@ class Reader:
             guarded=frozenset(self.guarded),
             merged=self.merged,
             platforms=self.platforms,
+            apart=frozenset(self.apart),
         )
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
@@ -128,9 +131,12 @@ class Reader:
             behind = itertools.compress(inputs, guards(eqn))
             self.guarded |= {x.id for x in behind if isinstance(x, Value)}
         if opened is not None:
+            if eqn.primitive.name in REMAT | CUSTOM:
+                self.apart.add(at.path)
             return self.call(opened, called_operands(eqn, inputs), at)
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
         if open_loop is not None:
+            self.apart.add(at.path)
             return open_loop(eqn, inputs, at)
         outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
         self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
@@ -169,6 +175,10 @@ class Reader:
         finals = [loop.carry(x, var.aval) for x, var in zip(inputs[tests + consts :], eqn.outvars, strict=True)]
         seen = [value for value, _ in finals]
         going_on = self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
+        if dims := tuple(range(len(going_on[0].shape))):  # a batch of loops goes on while any of them does
+            flag = self.value(jax.ShapeDtypeStruct((), going_on[0].dtype), source=at.source, trips=loop.inside.trips)
+            self.emit("reduce_or", {"axes": dims}, going_on, [flag], loop.inside.below("flag"))
+            going_on = [flag]
         self.steered |= dict.fromkeys(loop.carries, going_on)
         loop.hand_on(self.call(params["body_jaxpr"], entries[tests:] + seen, loop.inside.below("body")))
         loop.close()
@@ -269,14 +279,7 @@ def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[in
         needed.add(equation.index)
         reads = (*equation.inputs, *steered.get(equation.index, ()))
         queue += [producer[x.id] for x in reads if isinstance(x, Value) and x.id in producer]
-    before = np.concatenate([[0], np.cumsum([equation.index in needed for equation in equations])]).astype(int).tolist()
-
-    def moved(old: Equation) -> Equation:
-        loop = old.loop and (before[old.loop[0]], before[old.loop[1]])
-        index, inputs, outputs = before[old.index], old.inputs, old.outputs
-        return Equation(index, old.primitive, old.params, inputs, outputs, old.source, old.path, old.trips, loop)
-
-    return tuple(moved(equation) for equation in equations if equation.index in needed)
+    return renumbered([equation for equation in equations if equation.index in needed], len(equations))
 
 
 def _computed(eqn: JaxprEqn, inputs: list) -> tuple | None:

@@ -132,7 +132,7 @@ def collectives(found: Iterable[Collective], title: str = "Collectives per step"
     if not ordered:
         return Section(lines=(("No collectives: the devices don't talk.",),))
     rows: list[Row] = [
-        (one.kind, Names(one.axes), one.count, Bytes(one.bytes), one.source, one.why)
+        (one.kind, Names(one.axes), _runs(one), Bytes(one.bytes), one.source, one.why)
         for one in ordered[:_MAX_COLLECTIVES]
     ]
     if rest := ordered[_MAX_COLLECTIVES:]:
@@ -145,11 +145,16 @@ def collectives(found: Iterable[Collective], title: str = "Collectives per step"
     return Section((title,), columns, tuple(rows))
 
 
+def _runs(one: Collective) -> Piece:
+    """How often a collective runs; in a loop of unknown length, how often in a turn."""
+    return f"{one.count} a turn" if one.is_per_turn else one.count
+
+
 def _summed(collectives: Iterable[Collective]) -> list[Collective]:
     """Those of one kind, line and reason as one; of several reasons on one line, the largest is given."""
     found: dict[tuple, list[Collective]] = defaultdict(list)
     for one in collectives:
-        found[one.kind, one.axes, one.source].append(one)
+        found[one.kind, one.axes, one.source, one.is_per_turn].append(one)
     return [
         replace(
             max(alike, key=lambda one: one.bytes),
