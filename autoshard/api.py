@@ -93,9 +93,12 @@ def autoshard(
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
         memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
-            predicted to fill at most 85% of it, on GPU 70%, since predictions can be off.
+            predicted to fill at most 85% of it, on GPU 70%, since predictions can be off. Before a step runs, XLA's
+            figure for its compiled program is held against the limit; where that is over, the step is planned again.
+            If `memory` is given, `.plan` compiles the step for this as well, on a mesh that has devices.
         topology: what the machine costs, or the name of a preset; guessed from the mesh by default.
-        fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``.
+        fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``. Large
+            arrays that the step closes over are among them, by the names they have in its code.
         time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
         cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
             machine and options, by this or another process. What is not readable there is ignored with a warning.
