@@ -214,6 +214,8 @@ class Emitter:
         special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if special is not None:
             return special(eqn, operands, path)
+        if (implementation := self.program.implementations.get(path)) is not None:
+            return self.custom(eqn, implementation, operands, path)
         equation = self.equations.get(path)
         if name in CONSTRAINTS:
             array = self.read(operands[0], equation, 0)

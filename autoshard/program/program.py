@@ -118,6 +118,8 @@ class Program:
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    # The path of an equation of a primitive of the user's own -> what it computes, in JAX's primitives.
+    implementations: Mapping[tuple, ClosedJaxpr] = field(default_factory=dict, repr=False)
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)

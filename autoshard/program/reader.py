@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from autoshard.jaxprs import (
     called_operands,
     equations_of,
     guards,
+    implementation_of,
     is_array,
     is_kernel,
     key_bytes,
@@ -39,18 +40,22 @@ _NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan"
 class Reader:
     """One walk over a traced function's jaxpr."""
 
-    def __init__(self, closed: ClosedJaxpr, *, merges: bool = True):
+    def __init__(
+        self, closed: ClosedJaxpr, *, merges: bool = True, has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True
+    ):
         """
         Args:
             merges: whether equations that compute the same become one.
+            has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
         """
-        self.closed, self.merges = closed, merges
+        self.closed, self.merges, self.has_rule = closed, merges, has_rule
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
         self.merged: dict[tuple, int] = {}
         self.platforms: dict[tuple, tuple] = {}
+        self.implementations: dict[tuple, ClosedJaxpr] = {}
 
     def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
         closed = self.closed
@@ -82,6 +87,7 @@ class Reader:
             guarded=frozenset(self.guarded),
             merged=self.merged,
             platforms=self.platforms,
+            implementations=self.implementations,
         )
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
@@ -123,6 +129,9 @@ class Reader:
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
         if open_loop is not None:
             return open_loop(eqn, inputs, at)
+        if not self.has_rule(eqn) and (implementation := implementation_of(eqn)) is not None:
+            self.implementations[at.path] = implementation
+            return self.call(implementation, inputs, at)
         outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
         self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
         return outputs

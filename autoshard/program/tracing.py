@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten_with_path
 
-from autoshard.jaxprs import ClosedJaxpr, Literal
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal
 from autoshard.program.explicit import Types, on_auto_axes, types_of
 from autoshard.program.paths import carried_results, slashed
 from autoshard.program.program import Program
@@ -29,6 +29,7 @@ def trace(
     leaves: Sequence[Any] | None = None,
     obey: bool = True,
     merges: bool = True,
+    has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
     **jit_keywords: Any,
 ) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
@@ -40,6 +41,7 @@ def trace(
         leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
         obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
         merges: whether equations that compute the same become one, as XLA makes them one.
+        has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -65,7 +67,9 @@ def trace(
     in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, in_tree, result.tree, donated) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
-    return replace(Reader(untyped, merges=merges).program(in_tree, result.tree, donated), types=types)
+    return replace(
+        Reader(untyped, merges=merges, has_rule=has_rule).program(in_tree, result.tree, donated), types=types
+    )
 
 
 def _results_in_place(
