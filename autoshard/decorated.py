@@ -248,7 +248,13 @@ class ShardedFunction(Generic[Parameters, Result]):
             try:
                 with jax.sharding.use_abstract_mesh(mesh):
                     leaves = list(map(abstract, tried))
-                    how: dict[str, Any] = {"leaves": leaves, "obey": obey, "merges": self._merges, "has_rule": has_rule}
+                    how: dict[str, Any] = {
+                        "leaves": leaves,
+                        "obey": obey,
+                        "merges": self._merges,
+                        "has_rule": has_rule,
+                        "trips": self._options.trips,
+                    }
                     return trace(self._fn, args, kwargs, **how, **self._trace_keywords), tried
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)

@@ -42,6 +42,7 @@ from autoshard.jaxprs import ClosedJaxpr
 from autoshard.layout import Layout
 from autoshard.program.explicit import Types, open_axes
 from autoshard.program.trees import Tree
+from autoshard.program.turns import LoopLength
 from autoshard.program.user_code import Source
 
 dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
@@ -59,6 +60,7 @@ class Value:
     source: Source | None = None  # the line that made it; None for arguments
     trips: int = 1  # how often per step it is made: the product of the loops around it
     on_host: bool = False  # whether it lies in the host's memory
+    guessed: int = 1  # of the trips: turns of loops whose number a compiled program does not tell
 
     @cached_property
     def itemsize(self) -> int:
@@ -86,6 +88,7 @@ class Equation:
     source: Source | None
     path: tuple  # where in the nested jaxprs it stands; `lower/` finds the equation by it
     trips: int = 1  # how often it runs per step: the product of the loops around it
+    guessed: int = 1  # as of values
     loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
 
     @property
@@ -120,6 +123,7 @@ class Program:
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
     # The path of an equation of a primitive of the user's own -> what it computes, in JAX's primitives.
     implementations: Mapping[tuple, ClosedJaxpr] = field(default_factory=dict, repr=False)
+    loops: tuple[LoopLength, ...] = ()  # of unknown length: how often each `while` is taken to turn
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)

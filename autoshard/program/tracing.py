@@ -19,6 +19,7 @@ from autoshard.program.program import Program
 from autoshard.program.reader import Reader, kind_of
 from autoshard.program.signature import ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
+from autoshard.program.turns import check_places
 
 
 def trace(
@@ -30,6 +31,7 @@ def trace(
     obey: bool = True,
     merges: bool = True,
     has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
+    trips: Mapping[str, int] | None = None,
     **jit_keywords: Any,
 ) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
@@ -42,6 +44,7 @@ def trace(
         obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
         merges: whether equations that compute the same become one, as XLA makes them one.
         has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
+        trips: line, function or glob of a loop of unknown length -> how often it turns.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -67,9 +70,10 @@ def trace(
     in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, in_tree, result.tree, donated) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
-    return replace(
-        Reader(untyped, merges=merges, has_rule=has_rule).program(in_tree, result.tree, donated), types=types
-    )
+    reader = Reader(untyped, merges=merges, has_rule=has_rule, trips=trips)
+    program = replace(reader.program(in_tree, result.tree, donated), types=types)
+    check_places(trips or {}, program.loops)
+    return program
 
 
 def _results_in_place(
