@@ -10,10 +10,12 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import (
@@ -42,7 +44,7 @@ from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.mesh.resharding import stops
 from autoshard.plans.annotations import Annotations
-from autoshard.program import Equation, Program
+from autoshard.program import Equation, Program, Value
 from autoshard.program.explicit import open_axes, type_sharding
 
 
@@ -98,7 +100,14 @@ class Emitter:
         made = self.body(closed, env, ())
         if self.wanted is None:
             return [entry.array for entry in made]
-        return [self.at_last_stop(x.array, x.layout, want) for x, want in zip(made, self.wanted, strict=True)]
+        return list(map(self.result, self.program.results, made, self.wanted))
+
+    def result(self, value: Value | np.ndarray, entry: ShardedArray, want: Layout) -> Any:
+        """A result in its layout. If it is not made so, a constraint says whose it is; XLA names nothing otherwise."""
+        if not entry.layout or entry.layout == want:
+            return entry.array
+        with _named(self.program.makers.get(value.id) if isinstance(value, Value) else None):
+            return self.resharded(entry.array, entry.layout, want)
 
     # Arrays and their shardings.
 
@@ -143,8 +152,21 @@ class Emitter:
         )
         array = self.resharded(self.constrained(array, made_in), made_in, pin)
         copy_layout = self.annotations.copies.get(value)
-        copy = None if copy_layout is None else self.resharded(array, home, copy_layout)
-        return ShardedArray(array, home, copy, copy_layout)
+        if copy_layout is None:
+            return ShardedArray(array, home)
+        with _named(self.first_readers.get(value)):
+            return ShardedArray(array, home, self.resharded(array, home, copy_layout), copy_layout)
+
+    @cached_property
+    def first_readers(self) -> Mapping[int, Equation]:
+        """The first equation that does not read a value where it is, but its copy, by the id of the value."""
+        homes, copies, found = self.annotations.homes, self.annotations.copies, dict[int, Equation]()
+        for equation in self.program.equations:
+            for operand, value in enumerate(equation.inputs):
+                want = self.annotations.wants.get((equation.index, operand))
+                if want and isinstance(value, Value) and value.id in copies and want != homes.get(value.id):
+                    found.setdefault(value.id, equation)
+        return found
 
     def read(self, entry: ShardedArray, equation: Equation | None, operand: int) -> Any:
         """The array as this operand wants it."""
@@ -316,12 +338,17 @@ class Emitter:
 
     def crossing(self, entry: ShardedArray, path: tuple, operand: int = 0) -> Any:
         """A value as a boundary equation wants it."""
-        return self.read(entry, self.equations.get(path), operand)
+        equation = self.equations.get(path)
+        with _named(equation):
+            return self.read(entry, equation, operand)
 
     def entered(self, array: Any, path: tuple, output: int = 0) -> ShardedArray:
         """What a boundary equation makes of an array on the other side."""
         equation = self.equations.get(path)
-        return ShardedArray(array) if equation is None else self.sharded(equation.outputs[output].id, array)
+        if equation is None:
+            return ShardedArray(array)
+        with _named(equation):
+            return self.sharded(equation.outputs[output].id, array)
 
     def scan(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
         params, (consts, carries) = eqn.params, scan_counts(eqn)
@@ -402,6 +429,11 @@ class Emitter:
             default = next((taken for names, taken in zip(platforms, branches, strict=True) if names is None), None)
             arrays = jax.lax.platform_dependent(default=default, **taken_on)
         return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
+
+
+def _named(equation: Equation | None) -> contextlib.AbstractContextManager:
+    """Whatever is emitted meanwhile has the line of this equation in the compiled program."""
+    return contextlib.nullcontext() if equation is None else jax.named_scope(equation.label)
 
 
 def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
