@@ -41,6 +41,7 @@ class Options:
     ignore_constraints: bool = False  # whether what the step itself says of layouts is dropped
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
+    is_memory_given: bool = False  # whether the user said how much memory there is
 
 
 def options_of(
@@ -104,6 +105,7 @@ def options_of(
         ignore_constraints,
         _turns(trips),
         given_mesh,
+        memory is not None,
     )
 
 

@@ -257,6 +257,7 @@ class _Formulator:
         return self.prices.memo.once(copies_of, kepts)
 
     def _add_arguments(self, options: list[tuple[ArgumentOption, ...]]) -> None:
+        staying = frozenset(self.program.state)
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
@@ -266,7 +267,7 @@ class _Formulator:
             rounded = value.id in self.prices.rounded
             what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
             stored = None  # a size in memory, if it arrives anew every step
-            if index not in self.program.carried:
+            if index not in staying:
                 stored = self.prices.widths.stored(value)
 
             def seconds(
@@ -455,12 +456,8 @@ class _Formulator:
         if not narrow:
             return ()
         reads = tuple(reader.group in narrow for reader in readers)
-
-        def apart(leaves: tuple[Layout, ...], *wants: tuple[Layout, ...]) -> tuple[tuple[Layout, Layout], ...]:
-            others = map(operator.not_, reads)
-            return copies_apart(leaves, list(itertools.compress(wants, reads)), list(itertools.compress(wants, others)))
-
-        return self.prices.memo.once(apart, leaves, *(reader.wants for reader in readers), of=reads)
+        wants = (reader.wants for reader in readers)
+        return self.prices.memo.once(lambda left, *wants: copies_apart(left, wants, reads), leaves, *wants, of=reads)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies

@@ -36,6 +36,7 @@ from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import ROUNDED
 from autoshard.program import Equation, Value
+from autoshard.propagation.rules.stencils import STENCIL
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,15 @@ class HeldOutput:
         values = [use.value for use in self.group.uses]
         local_bytes = self.prices.arrays.local_bytes
         return np.array([sum(map(local_bytes, values, strategy.wants)) for strategy in self.strategies])
+
+    def with_halos(self, strategy: Strategy) -> int:
+        """Bytes of the halos under a strategy, and of the operands that they are put around for a window."""
+        received = sum(self.prices.halo_bytes(self.group, strategy))
+        if self.group.equations[0].primitive == STENCIL:
+            return received
+        uses = {halo.use for halo in strategy.halos}
+        local_bytes = self.prices.arrays.local_bytes
+        return received + sum(local_bytes(self.group.uses[use].value, strategy.wants[use]) for use in uses)
 
     def _unfinished(self, strategy: Strategy) -> int:
         sizes = self.prices.finish_bytes(self.group, strategy)
@@ -290,6 +300,14 @@ def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> 
     operands = map(local, equation.inputs, group.operands[equation.index])
     results = map(local, equation.outputs, group.results[equation.index])
     return ShardBytes(equation, tuple(operands), tuple(results))
+
+
+@of_outputs
+def halos(output: HeldOutput) -> Iterator[HeldBytes]:
+    """Operands with the halos that a device has received around them."""
+    if output.group.reaches and output.value is output.group.made[0].value:
+        usage = np.array([output.with_halos(strategy) for strategy in output.strategies])
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage)
 
 
 @of_outputs

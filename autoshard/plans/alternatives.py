@@ -96,8 +96,8 @@ class _Problems:
         self.formulation, self.mesh = formulation, formulation.mesh
         self.finest = cache(partial(_finest, self.mesh))  # not a method, or what is cached keeps itself alive
         program = formulation.program
-        self.state = sorted(program.carried)
-        self.batch = [i for i in range(len(program.arguments)) if i not in program.carried]
+        self.state = list(program.state)
+        self.batch = sorted(set(range(len(program.arguments))).difference(self.state))
         self.of_state = _of_state(formulation)
         self.making = [  # the groups that make values of `of_state`
             group for group in formulation.groups if any(made.value.id in self.of_state for made in group.made)
@@ -278,11 +278,11 @@ def _finest(mesh: MeshShape, size: int) -> tuple[str, ...]:
 
 
 def _of_state(formulation: Formulation) -> set[int]:
-    """The arguments that the step carries over, and the values that are made of these alone, also in each turn of a
+    """The arguments that stay from step to step, and the values that are made of these alone, also in each turn of a
     loop that updates them.
     """
     program = formulation.program
-    found = {program.arguments[i].id for i in program.carried}
+    found = {program.arguments[i].id for i in program.state}
     for group in formulation.groups:
         first = group.equations[0]
         if first.primitive == "scan_carry":

@@ -164,7 +164,7 @@ class ChosenOptions:
             tally[1] += runs // turns
 
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
-        reduced_sums = set()
+        reduced_sums, halos = set(), set()
         for group, priced, strategy in choices:
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
             compute += seconds.compute
@@ -181,6 +181,14 @@ class ChosenOptions:
                 turns = group.guessed if runs == group.trips else 1
                 why = f"partial {what} of {reduced.primitive}"
                 note(finish.kind, finish.axes, size, runs, turns, reduced.source, why)
+            for halo, size in zip(strategy.halos, self.prices.halo_bytes(group, strategy), strict=True):
+                reader, received = group.uses[halo.use].equation, (group.uses[halo.use].value.id, halo.axes, halo.rows)
+                want = strategy.wants[halo.use]
+                if (received, want) in halos:  # XLA merges equal collectives
+                    continue
+                halos.add((received, want))
+                why = f"halo of {reader.primitive}"
+                note("collective_permute", halo.axes, size, group.trips, group.guessed, reader.source, why)
         communication += self.unhoisted()
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
@@ -214,7 +222,8 @@ class ChosenOptions:
 
     def arrival(self) -> float:
         """Seconds to write the arguments that no result of the step before has taken the place of."""
-        arriving = (x for i, x in enumerate(self.program.arguments) if i not in self.program.carried)
+        staying = frozenset(self.program.state)
+        arriving = (x for i, x in enumerate(self.program.arguments) if i not in staying)
         return sum(self.prices.writing(value, self.homes[value.id]) for value in arriving)
 
     def rounding(self) -> float:

@@ -28,11 +28,13 @@ def make_plan(
     choice = ChosenOptions(formulation, solution.choice)
     annotations, predicted = choice.annotations(), choice.prediction()
     solution = at_its_price(solution, predicted)
+    placed = _typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments")
+    count = len(program.own_arguments)
     return PlanData(
         name=program.name,
         mesh=mesh,
         fingerprint=formulation.fingerprint,
-        arguments=_typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments"),
+        arguments=placed[:count],
         results=_typed(program, [choice.placed_result(i) for i in range(len(program.results))], mesh, "results"),
         carried=program.carried,
         predicted=predicted,
@@ -45,6 +47,7 @@ def make_plan(
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
         axis_types=None if program.types is None else program.types.mesh.axis_types,
+        captured=placed[count:],
     )
 
 

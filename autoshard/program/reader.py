@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import (
+    CUSTOM,
     REMAT,
     ClosedJaxpr,
     Jaxpr,
@@ -28,8 +29,9 @@ from autoshard.jaxprs import (
     on_host,
     scan_counts,
 )
+from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
-from autoshard.program.program import Equation, Program, Value
+from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
 from autoshard.program.turns import HAND_ON, UNKNOWN_TURNS, LoopLength, bounds, said_turns
 from autoshard.program.user_code import Source, source_of
@@ -44,6 +46,7 @@ class Reader:
     def __init__(
         self,
         closed: ClosedJaxpr,
+        captured: Sequence[tuple[CapturedArray, str]] = (),
         *,
         merges: bool = True,
         has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
@@ -51,11 +54,12 @@ class Reader:
     ):
         """
         Args:
+            captured: the arrays behind the last arguments, which the function closes over, and their names.
             merges: whether equations that compute the same become one.
             has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
             trips: line, function or glob of a loop of unknown length -> how often it turns.
         """
-        self.closed, self.merges, self.has_rule = closed, merges, has_rule
+        self.closed, self.captured, self.merges, self.has_rule = closed, captured, merges, has_rule
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
@@ -65,11 +69,18 @@ class Reader:
         self.implementations: dict[tuple, ClosedJaxpr] = {}
         self.trips, self.loops = trips or {}, dict[tuple, LoopLength]()
         self.numbers: dict[int, float] = {}  # values whose elements are all this number
+        self.apart: set[tuple] = set()
 
     def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
         closed = self.closed
         names = parameter_names(closed.jaxpr.debug_info, in_tree.paths)
-        arguments = tuple(self.value(var.aval, name=name) for var, name in zip(closed.jaxpr.invars, names, strict=True))
+        sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
+        names += [name for _, name in self.captured]
+        arguments = tuple(
+            self.value(var.aval, name=name, at=_Place((), 1, source))
+            for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
+        )
+        own = arguments[: len(in_tree.paths)]
         constants = tuple(self.value(var.aval, name="closed-over array") for var in closed.jaxpr.constvars)
         env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
@@ -79,13 +90,14 @@ class Reader:
             equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,
+            captured=tuple(one.array for one, _ in self.captured),
             constants=constants,
             results=results,
             result_names=tuple(map(slashed, out_tree.paths)),
             donated=donated,
             carried=carried_results(
                 in_tree.paths,
-                [_kind(value) for value in arguments],
+                [_kind(value) for value in own],
                 out_tree.paths,
                 [_kind(x) if isinstance(x, Value) else None for x in results],
                 donated,
@@ -98,6 +110,7 @@ class Reader:
             platforms=self.platforms,
             implementations=self.implementations,
             loops=tuple(self.loops.values()),
+            apart=frozenset(self.apart),
         )
 
     def value(self, aval, *, name: str = "", at: _Place | None = None) -> Value:
@@ -137,9 +150,12 @@ class Reader:
             behind = itertools.compress(inputs, guards(eqn))
             self.guarded |= {x.id for x in behind if isinstance(x, Value)}
         if opened is not None:
+            if eqn.primitive.name in REMAT | CUSTOM:
+                self.apart.add(at.path)
             return self.call(opened, called_operands(eqn, inputs), at)
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
         if open_loop is not None:
+            self.apart.add(at.path)
             return open_loop(eqn, inputs, at)
         if not self.has_rule(eqn) and (implementation := implementation_of(eqn)) is not None:
             self.implementations[at.path] = implementation
@@ -313,15 +329,7 @@ def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[in
         needed.add(equation.index)
         reads = (*equation.inputs, *steered.get(equation.index, ()))
         queue += [producer[x.id] for x in reads if isinstance(x, Value) and x.id in producer]
-    before = np.concatenate([[0], np.cumsum([equation.index in needed for equation in equations])]).astype(int).tolist()
-
-    def moved(old: Equation) -> Equation:
-        loop = old.loop and (before[old.loop[0]], before[old.loop[1]])
-        index, inputs, outputs = before[old.index], old.inputs, old.outputs
-        where = old.source, old.path, old.trips, old.guessed
-        return Equation(index, old.primitive, old.params, inputs, outputs, *where, loop)
-
-    return tuple(moved(equation) for equation in equations if equation.index in needed)
+    return renumbered([equation for equation in equations if equation.index in needed], len(equations))
 
 
 def _computed(eqn: JaxprEqn, inputs: list) -> tuple | None:

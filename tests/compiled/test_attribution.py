@@ -64,6 +64,6 @@ def test_gathered_arguments_are_named():
 
 
 def test_a_copy_without_a_name_is_caught(monkeypatch):
-    monkeypatch.setattr("autoshard.lower.emitter.Emitter.first_readers", {})
+    monkeypatch.setattr("autoshard.lower.emitter.first_readers", lambda program, annotations: {})
     with pytest.raises(AssertionError):
         assert_gather_is_named()

@@ -233,6 +233,10 @@ class Prices:
         """Bytes of the result of each of the strategy's own collectives, one run."""
         return [finish.elements * self.widths.summed(group.made[finish.made].value) for finish in strategy.finishes]
 
+    def halo_bytes(self, group: Group, strategy: Strategy) -> list[int]:
+        """Bytes of each halo that a device receives, one run."""
+        return [halo.elements * self.widths.of(group.uses[halo.use].value) for halo in strategy.halos]
+
     def _of(
         self, value: Value, source: Layout, target: Layout, readers: Readers
     ) -> tuple[tuple[Step, ...], float, float]:
@@ -330,6 +334,8 @@ class Prices:
                 cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
                 communication += cost
                 hidden += cost * self.backend.overlap.of(finish.kind) * ends
+            for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
+                communication += self._collective("collective_permute", halo.axes, size) * group.trips
             found.append(Seconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
@@ -408,6 +414,8 @@ class Prices:
             tuple(group.sizes.items()),
             tuple(sorted(group.splittable)),
             group.reduction,
+            group.reaches,
+            group.samples,
             tuple(group.given.items()),
             group.beside,
             tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
