@@ -9,6 +9,7 @@ An operation without a row is taken to need nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ class ShardBytes:
     def itemsize(self) -> int:
         return self.equation.outputs[0].itemsize
 
+
+_CUBLAS_BYTES = 2**25  # XLA's constant for Hopper
+_LEAST_PRODUCT = 100  # elements of rows x columns x summed, up to which XLA's GPU compiler writes its own loops
 
 Formula = Callable[[ShardBytes], float]
 
@@ -152,6 +156,23 @@ def _groups_apart(shards: ShardBytes) -> float:
     return shards.operands[0] * groups
 
 
+def _of_cublas(shards: ShardBytes) -> float:
+    """What XLA gives cuBLAS for any product of floating-point numbers but the smallest."""
+    equation = shards.equation
+    if not jnp.issubdtype(equation.outputs[0].dtype, jnp.inexact):
+        return 0.0
+    elements = [math.prod(value.shape) for value in (*equation.inputs[:2], equation.outputs[0])]
+    _, (batch, _) = equation.params["dimension_numbers"]
+    batches = math.prod(equation.inputs[0].shape[dim] for dim in batch)
+    multiplied = math.sqrt(math.prod(elements) / max(1, batches) ** 3)  # rows x columns x summed
+    return _CUBLAS_BYTES if multiplied > _LEAST_PRODUCT else 0.0
+
+
+def _overwritten_spectrum(shards: ShardBytes) -> float:
+    """Of an inverse transform to real numbers: cuFFT writes over what it transforms, a copy."""
+    return shards.operands[0] if "IRFFT" in str(shards.equation.params["fft_type"]) else 0.0
+
+
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         "cholesky": copied,
@@ -180,5 +201,11 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "triangular_solve": all_copied,
         "tridiagonal": copied,
         "tridiagonal_solve": all_copied,
+    },
+    "gpu": {
+        "dot_general": _of_cublas,
+        "fft": _overwritten_spectrum,
+        "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
+        "svd": copied_and_results,
     },
 }
