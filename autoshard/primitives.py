@@ -131,12 +131,13 @@ PRIMITIVES: dict[str, Facts] = {
         "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal",
         Work.FACTORIZATION,
         overwrites=True,
+        runs_on_shards=True,
     ),
     **_rows("fft", Work.FFT, runs_on_shards=True),
-    **_rows("geqp3 ormqr symmetric_product", Work.UNKNOWN),
-    **_rows("lu_pivots_to_permutation", Work.PER_RESULT),
-    **_rows("triangular_solve", Work.TRIANGULAR_SOLVE, overwrites=True),
-    **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE, overwrites=True),
+    **_rows("geqp3 ormqr symmetric_product", Work.UNKNOWN, runs_on_shards=True),
+    **_rows("lu_pivots_to_permutation", Work.PER_RESULT, never_fuses=True, runs_on_shards=True),
+    **_rows("triangular_solve", Work.TRIANGULAR_SOLVE, overwrites=True, runs_on_shards=True),
+    **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE, overwrites=True, runs_on_shards=True),
     # opaque.py
     **_rows(
         """addupdate after_all bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices

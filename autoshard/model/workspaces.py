@@ -65,10 +65,6 @@ def copied(shards: ShardBytes, operand: int = 0) -> float:
     return 0.0 if isinstance(value, Value) and not value.from_outside else shards.operands[operand]
 
 
-def all_copied(shards: ShardBytes) -> float:
-    return sum(copied(shards, operand) for operand in range(len(shards.operands)))
-
-
 def copied_and_results(shards: ShardBytes) -> float:
     """What a library makes is put in order afterwards."""
     return copied(shards) + shards.whole
@@ -104,24 +100,22 @@ def _until_all_have_settled(shards: ShardBytes) -> float:
     return 25 * max(4, shards.itemsize) * shards.whole / shards.itemsize
 
 
-def _orthogonal_factors(shards: ShardBytes) -> float:
-    """Of `qr`: a copy that is factorised in place, and the reflections that are multiplied together."""
-    copies = 0.25 if shards.equation.params.get("pivoting") else shards.results[0] / shards.operands[0]
-    return copied(shards) + shards.operands[0] * copies
-
-
-def _schur_vectors(shards: ShardBytes) -> float:
-    return copied(shards) + shards.results[-1]
-
-
 def _singular_vectors(shards: ShardBytes) -> float:
-    """The library makes vectors even where only values are wanted."""
+    """Vectors are put in order after the library; it makes them even where only values are wanted."""
     if shards.equation.params["compute_uv"]:
-        return copied(shards) + shards.whole
+        return shards.whole
     rows, columns = shards.equation.inputs[0].shape[-2:]
     k = min(rows, columns)
     vectors = rows * rows + columns * columns if shards.equation.params["full_matrices"] else k * (rows + columns)
-    return copied(shards) + shards.operands[0] * (1 + vectors / (rows * columns))
+    return copied(shards) + shards.operands[0] * vectors / (rows * columns)
+
+
+def _solved(shards: ShardBytes) -> float:
+    """Matrices and right sides are copied in another order; matrices not where they come from the right."""
+    matrices, sides = shards.operands
+    if not shards.equation.params["left_side"]:
+        return sides
+    return matrices + sides * (matrices != sides)
 
 
 def _batched_updates(shards: ShardBytes) -> float:
@@ -187,7 +181,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "lu": copied,
         "lu_pivots_to_permutation": lambda shards: 2 * shards.whole,
         "ormqr": lambda shards: copied(shards) + copied(shards, -1),
-        "qr": _orthogonal_factors,
+        "qr": copied,
         "ragged_dot_general": _groups_apart,
         "random_bits": _threefry_bits,
         "random_fold_in": lambda shards: 4.5 * shards.whole,
@@ -195,12 +189,12 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         **dict.fromkeys(
             ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _batched_updates
         ),
-        "schur": _schur_vectors,
+        "schur": copied,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
-        "triangular_solve": all_copied,
+        "triangular_solve": _solved,
         "tridiagonal": copied,
-        "tridiagonal_solve": all_copied,
+        "tridiagonal_solve": lambda shards: 2 * shards.whole,
     },
     "gpu": {
         "dot_general": _of_cublas,

@@ -115,7 +115,7 @@ V5E = Backend(
     # By libtpu's cycles 5 to 10 for images. XLA counts no copies where it chooses layouts itself: at more than 4
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),
-    rounding=Rounding(operands=True, before_moves=True),
+    rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
     scatters=Scatters(over_all_devices=False),
     slicing=Slicing(least_seconds=1.2e-6, loop_bandwidth_share=0.5),  # loops: slices of 2 to 32 MiB
     sums=Sums(hoists=True, adds_first=True),
