@@ -23,7 +23,7 @@ RANDOM = [  # function, operands, primitive, notation, splittable
     (jax.random.clone, (KEYS,), "random_clone", "i -> i", "i"),
     (lambda k: lax.rng_bit_generator(k, (4, 6)), (jnp.zeros(4, jnp.uint32),), "rng_bit_generator",
      "i -> j, k l", ""),
-    (jax.vmap(lambda k: jax.random.bits(k, (6,))), (RBG_KEYS,), "random_bits", "i -> j k", "j k"),
+    (jax.vmap(lambda k: jax.random.bits(k, (6,))), (RBG_KEYS,), "random_bits", "k -> i j", "i j"),
 ]  # fmt: skip
 
 
