@@ -283,6 +283,8 @@ def verify(
     except AutoshardError as error:
         return verification(None, found, found.mesh, unpredicted=str(error))
     prediction = without_dropped(predicted.predicted, found, predicted.arguments)
+    constants = sum(one.local_bytes for one in predicted.captured)  # as jit has them: XLA's account leaves them out
+    prediction = replace(prediction, peak_bytes=prediction.peak_bytes - constants)
     return verification(prediction, found, found.mesh, plain=True)
 
 
@@ -317,7 +319,7 @@ def propagate(
     given = dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     maker: dict[int, Equation | None] = {**given, **program.makers}
     return Propagation(
-        arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
+        arguments=tuple(spec_of(found.values[value.id]) for value in program.own_arguments),
         outputs=tuple(map(spec_of, found.results)),
         values=tuple(
             PropagatedValue(x, spec_of(found.values[x.id]), maker[x.id], found.origins[x.id])

@@ -42,6 +42,7 @@ class Facts:
     passes_on: bool = False  # the same elements, for a product inside a loop
     is_loop: bool = False  # becomes a loop over its result, or a reduction, that computes its operands as it goes
     slices: bool = False  # reads a part of its operand: its work is done again by what reads it
+    is_pointwise: bool = False  # each element of its result is made of those in the same place
     never_fuses: bool = False  # XLA keeps it apart from the elementwise operations around it
     overwrites: bool = False  # writes what it makes over the operand that it changes, if nothing else reads that
     runs_on_shards: bool = False  # XLA's partitioner gathers batches that are split: each device is to run its own part
@@ -96,7 +97,7 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("bitcast_convert_type device_put stop_gradient", Work.NONE),
     **_rows("optimization_barrier", Work.NONE, never_fuses=True),
     **_rows("copy", Work.NONE, relabels=True),
-    **_rows("convert_element_type", Work.PER_RESULT, is_linear=True, passes_on=True),
+    **_rows("convert_element_type", Work.PER_RESULT, is_linear=True, passes_on=True, is_pointwise=True),
     **_rows(
         """abs add add_any and bessel_i0e bessel_i1e bitcast ceil clamp clz complex conj eq eq_to floor from_edtype ge
         gt imag integer_pow is_finite layout_constraint le le_to log2 lt lt_to max max_contiguous
@@ -105,12 +106,14 @@ PRIMITIVES: dict[str, Facts] = {
         remove_memory_space round select_n shard_alike shift_left shift_right_arithmetic shift_right_logical sign
         square sub tie to_edtype with_memory_space_constraint xla_metadata_value xor zeros_like zeta""",
         Work.PER_RESULT,
+        is_pointwise=True,
     ),
     **_rows(
         """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
         lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
         Work.PER_RESULT,
         is_expensive=True,
+        is_pointwise=True,
     ),
     **_rows(
         "igamma igamma_grad_a igammac regularized_incomplete_beta",  # loops until the last element has settled
@@ -172,6 +175,8 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("approx_top_k", Work.REDUCTION),
     **_rows("sort", Work.SORT, overwrites=True),
     **_rows("top_k", Work.TOP_K, runs_on_shards=True),
+    # stencils.py
+    **_rows("stencil", Work.NONE, is_loop=True, slices=True),
     # windows.py
     **_rows("conv_general_dilated", Work.CONTRACTION),
     **_rows(

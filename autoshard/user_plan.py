@@ -145,8 +145,9 @@ class Plan(PlanData):
                 f"{self.mesh} has no devices to compile for.\n"
                 "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
             )
-        found = compiled(self.lowering(mesh), mesh)
-        predicted = without_dropped(self.predicted, found, self.arguments)
+        # Anew: XLA says what it gathers whole while it compiles, and JAX would not compile what it has compiled.
+        found = compiled(replace(self.lowering)(mesh), mesh)
+        predicted = without_dropped(self.predicted, found, (*self.arguments, *self.captured))
         return verification(predicted, found.named(self.lowering.program), mesh)
 
     def __str__(self) -> str:

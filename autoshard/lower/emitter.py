@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import (
@@ -35,15 +36,19 @@ from autoshard.jaxprs import (
     run,
     said,
     scan_counts,
+    uncaptured,
 )
 from autoshard.layout import Layout, spec_of
 from autoshard.lower.constraints import constraints_of
+from autoshard.lower.halos import run_stencil
 from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.mesh.resharding import stops
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program
 from autoshard.program.explicit import open_axes, type_sharding
+from autoshard.propagation.moves import Step
+from autoshard.propagation.rules.stencils import STENCIL
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class ShardedArray:
     layout: Layout | None = None  # None: the plan has no layout for the array
     copy: Any = None
     copy_layout: Layout | None = None
+    made_by: tuple[JaxprEqn, list[ShardedArray]] | None = None  # inside a stencil: the equation and its operands
 
     @property
     def shell(self) -> ShardedArray:
@@ -215,11 +221,34 @@ class Emitter:
         if special is not None:
             return special(eqn, operands, path)
         equation = self.equations.get(path)
+        if equation is not None and equation.primitive == STENCIL:
+            return self.stencil(eqn, equation, operands)
         if name in CONSTRAINTS:
             array = self.read(operands[0], equation, 0)
             return self.outputs(equation, [self.constrained_to(array, said(eqn.params))])
         arrays = [self.read(entry, equation, i) for i, entry in enumerate(operands)]
-        return self.outputs(equation, self.results_of(eqn, equation, arrays))
+        made = self.outputs(equation, self.results_of(eqn, equation, arrays))
+        if path in self.program.inner:
+            made = [replace(entry, made_by=(eqn, operands)) for entry in made]
+        return made
+
+    def stencil(self, eqn: JaxprEqn, equation: Equation, operands: list[ShardedArray]) -> list[ShardedArray]:
+        """Runs all that leads from a stencil's sources to its result again, on shards if devices exchange halos."""
+        steps = equation.params["steps"]
+        equations, sources = _unfolded(steps, eqn, operands)
+        arrays = [self.read(sources[i], equation, i) for i in range(len(sources))]
+        homes = [self.annotations.homes.get(value.id) for value in equation.outputs]
+        wants, mesh = wants_of(equation, self.annotations), dict(self.mesh.shape)
+        split = Split.of(equation, wants, mesh)
+        if None in homes or not runs_on_shards(equation, split):
+            return self.outputs(equation, [run_stencil(equations, equation, {}, arrays, mesh)])
+        made = self.on_shards(
+            lambda *shards: [run_stencil(equations, equation, split.axes, shards, mesh)],
+            arrays,
+            list(map(spec_of, wants)),
+            [spec_of(home) for home in homes if home is not None],
+        )
+        return self.outputs(equation, made)
 
     def results_of(self, eqn: JaxprEqn, equation: Equation | None, arrays: list) -> list:
         if is_kernel(eqn):
@@ -262,6 +291,7 @@ class Emitter:
         """Runs the annotated body; differentiates by the rule the user gave."""
         shells = [entry.shell for entry in operands]
         made: list[ShardedArray] = []
+        written, captured = uncaptured(eqn)
 
         @jax.custom_jvp
         def call(arrays, copies):
@@ -273,14 +303,21 @@ class Emitter:
             made[:] = [entry.shell for entry in results]
             return [entry.array for entry in results], [entry.copy for entry in results]
 
-        @call.defjvp
         def derivative(primals, tangents):
             (arrays, copies), (tangent_arrays, _) = primals, tangents
-            _, out_tangents = jax.jvp(lambda *args: run(eqn, args), tuple(arrays), tuple(tangent_arrays))
+            own, moving = arrays[captured:], tangent_arrays[captured:]
+            # JAX refuses to differentiate with respect to what the user's function closes over, even by zero.
+            varied = [i for i, tangent in enumerate(moving) if not isinstance(tangent, SymbolicZero)]
+
+            def of_varied(*some):
+                return run(written, [*(dict(enumerate(own)) | dict(zip(varied, some, strict=True))).values()])
+
+            _, out_tangents = jax.jvp(of_varied, tuple(own[i] for i in varied), tuple(moving[i] for i in varied))
             out_arrays, out_copies = call(arrays, copies)
             copy_tangents = [None if c is None else t for c, t in zip(out_copies, out_tangents, strict=True)]
             return (out_arrays, out_copies), (out_tangents, copy_tangents)
 
+        call.defjvp(derivative, symbolic_zeros=True)
         arrays, copies = call([entry.array for entry in operands], [entry.copy for entry in operands])
         return [
             ShardedArray(array, entry.layout, copy, entry.copy_layout)
@@ -409,6 +446,26 @@ def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
     """
     names = str(eqn.source_info.name_stack)
     return "/".join(filter(None, [names, None if equation is None else equation.label]))
+
+
+def _unfolded(
+    steps: Sequence[Step], eqn: JaxprEqn, operands: list[ShardedArray]
+) -> tuple[dict[int, JaxprEqn], dict[int, ShardedArray]]:
+    """The equation of each step of a stencil, and its sources by their place."""
+    equations: dict[int, JaxprEqn] = {}
+    sources: dict[int, ShardedArray] = {}
+    waiting = [(len(steps) - 1, eqn, operands)]
+    while waiting:
+        index, made_by, entries = waiting.pop()
+        equations[index] = made_by
+        for ref, operand in zip(steps[index].operands, steps[index].inputs, strict=True):
+            entry = entries[operand]
+            if ref < 0:
+                sources[~ref] = entry
+            elif ref not in equations:
+                assert entry.made_by is not None, "what is inside a stencil knows what made it"
+                waiting.append((ref, *entry.made_by))
+    return equations, sources
 
 
 def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """One equation and the layouts of its operands in, the function that each device runs on its own shards out.
 
-Most equations are left to XLA's partitioner. Four kinds are not, and run inside a `shard_map` instead:
+Most equations are left to XLA's partitioner. Five kinds are not, and run inside a `shard_map` instead:
 
 - Sums of which each device gets a slice. The partitioner only knows all_reduces, and not every backend turns an
   all_reduce and a slice into a reduce_scatter.
@@ -8,6 +8,8 @@ Most equations are left to XLA's partitioner. Four kinds are not, and run inside
 - Reductions of a split dim by anything but a sum, product, minimum or maximum of real numbers. Backends have no
   all_reduce for them. The partitioner also starts each device's part from the initial value, which then counts as often
   as there are devices.
+- What reads rows of its neighbours' shards (`halos.py`). The partitioner gathers some of these arrays whole, and its
+  collectives are not the ones that were planned.
 - What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
   Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
 
@@ -17,6 +19,7 @@ smaller group count. Where a reduced factor is split the devices' partial result
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -31,6 +34,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, shards, spec_of, spec_text
+from autoshard.lower.halos import with_halos, without_halos
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.plans.annotations import Annotations, Scatter
@@ -39,6 +43,8 @@ from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
+from autoshard.propagation.rules.stencils import STENCIL
+from autoshard.propagation.rules.windows import beyond
 
 _LANES = 128  # of a TPU's vector registers: columns of a tile
 
@@ -72,7 +78,7 @@ class Split:
     @property
     def reduced(self) -> tuple[str, ...]:
         """The axes over which results are partial, in mesh order."""
-        axes = {axis for factor in self.rule.reduction for axis in self.axes.get(factor, ())}
+        axes = {axis for factor in self.rule.reduction | self.rule.summed for axis in self.axes.get(factor, ())}
         return tuple(axis for axis in self.mesh if axis in axes)
 
     def pieces(self, factor: str) -> int:
@@ -87,13 +93,16 @@ class Split:
 
 def may_run_on_shards(equation: Equation) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, if it is split in some way."""
-    return is_grouped_convolution(equation) or folds_by_hand(equation) or facts_of(equation.primitive).runs_on_shards
+    unsafe = is_grouped_convolution(equation) or folds_by_hand(equation) or facts_of(equation.primitive).runs_on_shards
+    return unsafe or bool(rule_of(equation).reaches)
 
 
 def runs_on_shards(equation: Equation, split: Split) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, split so."""
-    if facts_of(equation.primitive).runs_on_shards:
+    if facts_of(equation.primitive).runs_on_shards or equation.primitive == STENCIL:
         return any(split.axes.values())
+    if any(split.axes.get(factor) for factor in split.rule.exchanged):
+        return True
     return is_grouped_convolution(equation) or (folds_by_hand(equation) and bool(split.reduced))
 
 
@@ -108,10 +117,13 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
     """
     local = eqn.replace(params={**eqn.params, **_local_params(equation, split)})
 
-    def on_one_device(*operands: Any) -> list:
+    def on_one_device(*shards: Any) -> list:
+        operands = with_halos(shards, split.rule, split.axes, split.mesh, functools.partial(beyond, equation))
         if folds_by_hand(equation) and split.reduced:
             return _folded(local, operands, split.reduced)
         partial = run(local, operands)
+        if equation.primitive == "select_and_scatter_add":
+            partial = [without_halos(one, split.rule, split.axes) for one in partial]
         if scatter is not None:
             (one,) = partial
             return [_reduce_scatter(one, scatter)]
@@ -189,17 +201,30 @@ def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> boo
     return bool(scattered) and home == expected and rest == set(scatter.others) and scatter.stages in stages
 
 
-def _local_params(equation: Equation, split: Split) -> dict[str, int]:
-    """The group counts of a convolution on one device."""
-    if not is_grouped_convolution(equation):
-        return {}
-    numbers, images = equation.params["dimension_numbers"], split.rule.operands[0]
-    batch, channels = numbers.lhs_spec[:2]
-    return {
-        name: equation.params[name] // split.pieces(images[dim][0])
-        for name, dim in (("feature_group_count", channels), ("batch_group_count", batch))
-        if equation.params[name] > 1
+def _local_params(equation: Equation, split: Split) -> dict[str, Any]:
+    """What differs on one device: the group counts of a convolution, the padding of windows."""
+    found: dict[str, Any] = {}
+    if is_grouped_convolution(equation):
+        numbers, images = equation.params["dimension_numbers"], split.rule.operands[0]
+        batch, channels = numbers.lhs_spec[:2]
+        found = {
+            name: equation.params[name] // split.pieces(images[dim][0])
+            for name, dim in (("feature_group_count", channels), ("batch_group_count", batch))
+            if equation.params[name] > 1
+        }
+    padding = {
+        rows.dim: rows.padding
+        for reach in split.rule.reaches
+        for rows in reach.rows
+        if "padding" in equation.params and split.axes.get(rows.factor)
     }
+    if padding:
+        dims = range(len(equation.inputs[0].shape))
+        if equation.primitive == "conv_general_dilated":
+            dims = equation.params["dimension_numbers"].lhs_spec[2:]
+        as_written = zip(dims, equation.params["padding"], strict=True)
+        found["padding"] = tuple(padding.get(dim, tuple(whole)) for dim, whole in as_written)
+    return found
 
 
 def _folded(eqn: JaxprEqn, operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list:

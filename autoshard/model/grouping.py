@@ -23,6 +23,7 @@ from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
+from autoshard.propagation.halos import Reach, renamed
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims, Rule
 
@@ -42,6 +43,8 @@ class _Draft:
     operands: dict[int, list[FactorDims]]  # equation index -> dims of its operands
     results: dict[int, list[FactorDims]]  # equation index -> dims of its results
     fuses: bool  # whether elementwise producers may join
+    reaches: tuple[Reach[int], ...]  # what devices read beyond their shards
+    samples: int | None  # the factor along which no window moves
 
 
 def groups_of(
@@ -147,18 +150,23 @@ def _last_runs(
 
 def _new_draft(equation: Equation, rule: Rule) -> _Draft:
     number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+    together = {factor: number[other] for factor, other in rule.alike.items() if factor in number and other in number}
+    sizes = {n: rule.sizes[factor] for factor, n in number.items() if factor not in together}
+    number |= together
     tensors = zip((*equation.inputs, *equation.outputs), (*rule.operands, *rule.results), strict=True)
     kept = {factor for value, dims in tensors if stays_whole(value) for factor in itertools.chain(*dims)}
     return _Draft(
         equations=[equation],
-        sizes={n: rule.sizes[factor] for factor, n in number.items()},
-        splittable=frozenset(number[factor] for factor in rule.splittable - kept),
-        reduction=frozenset(number[factor] for factor in rule.reduction if factor in number),
+        sizes=sizes,
+        splittable=frozenset(number[factor] for factor in (rule.splittable | rule.exchanged) - kept),
+        reduction=frozenset(number[factor] for factor in rule.reduction | rule.summed if factor in number),
         given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},
         beside=rule.beside,
         operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
         results={equation.index: [_renamed(dims, number) for dims in rule.results]},
         fuses=_is_elementwise(equation, rule),
+        reaches=renamed(rule.reaches, number),
+        samples=number.get(rule.samples) if rule.samples is not None else None,
     )
 
 
@@ -314,4 +322,6 @@ def _group_of(
         fuses=draft.fuses,
         uses=tuple(uses),
         made=tuple(made),
+        reaches=draft.reaches,
+        samples=draft.samples,
     )

@@ -14,6 +14,7 @@ from autoshard.layout import MeshShape, even_axes
 from autoshard.model.equations import contracts, folds_by_hand, only_widens, sums_locally
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Value
+from autoshard.propagation.halos import Reach
 
 FactorDims = tuple[tuple[int, ...], ...]  # of one tensor: dim -> factors of its group, major to minor
 
@@ -55,6 +56,8 @@ class Group:
     fuses: bool  # whether elementwise producers may join
     uses: tuple[Use, ...]
     made: tuple[GroupOutput, ...]
+    reaches: tuple[Reach[int], ...] = ()  # of its one equation: what devices read beyond their shards
+    samples: int | None = None  # the factor along which no window moves
     hoisted: int | None = None  # how often its result is all_reduced, if a loop only adds it up, in the layout it is in
     summed: int | None = None  # of a product: the value that XLA adds it and others up to before it reduces the sum
     summands: int = 1  # how many products these are
@@ -155,6 +158,17 @@ class Group:
         pixels = itertools.chain(*(self.operands[first.index][0][dim] for dim in numbers.lhs_spec[2:]))
         taps = itertools.chain(*(self.operands[first.index][1][dim] for dim in numbers.rhs_spec[2:]))
         return assignment.keys().isdisjoint((*pixels, *taps))
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """The factors of which devices exchange halos, where they are split."""
+        return frozenset(rows.factor for reach in self.reaches for rows in reach.rows)
+
+    def use_of(self, operand: int) -> int | None:
+        """Which of its uses an operand of its one equation is; None for a literal."""
+        (equation,) = self.equations
+        value, dims = equation.inputs[operand], self.operands[equation.index][operand]
+        return next((i for i, use in enumerate(self.uses) if use.value is value and use.dims == dims), None)
 
     def finish_trips(self, kind: str) -> int:
         """How often per step a collective finishes its result."""

@@ -33,8 +33,10 @@ from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
 from autoshard.model.workspaces import ShardBytes, has_workspace, workspace_bytes
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
-from autoshard.model.xla.transposes import transposes
+from autoshard.model.xla.products import transposes
+from autoshard.model.xla.rounding import ROUNDED
 from autoshard.program import Equation, Value
+from autoshard.propagation.rules.stencils import STENCIL
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class HeldArgument:
     node: int
     value: Value
     options: tuple[ArgumentOption, ...]
+    narrow: tuple[Group, ...]  # who reads fewer bits than others do, and alone reads the copies of narrow options
     uses: Sequence[tuple[Group, Use]]
     is_loop_buffer: bool  # whether a loop carries it on in its own buffer
     is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
@@ -75,9 +78,10 @@ class HeldArgument:
         """
         memo, arrays = self.prices.memo, self.prices.arrays
         start, end = _around(spans)
-        gathered = arrays.copy_sizes(self.value, memo.once(copies_of, self.options))
+        layouts = memo.once(copies_of, self.options)
+        for_all, for_narrow = (arrays.copy_sizes(self.value, layouts, readers) for readers in (None, self.narrow))
         own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
-        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, gathered))
+        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, for_all, for_narrow))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.made[0].value
             alone = [
@@ -138,6 +142,15 @@ class HeldOutput:
         values = [use.value for use in self.group.uses]
         local_bytes = self.prices.arrays.local_bytes
         return np.array([sum(map(local_bytes, values, strategy.wants)) for strategy in self.strategies])
+
+    def with_halos(self, strategy: Strategy) -> int:
+        """Bytes of the halos under a strategy, and of the operands that they are put around for a window."""
+        received = sum(self.prices.halo_bytes(self.group, strategy))
+        if self.group.equations[0].primitive == STENCIL:
+            return received
+        uses = {halo.use for halo in strategy.halos}
+        local_bytes = self.prices.arrays.local_bytes
+        return received + sum(local_bytes(self.group.uses[use].value, strategy.wants[use]) for use in uses)
 
     def _unfinished(self, strategy: Strategy) -> int:
         sizes = self.prices.finish_bytes(self.group, strategy)
@@ -209,6 +222,17 @@ def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
 
 
+@of_arguments
+def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """What is rounded before loops, while these turn; a gathered copy is rounded, too, and counted as that."""
+    value, arrays = argument.value, argument.prices.arrays
+    if value.id in argument.prices.rounded:
+        bare = [option.home == option.copy for option in argument.options]
+        sizes = [arrays.elements(value, option.home) * ROUNDED for option in argument.options]
+        loops = [loop for _, use in argument.uses if (loop := use.equation.loop)]
+        yield HeldBytes(argument.node, _around(loops), np.where(bare, sizes, 0))
+
+
 @of_outputs
 def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
@@ -276,6 +300,14 @@ def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> 
     operands = map(local, equation.inputs, group.operands[equation.index])
     results = map(local, equation.outputs, group.results[equation.index])
     return ShardBytes(equation, tuple(operands), tuple(results))
+
+
+@of_outputs
+def halos(output: HeldOutput) -> Iterator[HeldBytes]:
+    """Operands with the halos that a device has received around them."""
+    if output.group.reaches and output.value is output.group.made[0].value:
+        usage = np.array([output.with_halos(strategy) for strategy in output.strategies])
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage)
 
 
 @of_outputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
 from autoshard.model.xla.scatters import IndexGroups, scatters_at_once, stages_of
+from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all_gather", "all_reduce", "reduce_scatter"
@@ -39,6 +40,16 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Halo:
+    """One collective_permute of rows that a device reads beyond its shard."""
+
+    axes: tuple[str, ...]
+    use: int  # which of the group's uses
+    elements: int  # on one device
+    rows: tuple  # which: equal for what is the same of the same array
+
+
+@dataclass(frozen=True)
 class Strategy:
     """One way to split a group."""
 
@@ -46,6 +57,7 @@ class Strategy:
     wants: tuple[Layout, ...]  # per use of the group
     leaves: tuple[Layout, ...]  # per made value
     finishes: tuple[Finish, ...]
+    halos: tuple[Halo, ...] = ()
 
     @cached_property
     def axes(self) -> dict[int, tuple[str, ...]]:
@@ -64,8 +76,9 @@ def strategies_of(group: Group, mesh: MeshShape, backend: Backend = H100) -> lis
         if wants is None or leaves is None:
             continue
         frozen = tuple(sorted(assignment.items()))
+        halos = _halos(group, wants, assignment, mesh)
         for finished, finishes in _finishes(group, leaves, assignment, mesh, backend):
-            strategy = Strategy(frozen, wants, finished, finishes)
+            strategy = Strategy(frozen, wants, finished, finishes, halos)
             unique.setdefault((frozen, wants, finished, finishes), strategy)
     return list(unique.values())
 
@@ -75,13 +88,43 @@ def _assignments(group: Group, mesh: MeshShape) -> Iterator[dict[int, tuple[str,
     taken = {axis for axes in given.values() for axis in axes}
     left = [axis for axis in mesh if axis not in taken and (axis in group.beside or not group.beside)]
     factors = sorted(group.splittable if group.beside else group.splittable - given.keys())
+    if group.reaches and _is_shared_out(group, mesh):
+        factors = [factor for factor in factors if factor not in group.windows]
     for choice in itertools.product([None, *factors], repeat=len(left)):
         assignment = {factor: axes for factor, axes in given.items() if axes}
         for axis, factor in zip(left, choice, strict=True):
             if factor is not None:
                 assignment[factor] = (*assignment.get(factor, ()), axis)
-        if all(group.sizes[factor] % shards(axes, mesh) == 0 for factor, axes in assignment.items()):
+        if all(group.sizes[factor] % shards(axes, mesh) == 0 for factor, axes in assignment.items()) and (
+            not group.reaches or _has_small_halos(group, assignment, mesh)
+        ):
             yield assignment
+
+
+def _is_shared_out(group: Group, mesh: MeshShape) -> bool:
+    """Whether all axes can split the samples: then no device needs a halo."""
+    return group.samples is not None and group.sizes[group.samples] % math.prod(mesh.values()) == 0
+
+
+def _has_small_halos(group: Group, assignment: Mapping[int, tuple[str, ...]], mesh: MeshShape) -> bool:
+    shapes = [value.shape for value in group.equations[0].inputs]
+    return are_small(group.reaches, shapes, {factor: shards(axes, mesh) for factor, axes in assignment.items()})
+
+
+def _halos(group: Group, wants, assignment: Mapping[int, tuple[str, ...]], mesh: MeshShape) -> tuple[Halo, ...]:
+    """What devices send each other before the work."""
+    if group.windows.isdisjoint(assignment):
+        return ()
+    (equation,) = group.equations
+    use_of = [group.use_of(operand) for operand in range(len(equation.inputs))]
+    shapes = [
+        value.shape if use is None else local_shape(value.shape, wants[use], mesh)
+        for value, use in zip(equation.inputs, use_of, strict=True)
+    ]
+    moved = transfers(group.reaches, shapes, assignment, mesh)
+    return tuple(
+        Halo(transfer.axes, use_of[transfer.operand] or 0, transfer.elements, transfer.rows) for transfer in moved
+    )
 
 
 def _layouts(tensors: list[FactorDims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:

@@ -29,7 +29,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -56,7 +56,7 @@ class Value:
     dtype: Any  # numpy or JAX extended dtype (PRNG keys)
     bytes: int  # of the whole array
     name: str = ""  # the user's path for arguments ("state/params/w"), else ""
-    source: Source | None = None  # the line that made it; None for arguments
+    source: Source | None = None  # the line that made it, or that reads a closed-over array; None for arguments
     trips: int = 1  # how often per step it is made: the product of the loops around it
     on_host: bool = False  # whether it lies in the host's memory
 
@@ -106,8 +106,9 @@ class Program:
     name: str
     equations: tuple[Equation, ...]
     values: tuple[Value, ...]
-    arguments: tuple[Value, ...]  # one per flat argument, in order
-    constants: tuple[Value, ...]  # arrays that the function closes over
+    arguments: tuple[Value, ...]  # one per flat argument, in order, then one per array of `captured`
+    captured: tuple[Any, ...] = field(repr=False)  # the large arrays that the function closes over
+    constants: tuple[Value, ...]  # the small ones
     results: tuple[Value | np.ndarray, ...]  # one per flat result; an array is a literal
     result_names: tuple[str, ...]
     donated: frozenset[int]  # indices of donated arguments
@@ -118,6 +119,8 @@ class Program:
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    apart: frozenset[tuple] = frozenset()  # paths of loops, branches and calls whose bodies JAX traces by themselves
+    inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
@@ -136,8 +139,10 @@ class Program:
     def fingerprint(self) -> str:
         """Equal for equal programs, in any process: what a plan file is checked against."""
         digest = hashlib.sha256()
+        named = {value.id for value in self.own_arguments}  # names of captured arrays may have lines in them
         for value in (*self.arguments, *self.constants):
-            digest.update(f"{value.name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
+            name = value.name if value.id in named else "closed-over array"
+            digest.update(f"{name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
         for equation in self.equations:
             operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
             made = [(x.id, x.shape, dtype_name(x.dtype)) for x in equation.outputs]
@@ -150,6 +155,36 @@ class Program:
             axis_types = [str(one) for one in self.types.mesh.axis_types]
             digest.update(f"{axis_types} {self.types.arguments} {self.types.results}".encode())
         return digest.hexdigest()[:16]
+
+    def scope(self, path: tuple) -> tuple:
+        """The innermost body of `apart` that an equation stands in; () for that of the program."""
+        return next((path[:n] for n in range(len(path) - 1, 0, -1) if path[:n] in self.apart), ())
+
+    def with_equations(self, equations: Sequence[Equation], inner: Set[int]) -> Program:
+        """This program with equations in the places of others.
+
+        Args:
+            equations: one for each of its own.
+            inner: indices of those that are parts of others now; they are left out if nothing else reads them.
+        """
+        read = {x.id for x in self.results if isinstance(x, Value)}
+        kept = []
+        for equation in reversed(equations):
+            if equation.index not in inner or any(made.id in read for made in equation.outputs):
+                kept.append(equation)
+                read |= {x.id for x in equation.inputs if isinstance(x, Value)}
+        paths = frozenset(equations[i].path for i in inner)
+        return replace(self, equations=renumbered(kept[::-1], len(equations)), inner=paths)
+
+    @property
+    def own_arguments(self) -> tuple[Value, ...]:
+        """The arguments that a caller passes: all but the arrays that the function closes over."""
+        return self.arguments[: len(self.arguments) - len(self.captured)]
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The arguments that stay from step to step, by index: carried or closed over."""
+        return *sorted(self.carried), *range(len(self.own_arguments), len(self.arguments))
 
     @property
     def ordered_arguments(self) -> Mapping[int, Layout]:
@@ -177,7 +212,7 @@ class Program:
         """
         if self.types is None:
             return frozenset()
-        opened = (value for i, value in enumerate(self.arguments) if i not in self.typed_arguments)
+        opened = (value for i, value in enumerate(self.own_arguments) if i not in self.typed_arguments)
         states = {(value.shape, value.dtype) for value in opened}
         return frozenset(
             i
@@ -219,6 +254,21 @@ class Program:
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"
+
+
+def renumbered(kept: Sequence[Equation], before: int) -> tuple[Equation, ...]:
+    """The equations that are kept of so many, with indices and loops made anew."""
+    here = np.zeros(before + 1, int)
+    here[[equation.index + 1 for equation in kept]] = 1
+    new = np.cumsum(here).tolist()
+
+    def moved(old: Equation) -> Equation:
+        loop = old.loop and (new[old.loop[0]], new[old.loop[1]])
+        outputs, inputs = old.outputs, old.inputs
+        index = new[old.index]
+        return Equation(index, old.primitive, old.params, inputs, outputs, old.source, old.path, old.trips, loop)
+
+    return tuple(map(moved, kept))
 
 
 def _taken(branches: Sequence[tuple[str, ...] | None], platform: str) -> int:

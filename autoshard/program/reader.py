@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import (
+    CUSTOM,
     REMAT,
     ClosedJaxpr,
     Jaxpr,
@@ -27,8 +28,9 @@ from autoshard.jaxprs import (
     on_host,
     scan_counts,
 )
+from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
-from autoshard.program.program import Equation, Program, Value
+from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
 from autoshard.program.user_code import Source, source_of
 
@@ -39,23 +41,31 @@ _NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan"
 class Reader:
     """One walk over a traced function's jaxpr."""
 
-    def __init__(self, closed: ClosedJaxpr, *, merges: bool = True):
+    def __init__(self, closed: ClosedJaxpr, captured: Sequence[tuple[CapturedArray, str]] = (), *, merges: bool = True):
         """
         Args:
+            captured: the arrays behind the last arguments, which the function closes over, and their names.
             merges: whether equations that compute the same become one.
         """
-        self.closed, self.merges = closed, merges
+        self.closed, self.captured, self.merges = closed, captured, merges
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
         self.merged: dict[tuple, int] = {}
         self.platforms: dict[tuple, tuple] = {}
+        self.apart: set[tuple] = set()
 
     def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
         closed = self.closed
         names = parameter_names(closed.jaxpr.debug_info, in_tree.paths)
-        arguments = tuple(self.value(var.aval, name=name) for var, name in zip(closed.jaxpr.invars, names, strict=True))
+        sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
+        names += [name for _, name in self.captured]
+        arguments = tuple(
+            self.value(var.aval, name=name, source=source)
+            for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
+        )
+        own = arguments[: len(in_tree.paths)]
         constants = tuple(self.value(var.aval, name="closed-over array") for var in closed.jaxpr.constvars)
         env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
@@ -65,13 +75,14 @@ class Reader:
             equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,
+            captured=tuple(one.array for one, _ in self.captured),
             constants=constants,
             results=results,
             result_names=tuple(map(slashed, out_tree.paths)),
             donated=donated,
             carried=carried_results(
                 in_tree.paths,
-                [_kind(value) for value in arguments],
+                [_kind(value) for value in own],
                 out_tree.paths,
                 [_kind(x) if isinstance(x, Value) else None for x in results],
                 donated,
@@ -82,6 +93,7 @@ class Reader:
             guarded=frozenset(self.guarded),
             merged=self.merged,
             platforms=self.platforms,
+            apart=frozenset(self.apart),
         )
 
     def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
@@ -119,9 +131,12 @@ class Reader:
             behind = itertools.compress(inputs, guards(eqn))
             self.guarded |= {x.id for x in behind if isinstance(x, Value)}
         if opened is not None:
+            if eqn.primitive.name in REMAT | CUSTOM:
+                self.apart.add(at.path)
             return self.call(opened, called_operands(eqn, inputs), at)
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
         if open_loop is not None:
+            self.apart.add(at.path)
             return open_loop(eqn, inputs, at)
         outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
         self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
@@ -264,14 +279,7 @@ def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[in
         needed.add(equation.index)
         reads = (*equation.inputs, *steered.get(equation.index, ()))
         queue += [producer[x.id] for x in reads if isinstance(x, Value) and x.id in producer]
-    before = np.concatenate([[0], np.cumsum([equation.index in needed for equation in equations])]).astype(int).tolist()
-
-    def moved(old: Equation) -> Equation:
-        loop = old.loop and (before[old.loop[0]], before[old.loop[1]])
-        index, inputs, outputs = before[old.index], old.inputs, old.outputs
-        return Equation(index, old.primitive, old.params, inputs, outputs, old.source, old.path, old.trips, loop)
-
-    return tuple(moved(equation) for equation in equations if equation.index in needed)
+    return renumbered([equation for equation in equations if equation.index in needed], len(equations))
 
 
 def _computed(eqn: JaxprEqn, inputs: list) -> tuple | None:

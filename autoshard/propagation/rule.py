@@ -22,6 +22,7 @@ from itertools import count
 from typing import Any, NoReturn
 
 from autoshard.errors import RuleError
+from autoshard.propagation.halos import Reach
 
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: dim -> factors, major to minor
 Shape = tuple[int, ...]
@@ -36,9 +37,13 @@ class Rule:
     sizes: Mapping[str, int]  # factor -> size
     reduction: frozenset[str]  # split -> unreduced (partial) results, finished by all_reduce or reduce_scatter
     need_replication: frozenset[str]  # must be whole on every device for the op (sort, fft, ...); propagates still
-    permutation: frozenset[str]  # splitting costs communication of its own (halo, slice); no strategy splits it
+    permutation: frozenset[str]  # splitting costs communication of its own; strategies split those with a reach only
     given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # factor -> the mesh axes that the user says
     beside: frozenset[str] = frozenset()  # mesh axes that may split given factors further, where no others may
+    reaches: tuple[Reach[str], ...] = ()  # what devices read beyond their shards, where permutation factors are split
+    summed: frozenset[str] = frozenset()  # permutation factors whose split leaves partial results, too
+    samples: str | None = None  # the factor along which no window moves: of the batch
+    alike: Mapping[str, str] = field(default_factory=dict)  # factor -> the exchanged one that strategies split with it
 
     @cached_property
     def factors(self) -> tuple[str, ...]:
@@ -51,6 +56,11 @@ class Rule:
         """The factors a strategy may split."""
         whole = self.need_replication | self.permutation
         return frozenset(factor for factor, size in self.sizes.items() if size > 1 and factor not in whole)
+
+    @cached_property
+    def exchanged(self) -> frozenset[str]:
+        """The permutation factors that a strategy may split: devices exchange halos."""
+        return frozenset(rows.factor for reach in self.reaches for rows in reach.rows if self.sizes[rows.factor] > 1)
 
     @cached_property
     def passing(self) -> tuple[str, ...]:
@@ -119,7 +129,7 @@ class RuleBuilder:
             self._results[tensor][dim] += (name,)
         return name
 
-    def build(self) -> Rule:
+    def build(self, reaches: Sequence[Reach[str]] = (), summed: Iterable[str] = (), samples: str | None = None) -> Rule:
         return Rule(
             operands=tuple(map(tuple, self._operands)),
             results=tuple(map(tuple, self._results)),
@@ -127,6 +137,9 @@ class RuleBuilder:
             reduction=frozenset(self._kinds["reduction"]),
             need_replication=frozenset(self._kinds["need_replication"]),
             permutation=frozenset(self._kinds["permutation"]),
+            reaches=tuple(reaches),
+            summed=frozenset(summed),
+            samples=samples,
         )
 
 

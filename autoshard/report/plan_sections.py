@@ -24,6 +24,7 @@ def plan_sections(plan: PlanData, alternatives: Alternatives) -> list[Section]:
     return [
         summary(plan),
         arguments(plan),
+        *([captured(plan)] if plan.captured else []),
         results(plan),
         comparison(plan, alternatives),
         collectives(plan.predicted.collectives),
@@ -59,10 +60,18 @@ def _proof(plan: PlanData) -> Phrase:
 
 def arguments(plan: PlanData) -> Section:
     """Every argument, those that lie alike in one row."""
-    total = sum(placed.local_bytes for placed in plan.arguments if not placed.on_host)
-    on_host = sum(placed.local_bytes for placed in plan.arguments if placed.on_host)
+    return _placed(("Arguments (", *_total_bytes(plan.arguments), ")"), plan.arguments)
+
+
+def captured(plan: PlanData) -> Section:
+    """The large arrays that the step closes over."""
+    return _placed(("Closed-over arrays (", *_total_bytes(plan.captured), ")"), plan.captured)
+
+
+def _total_bytes(placed: Sequence[PlacedArray]) -> Phrase:
+    on_host = sum(one.local_bytes for one in placed if one.on_host)
     more: Phrase = (", ", Bytes(on_host), " on its host") if on_host else ()
-    return _placed(("Arguments (", Bytes(total), " per device", *more, ")"), plan.arguments)
+    return Bytes(sum(one.local_bytes for one in placed if not one.on_host)), " per device", *more
 
 
 def results(plan: PlanData) -> Section:

@@ -28,7 +28,7 @@ from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value, dtype_name
 
 ROUNDED = 2  # bytes of a bfloat16
-Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
+Readers = Collection[Group] | None  # of a resharded copy; None: all that read the value
 # An operand of these is rounded ahead of them if their result is rounded.
 _PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
@@ -52,7 +52,7 @@ class Widths:
     kept: frozenset[int] = frozenset()  # values that are stored rounded
     moved: Mapping[int, int] = field(default_factory=dict)  # values whose resharded copies are smaller, whose ever
     read: Mapping[tuple[int, int], int] = field(default_factory=dict)  # value, group: that group's copy, if smaller
-    shared: Mapping[int, int] = field(default_factory=dict)  # the copy for all but elementwise readers, if smaller
+    shared: Mapping[int, int] = field(default_factory=dict)  # the copy for all readers, if smaller
     fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
     rounding: Rounding = field(default_factory=Rounding)  # the compiler's
 
@@ -69,7 +69,7 @@ class Widths:
         return ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Readers = None) -> int:
-        """Bytes per element of a copy for these readers; by default for all that do not compute on the shards as is."""
+        """Bytes per element of a copy for these readers; by default for all."""
         if wide := self.rounding.moves_as.get(dtype_name(value.dtype)):
             return wide
         size = self.moved.get(value.id, value.itemsize)
@@ -87,6 +87,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         for use in group.uses:
             readers[use.value.id].append(group)
     results = {value.id for value in program.results if isinstance(value, Value)}
+    replacing = {value.id for i in program.carried.values() if isinstance(value := program.results[i], Value)}
     kept: set[int] = set()
     moved: dict[int, int] = {}
     reading: dict[tuple[int, int], int] = {}
@@ -111,13 +112,13 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         return value.itemsize
 
     def note(value: Value) -> None:
-        """Notes which copies of a value are smaller. Elementwise readers compute on the shards as is, without one."""
+        """Notes which copies of a value are smaller."""
         sizes = {group.index: read(group, value) for group in readers[value.id]}
         smaller = {group: size for group, size in sizes.items() if size < value.itemsize}
         reading.update({(value.id, group): size for group, size in smaller.items()})
         if sizes and value.id not in results:
             wanted[value.id] = max(sizes.values())
-        if smaller and all(group.fuses or group.index in smaller for group in readers[value.id]):
+        if smaller and smaller.keys() == sizes.keys() and value.id not in replacing:
             shared[value.id] = max(smaller.values())
 
     for group in reversed(groups):  # readers before what they read, but for what loops hand on

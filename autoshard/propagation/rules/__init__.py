@@ -13,6 +13,7 @@ from autoshard.propagation.rules import (
     randomness,
     reductions,
     sorting,
+    stencils,
     windows,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "randomness",
     "reductions",
     "sorting",
+    "stencils",
     "windows",
 ]

@@ -1,21 +1,46 @@
 """Operations on a sliding window: convolutions and poolings.
 
 Where a windowed dim is split, neighbouring devices exchange the rims of their shards (a halo), so its factors are
-permutation factors. Their sizes count windows, and need not multiply to the size of the dim.
+permutation factors. Their sizes count windows, and need not multiply to the size of the dim. A factor has a reach if
+the windows of every device begin at the same place of its shard: if positions times stride are the rows of the dim.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from autoshard.program import Equation
+from autoshard.propagation.halos import Reach, Rows, window_rows
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of
 
 # A factor's size, and the (operand, dim) and (result, dim) pairs that have it.
 _Window = tuple[int, list[tuple[int, int]], list[tuple[int, int]]]
+_Moves = tuple[int, int, int, int]  # of a window along one dim: stride, padding before, spread of the rows, dilation
+
+
+def _least(dtype: Any) -> Any:
+    return -np.inf if jnp.issubdtype(dtype, np.floating) else jnp.iinfo(dtype).min
+
+
+def _most(dtype: Any) -> Any:
+    return np.inf if jnp.issubdtype(dtype, np.floating) else jnp.iinfo(dtype).max
+
+
+def beyond(equation: Equation, operand: int) -> Any:
+    """What rows beyond an operand of a window count as."""
+    dtype, name = equation.inputs[operand].dtype, equation.primitive
+    if name == "select_and_scatter_add" and operand == 1:
+        return _least(dtype) if equation.params["select_prim"].name == "ge" else _most(dtype)
+    if name in ("reduce_window_max", "reduce_window_min"):
+        return _least(dtype) if name.endswith("max") else _most(dtype)
+    return 0
 
 
 @rule("conv_general_dilated")
@@ -28,12 +53,18 @@ def conv_general_dilated(equation: Equation) -> Rule:
     numbers = equation.params["dimension_numbers"]
     specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec))
     groups = (equation.params["feature_group_count"], equation.params["batch_group_count"])
-    return _convolution(operands, result, specs, groups)
+    names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
+    moves = zip(*(equation.params[name] for name in names), strict=True)
+    return _convolution(operands, result, specs, groups, tuple((s, int(p[0]), b, r) for s, p, b, r in moves))
 
 
 @lru_cache(maxsize=4096)
 def _convolution(
-    operands: tuple[Shape, ...], result: Shape, specs: tuple[tuple[int, ...], ...], groups: tuple[int, int]
+    operands: tuple[Shape, ...],
+    result: Shape,
+    specs: tuple[tuple[int, ...], ...],
+    groups: tuple[int, int],
+    moves: tuple[_Moves, ...],
 ) -> Rule:
     images, kernel = operands
     (batch, channels, *spatial), (kernel_out, kernel_in, *window), (out_batch, out_channels, *out_spatial) = specs
@@ -41,18 +72,25 @@ def _convolution(
     builder = RuleBuilder(operands, [result])
     if batch_groups > 1:
         builder.factor(batch_groups, [(0, batch), (1, kernel_out)], [(0, out_channels)])
-    builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
-    for dim, kernel_dim, out_dim in zip(spatial, window, out_spatial, strict=True):
+    samples = builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
+    reaches: list[Rows[str]] = []
+    summed = []
+    for dim, kernel_dim, out_dim, moved in zip(spatial, window, out_spatial, moves, strict=True):
         # The larger of the two is the major factor. So a split of the images goes to the result. In the gradient of a
         # kernel the "kernel" is an image itself, and the split goes to it.
         positions: _Window = (result[out_dim], [], [(0, out_dim)])
         taps: _Window = (kernel[kernel_dim], [(1, kernel_dim)], [])
         room = images[dim]
-        for size, sources, targets in (positions, taps) if positions[0] >= taps[0] else (taps, positions):
+        taps_first = positions[0] < taps[0]
+        for i, (size, sources, targets) in enumerate((taps, positions) if taps_first else (positions, taps)):
             shared = min(room, size)
             if shared > 1:
-                builder.factor(shared, [(0, dim), *sources], targets, "permutation")
+                factor = builder.factor(shared, [(0, dim), *sources], targets, "permutation")
                 room //= shared
+                rows = None if i else _rows(dim, factor, images[dim], taps[0], positions[0], moved, taps_first)
+                if rows is not None:
+                    reaches.append(rows)
+                    summed += [factor] * taps_first
             elif size > 1:
                 builder.factor(size, sources, targets, "need_replication")
     if feature_groups > 1:
@@ -60,7 +98,18 @@ def _convolution(
     builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
     per_group = result[out_channels] // (feature_groups * batch_groups)
     builder.factor(per_group, [(1, kernel_out)], [(0, out_channels)])
-    return builder.build()
+    return builder.build([Reach(0, tuple(reaches))] if reaches else [], summed, samples)
+
+
+def _rows(
+    dim: int, factor: str, size: int, window: int, places: int, moved: _Moves, window_is_split: bool
+) -> Rows[str] | None:
+    """What devices read along a dim whose windows, or whose one window, they share out; None if it has no one form."""
+    stride, padding, spread, dilation = moved
+    if size * spread != (window * dilation if window_is_split else places * stride):
+        return None
+    moves = places if window_is_split else None
+    return window_rows(dim, factor, size, window, padding, stride=stride, dilation=dilation, spread=spread, moves=moves)
 
 
 def _windowed(params: Any) -> dict[int, str]:
@@ -85,7 +134,21 @@ def _windowed(params: Any) -> dict[int, str]:
 def pooling(equation: Equation) -> Rule:
     """`b h c -> b h c`, h expensive."""
     operands, results = shapes_of(equation)
-    return dimwise(operands, results, _windowed(equation.params))
+    found = dimwise(operands, results, _windowed(equation.params))
+    if equation.primitive not in ("reduce_window_max", "reduce_window_min", "reduce_window_sum"):
+        return found
+    params, (size,) = equation.params, operands
+    ones = (1,) * len(size)
+    names = "window_strides", "padding", "base_dilation", "window_dilation"
+    moves = zip(*(params.get(name, ones) for name in names), strict=True)
+    reaches = [
+        _rows(dim, factor, size[dim], params["window_dimensions"][dim], results[0][dim], (s, int(p[0]), b, r), False)
+        for dim, ((s, p, b, r), (factor,)) in enumerate(zip(moves, found.operands[0], strict=True))
+        if factor in found.permutation
+    ]
+    known = tuple(rows for rows in reaches if rows is not None)
+    samples = next((dim[0] for dim in found.operands[0][:1] if dim[0] not in found.permutation), None)
+    return replace(found, reaches=(Reach(0, known),) if known else (), samples=samples)
 
 
 @rule("select_and_scatter")
@@ -103,10 +166,35 @@ def select_and_scatter_add(equation: Equation) -> Rule:
 def _scattered(equation: Equation, array: int, windows: int) -> Rule:
     operands, results = shapes_of(equation)
     builder, windowed = RuleBuilder(operands, results), _windowed(equation.params)
+    alike: dict[str, str] = {}
+    rows: list[tuple[Rows[str], Rows[str]]] = []
     for dim, size in enumerate(results[0]):
         if dim in windowed:
-            builder.factor(size, [(array, dim)], [(0, dim)], "permutation")
-            builder.factor(operands[windows][dim], [(windows, dim)], [], "need_replication")
+            rows_factor = builder.factor(size, [(array, dim)], [(0, dim)], "permutation")
+            factor = builder.factor(operands[windows][dim], [(windows, dim)], [], "need_replication")
+            if equation.primitive == "select_and_scatter_add":
+                found = _scattered_rows(equation, dim, rows_factor, size, operands[windows][dim])
+                rows += [found] if found else []
+                alike |= {factor: rows_factor} if found else {}
         else:
             builder.factor(size, [(0, dim), (1, dim)], [(0, dim)])
-    return builder.build()
+    built = builder.build()
+    if not rows:
+        return built
+    reaches = Reach(array, tuple(one for one, _ in rows)), Reach(windows, tuple(one for _, one in rows))
+    samples = next((dim[0] for dim in built.results[0][:1] if dim[0] not in built.permutation), None)
+    return replace(built, reaches=reaches, alike=alike, samples=samples)
+
+
+def _scattered_rows(
+    equation: Equation, dim: int, factor: str, size: int, places: int
+) -> tuple[Rows[str], Rows[str]] | None:
+    """What a device reads of the array and of the windows to make its rows: all windows over these, and their rows."""
+    params = equation.params
+    window, stride = params["window_dimensions"][dim], params["window_strides"][dim]
+    low = int(params["padding"][dim][0])
+    if places * stride != size:
+        return None
+    first, after = -((window - 1 - low) // stride), (low - 1) // stride
+    array = Rows(dim, factor, low - first * stride, after * stride - low + window, 0, size)
+    return array, Rows(dim, factor, -first, after + 1, 0, places)

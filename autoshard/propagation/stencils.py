@@ -1,0 +1,156 @@
+"""A program in, the same with its stencils as single equations out.
+
+A *stencil* shifts an array against itself: `jnp.roll`, a pad whose slices are added up, `jnp.gradient`, an update of
+the interior. Between its sources and its result stand arrays of which no mesh axis divides the dims, a row shorter or
+longer. So all that leads to the result is planned as one equation, `stencil`, for which devices exchange halos. Arrays
+inside a stencil that others read, too, keep their own equations beside it.
+
+The *grid* of a dim is the size from which slices and pads have led away. A value whose dims are as large as their grids
+again is the result of a stencil.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.program import Equation, Program, Value
+from autoshard.propagation.moves import Step
+from autoshard.propagation.parts import Operand, Part, parts_of, shape_in
+from autoshard.propagation.rules.stencils import STENCIL, stencil
+
+_MOST_STEPS = 64
+
+Grid = tuple[int | None, ...]  # dim of a step -> size; None: of no grid, as what is filled with one number
+
+
+@dataclass(frozen=True)
+class _Inner:
+    """A value inside a stencil."""
+
+    part: Part
+    grid: Grid
+
+    @property
+    def is_off_grid(self) -> bool:
+        return any(size not in (None, whole) for size, whole in zip(self.grid, self.part.shape, strict=True))
+
+
+_Find = Callable[[Operand, Equation], _Inner | None]  # an operand inside a stencil that the equation can be a part of
+
+
+def with_stencils(program: Program) -> Program:
+    """`program` with one equation for each stencil; what nothing else reads of its inside has no equation."""
+    inner: dict[int, _Inner] = {}
+    found: dict[int, Equation] = {}
+
+    def find(operand: Operand, equation: Equation) -> _Inner | None:
+        one = inner.get(operand.id) if isinstance(operand, Value) else None
+        if one is None or program.scope(one.part.equation.path) != program.scope(equation.path):
+            return None
+        return one
+
+    def part(operand: Operand, equation: Equation) -> Part | None:
+        one = find(operand, equation)
+        return None if one is None else one.part
+
+    for equation in program.equations:
+        parts = parts_of(equation, functools.partial(part, equation=equation), program.makers)
+        for made, value in zip(parts, equation.outputs, strict=bool(parts)):
+            operands = [find(x, equation) for x in made.operands]
+            grid = _grid(made, operands)
+            if grid is None:
+                continue
+            entry = _Inner(made, grid)
+            if entry.is_off_grid or not any(grid):
+                inner[value.id] = entry
+            elif _ends(made, operands):
+                whole = _stencil(made, find)
+                if whole is not None and stencil(whole).exchanged:
+                    found[equation.index] = whole
+    if not found:
+        return program
+    equations = [found.get(equation.index, equation) for equation in program.equations]
+    return program.with_equations(equations, frozenset(one.part.equation.index for one in inner.values()))
+
+
+def _ends(part: Part, operands: Sequence[_Inner | None]) -> bool:
+    """Whether a stencil may end here: its result is on the grid, and something has moved."""
+    moves = part.kind == "put" or part.kind == "put_add" or (part.kind == "pad" and any(map(any, part.moves)))
+    made_alone = len(part.equation.outputs) == 1 and len(part.dims) == len(part.shape)
+    return made_alone and (moves or any(one and one.is_off_grid for one in operands))
+
+
+def _grid(part: Part, operands: Sequence[_Inner | None]) -> Grid | None:
+    """The grids of what a part makes; None if operands that are inside a stencil have not the same.
+
+    What is outside, and not as large as the grid, is read whole. Of several that are joined, the largest has the grid.
+    """
+    if part.kind == "fill":
+        return (None,) * len(part.shape)
+    first, *others = list(zip(part.operands, operands, strict=True))
+    rank = len(part.shape)
+    arrays = [first] if part.kind in ("slice", "pad", "same") else [first, *others]
+    found: list[int | None] = []
+    for dim in range(rank):
+        inside = {one.grid[dim] for _, one in arrays if one and len(one.grid) == rank} - {None}
+        outside = {
+            shape_in(x.shape, reads, rank)[dim]
+            for (x, one), reads in zip(arrays, part.reads or (part.dims,) * len(arrays), strict=False)
+            if x.shape and one is None
+        }
+        if part.kind.startswith("put") and (first[1] is None or first[1].part.kind == "fill"):
+            inside |= {part.shape[dim]}
+        if len(inside) > 1:
+            return None
+        found.append(inside.pop() if inside else max(outside, default=None))
+    return tuple(found)
+
+
+def _stencil(end: Part, find: _Find) -> Equation | None:
+    """The one equation for all that leads to what a part makes; None if that is too much."""
+    rank = len(end.shape)
+    steps: list[Step] = []
+    sources: list[Operand] = []
+    dims: list[tuple[int | None, ...]] = []  # per source: its dims in steps
+    refs: dict[tuple, int] = {}  # a value or literal, and its dims -> its step, or `~i` for the i-th source
+
+    def ref(operand: Operand, reader: Part, reads: tuple[int | None, ...]) -> int:
+        if not operand.shape:
+            reads = ()
+        key = operand.id if isinstance(operand, Value) else -1 - id(operand), reads
+        if key not in refs:
+            one = find(operand, reader.equation)
+            if one is not None and len(refs) <= _MOST_STEPS and (one.part.kind == "fill" or one.part.dims == reads):
+                refs[key] = add(replace(one.part, shape=_filled(one.part, reads, rank), dims=reads))
+            else:
+                sources.append(operand)
+                dims.append(reads)
+                refs[key] = ~(len(sources) - 1)
+        return refs[key]
+
+    def add(part: Part) -> int:
+        reads = part.reads or (part.dims,) * len(part.operands)
+        if part.kind in ("slice", "pad", "same") and not part.reads:
+            inside = find(part.operands[0], part.equation)
+            known = inside.part.dims if inside else tuple(range(len(part.operands[0].shape)))
+            reads = (known, ())[: len(part.operands)]
+        refs = tuple(ref(x, part, one or ()) for x, one in zip(part.operands, reads, strict=True))
+        said = ""
+        if part.kind == "pointwise":
+            params = ", ".join(f"{name}={value}" for name, value in sorted(part.equation.params.items()))
+            said = f"{part.equation.primitive}({params if ' at 0x' not in params else ''})"
+        steps.append(Step(part.kind, part.shape, refs, part.inputs, part.moves, said))
+        return len(steps) - 1
+
+    add(end)
+    if len(refs) > _MOST_STEPS or not any(isinstance(x, Value) and x.shape for x in sources):
+        return None
+    params = {"steps": tuple(steps), "dims": tuple(dims)}
+    return replace(end.equation, primitive=STENCIL, params=params, inputs=tuple(sources))
+
+
+def _filled(part: Part, reads: tuple[int | None, ...], rank: int) -> tuple[int, ...]:
+    """The shape of a part as a step of this rank."""
+    return shape_in(part.equation.outputs[0].shape, reads, rank) if part.kind == "fill" else part.shape
