@@ -83,7 +83,8 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("scan_const", Work.NONE, is_boundary=True, passes_on=True),
     **_rows("idle", Work.PER_RESULT),
     # contractions.py
-    **_rows("dot_general ragged_dot_general", Work.CONTRACTION),
+    **_rows("dot_general", Work.CONTRACTION),
+    **_rows("ragged_dot_general", Work.CONTRACTION, runs_on_shards=True),
     **_rows("scaled_dot scaled_matmul scaled_matmul_wrapper", Work.UNKNOWN),
     # dims.py
     **_rows("empty empty2 stack tile unstack", Work.NONE),
