@@ -173,7 +173,7 @@ PRIMITIVES: dict[str, Facts] = {
         "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum", Work.REDUCTION, is_loop=True
     ),
     # sorting.py
-    **_rows("approx_top_k", Work.REDUCTION),
+    **_rows("approx_top_k", Work.REDUCTION, runs_on_shards=True),
     **_rows("sort", Work.SORT, overwrites=True),
     **_rows("top_k", Work.TOP_K, runs_on_shards=True),
     # stencils.py

@@ -167,8 +167,17 @@ def _overwritten_spectrum(shards: ShardBytes) -> float:
     return shards.operands[0] if "IRFFT" in str(shards.equation.params["fft_type"]) else 0.0
 
 
+def _sorted(shards: ShardBytes) -> float:
+    """Of what keeps the largest elements, where there is no call for it: the operand and its positions, sorted."""
+    equation = shards.equation
+    aggregates = equation.params.get("aggregate_to_topk", True)
+    is_called = equation.primitive == "top_k" and equation.inputs[0].dtype == np.float32
+    return 0.0 if is_called or not aggregates else shards.operands[0] * (1 + 4 / equation.inputs[0].dtype.itemsize)
+
+
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
+        "approx_top_k": _sorted,
         "cholesky": copied,
         "dot_general": _widened_product,
         "eig": copied_and_results,
@@ -192,6 +201,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "schur": copied,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
+        "top_k": _sorted,
         "triangular_solve": _solved,
         "tridiagonal": copied,
         "tridiagonal_solve": lambda shards: 2 * shards.whole,
