@@ -83,7 +83,8 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("scan_const", Work.NONE, is_boundary=True, passes_on=True),
     **_rows("idle", Work.PER_RESULT),
     # contractions.py
-    **_rows("dot_general ragged_dot_general", Work.CONTRACTION),
+    **_rows("dot_general", Work.CONTRACTION),
+    **_rows("ragged_dot_general", Work.CONTRACTION, runs_on_shards=True),
     **_rows("scaled_dot scaled_matmul scaled_matmul_wrapper", Work.UNKNOWN),
     # dims.py
     **_rows("empty empty2 stack tile unstack", Work.NONE),
@@ -134,12 +135,13 @@ PRIMITIVES: dict[str, Facts] = {
         "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal",
         Work.FACTORIZATION,
         overwrites=True,
+        runs_on_shards=True,
     ),
     **_rows("fft", Work.FFT, runs_on_shards=True),
-    **_rows("geqp3 ormqr symmetric_product", Work.UNKNOWN),
-    **_rows("lu_pivots_to_permutation", Work.PER_RESULT),
-    **_rows("triangular_solve", Work.TRIANGULAR_SOLVE, overwrites=True),
-    **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE, overwrites=True),
+    **_rows("geqp3 ormqr symmetric_product", Work.UNKNOWN, runs_on_shards=True),
+    **_rows("lu_pivots_to_permutation", Work.PER_RESULT, never_fuses=True, runs_on_shards=True),
+    **_rows("triangular_solve", Work.TRIANGULAR_SOLVE, overwrites=True, runs_on_shards=True),
+    **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE, overwrites=True, runs_on_shards=True),
     # opaque.py
     **_rows(
         """addupdate after_all bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
@@ -171,7 +173,7 @@ PRIMITIVES: dict[str, Facts] = {
         "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum", Work.REDUCTION, is_loop=True
     ),
     # sorting.py
-    **_rows("approx_top_k", Work.REDUCTION),
+    **_rows("approx_top_k", Work.REDUCTION, runs_on_shards=True),
     **_rows("sort", Work.SORT, overwrites=True),
     **_rows("top_k", Work.TOP_K, runs_on_shards=True),
     # stencils.py

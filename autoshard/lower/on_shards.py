@@ -13,6 +13,8 @@ Most equations are left to XLA's partitioner. Five kinds are not, and run inside
 - What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
   Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
 
+- Ragged products. Of rows that are split, each device counts those that it has of each group.
+
 A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a
 smaller group count. Where a reduced factor is split the devices' partial results are finished here.
 """
@@ -119,6 +121,8 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
 
     def on_one_device(*shards: Any) -> list:
         operands = with_halos(shards, split.rule, split.axes, split.mesh, functools.partial(beyond, equation))
+        if equation.primitive == "ragged_dot_general":
+            operands = [*operands[:2], _local_groups(equation, split, *operands[2:])]
         if folds_by_hand(equation) and split.reduced:
             return _folded(local, operands, split.reduced)
         partial = run(local, operands)
@@ -225,6 +229,19 @@ def _local_params(equation: Equation, split: Split) -> dict[str, Any]:
         as_written = zip(dims, equation.params["padding"], strict=True)
         found["padding"] = tuple(padding.get(dim, tuple(whole)) for dim, whole in as_written)
     return found
+
+
+def _local_groups(equation: Equation, split: Split, sizes: jax.Array) -> jax.Array:
+    """How many rows of each group of a ragged product one device has, of the dim that the groups divide."""
+    (dim,) = equation.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    axes = tuple(axis for factor in split.rule.operands[0][dim] for axis in split.axes.get(factor, ()))
+    if not axes:
+        return sizes
+    count = equation.inputs[0].shape[dim] // shards(axes, split.mesh)
+    first = (jax.lax.axis_index(axes) * count).astype(sizes.dtype)
+    ends = jnp.cumsum(sizes, axis=-1, dtype=sizes.dtype)
+    inside = [jnp.clip(bounds, first, first + count) for bounds in (ends - sizes, ends)]
+    return inside[1] - inside[0]
 
 
 def _folded(eqn: JaxprEqn, operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list:

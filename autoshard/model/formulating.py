@@ -65,7 +65,6 @@ from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.rounding import widths_of
 from autoshard.model.xla.slicing import stacked_beside
-from autoshard.primitives import facts_of
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -392,15 +391,13 @@ class _Formulator:
 
     def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
         """Whether its one reader writes a result over it; an elementwise one, over the first operand that it can."""
-        if not self.backend.fusion.overwrites_operands:
-            return False
         group = readers[0].group
         if len(readers) > 1 or group is None or group.repeated:
             return False
-        if facts_of(group.equations[0].primitive).overwrites:
+        if group.equations[0].primitive in self.backend.fusion.overwritten_by:
             changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
             return next((x is value for x in changed if x.bytes == group.made[0].value.bytes), False)
-        if not group.fuses:
+        if not (self.backend.fusion.overwrites_operands and group.fuses):
             return False
         made = {one.value.bytes for one in group.made}
         operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)

@@ -9,6 +9,7 @@ An operation without a row is taken to need nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,9 @@ class ShardBytes:
         return self.equation.outputs[0].itemsize
 
 
+_CUBLAS_BYTES = 2**25  # XLA's constant for Hopper
+_LEAST_PRODUCT = 100  # elements of rows x columns x summed, up to which XLA's GPU compiler writes its own loops
+
 Formula = Callable[[ShardBytes], float]
 
 
@@ -59,10 +63,6 @@ def copied(shards: ShardBytes, operand: int = 0) -> float:
     """A library works in place: on a copy of an argument, and on what is computed anyhow."""
     value = shards.equation.inputs[operand]
     return 0.0 if isinstance(value, Value) and not value.from_outside else shards.operands[operand]
-
-
-def all_copied(shards: ShardBytes) -> float:
-    return sum(copied(shards, operand) for operand in range(len(shards.operands)))
 
 
 def copied_and_results(shards: ShardBytes) -> float:
@@ -100,24 +100,22 @@ def _until_all_have_settled(shards: ShardBytes) -> float:
     return 25 * max(4, shards.itemsize) * shards.whole / shards.itemsize
 
 
-def _orthogonal_factors(shards: ShardBytes) -> float:
-    """Of `qr`: a copy that is factorised in place, and the reflections that are multiplied together."""
-    copies = 0.25 if shards.equation.params.get("pivoting") else shards.results[0] / shards.operands[0]
-    return copied(shards) + shards.operands[0] * copies
-
-
-def _schur_vectors(shards: ShardBytes) -> float:
-    return copied(shards) + shards.results[-1]
-
-
 def _singular_vectors(shards: ShardBytes) -> float:
-    """The library makes vectors even where only values are wanted."""
+    """Vectors are put in order after the library; it makes them even where only values are wanted."""
     if shards.equation.params["compute_uv"]:
-        return copied(shards) + shards.whole
+        return shards.whole
     rows, columns = shards.equation.inputs[0].shape[-2:]
     k = min(rows, columns)
     vectors = rows * rows + columns * columns if shards.equation.params["full_matrices"] else k * (rows + columns)
-    return copied(shards) + shards.operands[0] * (1 + vectors / (rows * columns))
+    return copied(shards) + shards.operands[0] * vectors / (rows * columns)
+
+
+def _solved(shards: ShardBytes) -> float:
+    """Matrices and right sides are copied in another order; matrices not where they come from the right."""
+    matrices, sides = shards.operands
+    if not shards.equation.params["left_side"]:
+        return sides
+    return matrices + sides * (matrices != sides)
 
 
 def _batched_updates(shards: ShardBytes) -> float:
@@ -152,8 +150,34 @@ def _groups_apart(shards: ShardBytes) -> float:
     return shards.operands[0] * groups
 
 
+def _of_cublas(shards: ShardBytes) -> float:
+    """What XLA gives cuBLAS for any product of floating-point numbers but the smallest."""
+    equation = shards.equation
+    if not jnp.issubdtype(equation.outputs[0].dtype, jnp.inexact):
+        return 0.0
+    elements = [math.prod(value.shape) for value in (*equation.inputs[:2], equation.outputs[0])]
+    _, (batch, _) = equation.params["dimension_numbers"]
+    batches = math.prod(equation.inputs[0].shape[dim] for dim in batch)
+    multiplied = math.sqrt(math.prod(elements) / max(1, batches) ** 3)  # rows x columns x summed
+    return _CUBLAS_BYTES if multiplied > _LEAST_PRODUCT else 0.0
+
+
+def _overwritten_spectrum(shards: ShardBytes) -> float:
+    """Of an inverse transform to real numbers: cuFFT writes over what it transforms, a copy."""
+    return shards.operands[0] if "IRFFT" in str(shards.equation.params["fft_type"]) else 0.0
+
+
+def _sorted(shards: ShardBytes) -> float:
+    """Of what keeps the largest elements, where there is no call for it: the operand and its positions, sorted."""
+    equation = shards.equation
+    aggregates = equation.params.get("aggregate_to_topk", True)
+    is_called = equation.primitive == "top_k" and equation.inputs[0].dtype == np.float32
+    return 0.0 if is_called or not aggregates else shards.operands[0] * (1 + 4 / equation.inputs[0].dtype.itemsize)
+
+
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
+        "approx_top_k": _sorted,
         "cholesky": copied,
         "dot_general": _widened_product,
         "eig": copied_and_results,
@@ -166,7 +190,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "lu": copied,
         "lu_pivots_to_permutation": lambda shards: 2 * shards.whole,
         "ormqr": lambda shards: copied(shards) + copied(shards, -1),
-        "qr": _orthogonal_factors,
+        "qr": copied,
         "ragged_dot_general": _groups_apart,
         "random_bits": _threefry_bits,
         "random_fold_in": lambda shards: 4.5 * shards.whole,
@@ -174,11 +198,18 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         **dict.fromkeys(
             ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _batched_updates
         ),
-        "schur": _schur_vectors,
+        "schur": copied,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
-        "triangular_solve": all_copied,
+        "top_k": _sorted,
+        "triangular_solve": _solved,
         "tridiagonal": copied,
-        "tridiagonal_solve": all_copied,
+        "tridiagonal_solve": lambda shards: 2 * shards.whole,
+    },
+    "gpu": {
+        "dot_general": _of_cublas,
+        "fft": _overwritten_spectrum,
+        "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
+        "svd": copied_and_results,
     },
 }

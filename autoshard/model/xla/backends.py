@@ -70,6 +70,7 @@ class Backend:
 
 _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
+_IN_PLACE = primitives_where(lambda facts: facts.overwrites)
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
 
 CPU = Backend(
@@ -79,7 +80,7 @@ CPU = Backend(
     measured_on="cpu",
     transposes_operands=True,
     convolutions=Convolutions(flops_share=0.5),
-    fusion=Fusion(overwrites_operands=True),
+    fusion=Fusion(overwrites_operands=True, overwritten_by=_IN_PLACE),
     rounding=Rounding(moves_as={"bfloat16": 4, "float8_e4m3fn": 2, "float8_e5m2": 2}),
     scatters=Scatters(from_all_reduces=False),
 )
@@ -91,7 +92,11 @@ H100 = Backend(
     usable=0.7,
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
-        takes_in=_LOOPS | {"gather"}, taken_in=_SLICES | {"pad"}, stores_scattered=True, overwrites_operands=True
+        takes_in=_LOOPS | {"gather"},
+        taken_in=_SLICES | {"pad"},
+        stores_scattered=True,
+        overwrites_operands=True,
+        overwritten_by=_IN_PLACE - {"sort"},
     ),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
     recopies=Recopies(pieces=1),
@@ -114,7 +119,7 @@ V5E = Backend(
     # By libtpu's cycles 5 to 10 for images. XLA counts no copies where it chooses layouts itself: at more than 4
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),
-    rounding=Rounding(operands=True, before_moves=True),
+    rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
     scatters=Scatters(over_all_devices=False),
     slicing=Slicing(least_seconds=1.2e-6, loop_bandwidth_share=0.5),  # loops: slices of 2 to 32 MiB
     sums=Sums(hoists=True, adds_first=True),

@@ -4,7 +4,8 @@ On TPU a matrix product or convolution of float32 operands rounds them to bfloat
 precision. A value that only such products read is rounded where it is made: it is stored, moved between devices and
 summed over them as bfloat16. A copy for such products alone is rounded before it is moved.
 
-CPU has no collectives of bfloat16, which it moves as float32, nor of 8-bit floats, which it moves as float16.
+CPU has no collectives of bfloat16, which it moves as float32, nor of 8-bit floats, which it moves as float16. TPU
+reduces booleans as 32-bit integers.
 
 What a program converts itself moves in the smaller type. A value that the program rounds after it is moved is rounded
 before. On GPU a value that the program widens before it is moved is widened after.
@@ -41,6 +42,7 @@ class Rounding:
     before_moves: bool = False  # what is only converted to a smaller type after it is moved, before that
     widens_after_moves: bool = False  # what is converted to a larger type before it is moved, after that
     moves_as: Mapping[str, int] = field(default_factory=dict)  # types moved and summed in others -> bytes of these
+    sums_as: Mapping[str, int] = field(default_factory=dict)  # types that are only summed in others -> bytes of these
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Widths:
     read: Mapping[tuple[int, int], int] = field(default_factory=dict)  # value, group: that group's copy, if smaller
     shared: Mapping[int, int] = field(default_factory=dict)  # the copy for all readers, if smaller
     fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
-    moves_as: Mapping[str, int] = field(default_factory=dict)  # as `Rounding.moves_as`
+    rounding: Rounding = field(default_factory=Rounding)  # the compiler's
 
     def of(self, value: Value) -> int:
         """Bytes per element of a value as it is made, and as it is summed over devices."""
@@ -60,14 +62,15 @@ class Widths:
 
     def summed(self, value: Value) -> int:
         """Bytes per element of what is summed over devices."""
-        return self.moves_as.get(dtype_name(value.dtype), self.of(value))
+        name = dtype_name(value.dtype)
+        return self.rounding.sums_as.get(name) or self.rounding.moves_as.get(name) or self.of(value)
 
     def stored(self, value: Value) -> int:
         return ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Readers = None) -> int:
         """Bytes per element of a copy for these readers; by default for all."""
-        if wide := self.moves_as.get(dtype_name(value.dtype)):
+        if wide := self.rounding.moves_as.get(dtype_name(value.dtype)):
             return wide
         size = self.moved.get(value.id, value.itemsize)
         if readers is None:
@@ -78,7 +81,7 @@ class Widths:
 def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> Widths:
     """What a compiler with this habit rounds, and what it moves before it widens it."""
     if not (rounding.operands or rounding.before_moves or rounding.widens_after_moves):
-        return Widths(moves_as=rounding.moves_as)
+        return Widths(rounding=rounding)
     readers: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
         for use in group.uses:
@@ -142,7 +145,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         and group.made[0].value.id not in results
         and _goes_on(group, readers[group.made[0].value.id], kept)
     }
-    return Widths(frozenset(kept), moved, reading, shared, frozenset(fused))
+    return Widths(frozenset(kept), moved, reading, shared, frozenset(fused), rounding)
 
 
 def _converts(equation: Equation) -> bool:

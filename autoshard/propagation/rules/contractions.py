@@ -38,24 +38,24 @@ def _product_factors(
     batch: _Pairs,
     *,
     offset: int = 0,
-    ragged_left: Container[int] = (),
     group_right: Container[int] = (),
     batched_sizes: int = 0,
 ) -> None:
     """The factors of a product whose result has `offset` dims before its batch dims.
 
-    A ragged dim of the left operand is cut where `group_sizes` say at run time, so it stays whole. The group dims of
-    the right operand, which are no dims of the result, stay whole too. `group_sizes` may begin with some batch dims.
+    A ragged dim of the left operand is cut where `group_sizes` say at run time: each device counts what it has of each
+    group. The group dims of the right operand, which are no dims of the result, stay whole. `group_sizes` may begin
+    with some batch dims.
     """
     left, right = operands[0], operands[1]
     to = offset
     for dim, (dim_left, dim_right) in enumerate(zip(*batch, strict=True)):
         sides = [(0, dim_left), (1, dim_right)] + ([(2, dim)] if dim < batched_sizes else [])
-        builder.factor(left[dim_left], sides, [(0, to)], "need_replication" if dim_left in ragged_left else "")
+        builder.factor(left[dim_left], sides, [(0, to)])
         to += 1
     for dim, size in enumerate(left):
         if dim not in contracting[0] and dim not in batch[0]:
-            builder.factor(size, [(0, dim)], [(0, to)], "need_replication" if dim in ragged_left else "")
+            builder.factor(size, [(0, dim)], [(0, to)])
             to += 1
     for dim, size in enumerate(right):
         if dim in group_right:
@@ -64,8 +64,7 @@ def _product_factors(
             builder.factor(size, [(1, dim)], [(0, to)])
             to += 1
     for dim_left, dim_right in zip(*contracting, strict=True):
-        kind = "need_replication" if dim_left in ragged_left else "reduction"
-        builder.factor(left[dim_left], [(0, dim_left), (1, dim_right)], [], kind)
+        builder.factor(left[dim_left], [(0, dim_left), (1, dim_right)], [], "reduction")
 
 
 @rule("ragged_dot_general")
@@ -86,7 +85,6 @@ def ragged_dot_general(equation: Equation) -> Rule:
         contracting,
         (tuple(batch_left), tuple(batch_right)),
         offset=1 if groups_in_result else 0,
-        ragged_left=ragged_left,
         group_right=tuple(numbers.rhs_group_dimensions),
         batched_sizes=batched_sizes,
     )
