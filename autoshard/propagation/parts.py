@@ -247,7 +247,9 @@ def _constant(operand: Operand, makers: Makers) -> np.ndarray | None:
     return np.broadcast_to(one, operand.shape) if one.size == 1 else None
 
 
-_FOLDED = frozenset({"broadcast_in_dim", "concatenate", "convert_element_type", "reshape"})
+_FOLDED = frozenset(
+    {"branch_const", "broadcast_in_dim", "concatenate", "convert_element_type", "reshape", "scan_const"}
+)
 
 
 def _some(*parts: Part | None) -> list[Part]:
