@@ -243,8 +243,10 @@ def _constant(operand: Operand, makers: Makers) -> np.ndarray | None:
         return None
     if made_by.primitive == "concatenate":
         return np.concatenate(known, made_by.params["dimension"])
-    one = known[0].reshape(-1)
-    return np.broadcast_to(one, operand.shape) if one.size == 1 else None
+    (one,) = known
+    if one.size == 1:
+        return np.broadcast_to(one.reshape(()), operand.shape)
+    return None if made_by.primitive == "broadcast_in_dim" else one.reshape(operand.shape)
 
 
 _FOLDED = frozenset(
