@@ -24,6 +24,7 @@ from autoshard.errors import (
 if TYPE_CHECKING:
     from autoshard.api import autoshard, evaluate, plan, propagate, verify
     from autoshard.cache import CacheWarning
+    from autoshard.compiled.memory_check import MemoryWarning
     from autoshard.mesh import Collective, Link, Topology, topology
     from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
@@ -37,6 +38,7 @@ __all__ = [
     "ConflictError",
     "Link",
     "MemoryLimitError",
+    "MemoryWarning",
     "MeshError",
     "Plan",
     "PlanError",
@@ -59,6 +61,7 @@ __all__ = [
 _HOMES = {
     "autoshard.api": ("autoshard", "evaluate", "plan", "propagate", "verify"),
     "autoshard.cache": ("CacheWarning",),
+    "autoshard.compiled.memory_check": ("MemoryWarning",),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
     "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),

@@ -11,7 +11,7 @@ from typing import Any, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from autoshard.compiled.verification import Verification, compiled, mesh_of, verification
+from autoshard.compiled.verification import Verification, compiled, mesh_of, verification, without_dropped
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
@@ -282,10 +282,9 @@ def verify(
         )
     except AutoshardError as error:
         return verification(None, found, found.mesh, unpredicted=str(error))
-    # jax.jit leaves out what is not used
-    dropped = [one is None for one in jax.tree.leaves(in_shardings, is_leaf=lambda one: one is None)]
-    spared = sum(x.local_bytes for x, out in zip(predicted.arguments, dropped, strict=True) if out)
-    prediction = replace(predicted.predicted, peak_bytes=predicted.predicted.peak_bytes - spared)
+    prediction = without_dropped(predicted.predicted, found, predicted.arguments)
+    constants = sum(one.local_bytes for one in predicted.captured)  # as jit has them: XLA's account leaves them out
+    prediction = replace(prediction, peak_bytes=prediction.peak_bytes - constants)
     return verification(prediction, found, found.mesh, plain=True)
 
 
@@ -320,7 +319,7 @@ def propagate(
     given = dict.fromkeys(value.id for value in (*program.arguments, *program.constants))
     maker: dict[int, Equation | None] = {**given, **program.makers}
     return Propagation(
-        arguments=tuple(spec_of(found.values[value.id]) for value in program.arguments),
+        arguments=tuple(spec_of(found.values[value.id]) for value in program.own_arguments),
         outputs=tuple(map(spec_of, found.results)),
         values=tuple(
             PropagatedValue(x, spec_of(found.values[x.id]), maker[x.id], found.origins[x.id])

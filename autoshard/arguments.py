@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
@@ -125,6 +126,28 @@ def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> lis
         lies = getattr(leaf, "sharding", None)
         if lies is not sharding and lies != sharding and not _is_alike(lies, sharding, leaf):
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
+    return placed
+
+
+def place_captured(arrays: Sequence[Any], plan: PlanData) -> list[jax.Array]:
+    """Arrays that the step closes over, on the mesh as the plan wants them.
+
+    As under `jax.jit`, numbers are those of now: a NumPy array may change later. A `jax.Array` that lies right already
+    is not copied.
+
+    Raises:
+        ArgumentError: an array has been deleted.
+    """
+    placed = []
+    with jax.ensure_compile_time_eval():  # the step may be called while another function is being traced
+        for array, to, sharding in zip(arrays, plan.captured, plan.captured_shardings, strict=True):
+            if is_deleted(array):
+                raise ArgumentError(
+                    f"{to.name}, which {plan.name} closes over, has been deleted, most likely since it was donated.\n"
+                    "Pass it to the step as an argument, or close over a copy (jax.numpy.copy)."
+                )
+            kept = array if isinstance(array, jax.Array) else np.array(array)
+            placed.append(jax.device_put(kept, sharding))
     return placed
 
 

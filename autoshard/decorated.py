@@ -6,7 +6,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -19,6 +19,7 @@ from autoshard.arguments import (
     is_typed_on,
     not_an_array,
     place,
+    place_captured,
     run_transformed,
     type_of,
     whole_type,
@@ -28,7 +29,7 @@ from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
 from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
-from autoshard.planning import PlansByProgram, bound_plan, lowered, planned
+from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
 from autoshard.program import Program, context, named_refusal, trace
 from autoshard.program.explicit import is_explicit, type_sharding
 from autoshard.program.signature import Arguments, ArgumentSelection, join
@@ -48,11 +49,29 @@ class _PlannedStep:
     plan: Plan
     program: Program
     context: Any  # of tracing; kept, so that no other context gets its address
+    is_checked: bool = False  # whether its compiled program has been held against the memory limit
 
     @property
     def step(self) -> Step:
         assert self.plan.lowering is not None, "`lowered` gives it one"
         return self.plan.lowering.step
+
+    @functools.cached_property
+    def run(self) -> Callable[..., tuple[Any, ...]]:
+        """The compiled step, from flat arguments as the plan places them to flat results."""
+        flat, captured = self.step.flat, self.captured
+        return (lambda *leaves: flat(*leaves, *captured)) if captured else flat
+
+    @functools.cached_property
+    def captured(self) -> tuple[jax.Array, ...]:
+        """The arrays that the step closes over, placed once for all calls."""
+        return tuple(place_captured(self.program.captured, self.plan))
+
+    @property
+    def captured_for_transformations(self) -> tuple[Any, ...]:
+        """The same for a call that is being transformed. JAX refuses to trace with what lies on other hosts, too."""
+        is_here = all(array.is_fully_addressable for array in self.captured)
+        return self.captured if is_here else self.program.captured
 
     @functools.cached_property
     def calls_back(self) -> bool:
@@ -138,23 +157,25 @@ class ShardedFunction(Generic[Parameters, Result]):
         if _by_hand() or _transforms_types(leaves):
             inner: Result = jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
             return inner
-        compiled = self._prepare(static, dynamic, leaves, in_tree)
+        is_transformed = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        compiled = self._prepare(static, dynamic, leaves, in_tree, runs=not is_transformed)
         if not isinstance(compiled.plan.mesh, Mesh):
             raise MeshError(
                 f"{compiled.plan.mesh} has no devices, so the step can be planned and lowered but not run.\n"
                 "Give autoshard a mesh of devices (jax.make_mesh) to run it."
             )
         step = compiled.step
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if is_transformed:
+            leaves += compiled.captured_for_transformations
             traced: Result = step.result(run_transformed(step.transformed, leaves, compiled.plan.mesh))
             return traced
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
         # A Python callback may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
-        self._last = _Call(signature, compiled, step.flat, compiled.sentinels) if again else None
+        self._last = _Call(signature, compiled, compiled.run, compiled.sentinels) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
-            result: Result = step.result(step.flat(*placed))
+            result: Result = step.result(compiled.run(*placed))
             return result
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -176,7 +197,15 @@ class ShardedFunction(Generic[Parameters, Result]):
         static, dynamic = self._static.split(args, kwargs)
         return self._prepare(static, dynamic, *jax.tree.flatten(dynamic))
 
-    def _prepare(self, static: tuple[Any, ...], dynamic: Arguments, leaves: list[Any], in_tree: Any) -> _PlannedStep:
+    def _prepare(
+        self, static: tuple[Any, ...], dynamic: Arguments, leaves: list[Any], in_tree: Any, *, runs: bool = False
+    ) -> _PlannedStep:
+        """The step for arguments like these.
+
+        Args:
+            runs: whether it is about to run. Then its compiled program is held against the memory limit, as it is
+                anyway if the user gave one.
+        """
         types = self._types(leaves, static, dynamic)
         key = static, _kinds(static), in_tree, id(context())
         try:
@@ -192,7 +221,17 @@ class ShardedFunction(Generic[Parameters, Result]):
                     compiled = self._planned_anew(program)
             if not program.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, used] = compiled
+        if not compiled.is_checked and (runs or self._options.is_memory_given):
+            compiled = self._checked(compiled)
         return compiled
+
+    def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
+        before = None if self._given else self._planned_before
+        plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before)
+        made = replace(compiled, plan=plan, is_checked=True)
+        for key in [key for key, one in self._compiled.items() if one is compiled]:
+            self._compiled[key] = made
+        return made
 
     def _planned_anew(self, program: Program) -> _PlannedStep:
         if self._given:

@@ -25,6 +25,7 @@ JaxprEqn = core.JaxprEqn
 Literal = core.Literal
 Var = core.Var
 
+_UNCAPTURED = "uncaptured"  # the parameter in which `capturing_call` keeps an equation
 NO_MESH = AbstractMesh((), ())
 HOST = "pinned_host"  # the memory kind of shardings of arrays in the host's memory
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
@@ -33,7 +34,10 @@ _KERNELS = frozenset({"mosaic_gpu_p", "pallas_call", "tpu_custom_call"})
 # Calls that JAX transforms by rules of their own.
 CUSTOM = frozenset({
     "call_hi_primitive", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "linear_call",
+    "random_gamma",
 })  # fmt: skip
+# Primitives that open into a jaxpr which is no parameter of theirs, or not alone.
+HIDDEN_BODIES = frozenset({"call_hi_primitive", "custom_linear_solve", "linear_call", "remat_opt"})
 _CALLED = {  # primitive -> the parameters that may hold what it calls
     "call": ("call_jaxpr",),
     "closed_call": ("call_jaxpr",),
@@ -56,6 +60,8 @@ def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return eqn.params["jaxprs"].solve
     if eqn.primitive.name == "call_hi_primitive":
         return _expanded(eqn)
+    if eqn.primitive.name == "random_gamma":
+        return _rejection_sampler(eqn.primitive, tuple(atom.aval for atom in eqn.invars), tuple(eqn.params.items()))
     held = [eqn.params[name] for name in _CALLED.get(eqn.primitive.name, ()) if name in eqn.params]
     if not held:
         return None
@@ -102,6 +108,19 @@ def _expanded(eqn: JaxprEqn) -> ClosedJaxpr | None:
     try:
         return jax.make_jaxpr(expanded)(*(atom.aval for atom in eqn.invars))
     except NotImplementedError:
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _rejection_sampler(primitive: Any, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
+    """The loops that JAX lowers a sampler to; None if it does not say how."""
+
+    def sampled(*operands: Any) -> Any:
+        return primitive.impl(*operands, **dict(params), use_vmap=True)  # as it is lowered
+
+    try:
+        return jax.make_jaxpr(sampled)(*avals)
+    except TypeError:  # a JAX release that implements it otherwise
         return None
 
 
@@ -159,6 +178,26 @@ def _constraint(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> 
     with jax.sharding.use_abstract_mesh(NO_MESH):
         equations = jax.make_jaxpr(constrained)(jax.ShapeDtypeStruct(shape, dtype)).jaxpr.eqns
     return next(eqn for eqn in equations if eqn.primitive.name == "sharding_constraint")
+
+
+def capturing_call(eqn: JaxprEqn, called: ClosedJaxpr, count: int) -> dict[str, Any]:
+    """The parameters of a call equation that calls a jaxpr with `count` more inputs, before the others.
+
+    Custom derivatives are written for the inputs as they were, so such an equation keeps the one that it was.
+    """
+    (name,) = (name for name in _CALLED[eqn.primitive.name] if name in eqn.params)
+    params = {**eqn.params, name: called if isinstance(eqn.params[name], ClosedJaxpr) else called.jaxpr}
+    if eqn.primitive.name in CUSTOM:
+        params[_UNCAPTURED] = eqn
+    if isinstance(params.get("prevent_cse"), tuple):
+        params["prevent_cse"] = (*[any(params["prevent_cse"])] * count, *params["prevent_cse"])
+    return params
+
+
+def uncaptured(eqn: JaxprEqn) -> tuple[JaxprEqn, int]:
+    """A call equation as it was before `capturing_call`, and how many inputs that has put before its own."""
+    before: JaxprEqn = eqn.params.get(_UNCAPTURED, eqn)
+    return before, len(eqn.invars) - len(before.invars)
 
 
 def call_of(eqn: JaxprEqn, called: ClosedJaxpr, operands: Sequence[Any], results: Sequence[Var]) -> JaxprEqn:

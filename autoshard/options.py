@@ -40,6 +40,7 @@ class Options:
     compiled_for: Mesh | None = None  # for which devices: those of the mesh, or of a machine that need not be there
     ignore_constraints: bool = False  # whether what the step itself says of layouts is dropped
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
+    is_memory_given: bool = False  # whether the user said how much memory there is
 
 
 def options_of(
@@ -101,6 +102,7 @@ def options_of(
         compiled_for,
         ignore_constraints,
         given_mesh,
+        memory is not None,
     )
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from autoshard.cache import find, keep, key_of
-from autoshard.errors import ConflictError, MemoryLimitError
+from autoshard.compiled.memory_check import MemoryWarning, within_limit
+from autoshard.errors import ConflictError, MemoryLimitError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
@@ -18,28 +23,80 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
 from autoshard.plans.alternatives import alternatives_of
+from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.units import bytes_text
-from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts
 from autoshard.user_plan import Comparison, Plan
 
 
 def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
     """The plan that the user gave for this program; what else the user fixed has to agree with it."""
-    made = given.bound_to(program)
+    made = replace(given.bound_to(program), compiled_peak=None)
     check_plan(program, made.annotations, dict(options.mesh.shape))
+    shardings = (*made.flat_in_shardings, *made.captured_shardings)
     for i, layout in fixed_layouts(program, options.fixed, dict(options.mesh.shape)).items():
-        value, spec = program.arguments[i], made.flat_in_shardings[i].spec
+        value, spec = program.arguments[i], shardings[i].spec
         if layout_of(spec, len(value.shape)) != layout:
             raise ConflictError(
                 f"fixed= wants {value} to be {spec_of(layout)}, the plan that is given has it {spec}.\n"
                 "Drop one of them, or plan anew with this fixed=."
             )
     return made
+
+
+def checked(
+    program: Program, plan: Plan, options: Options, jit_keywords: Mapping[str, Any], before: PlansByProgram | None
+) -> Plan:
+    """A lowered plan whose compiled program is within the memory limit, as far as one is found.
+
+    What is compiled here is what a call runs.
+
+    Args:
+        before: plans made before, which this one joins; None if the plan is the user's, in whose place no other comes.
+
+    Warns:
+        MemoryWarning: by XLA's account the plan does not fit.
+    """
+    if program.closes_over_tracers or not isinstance(plan.mesh, Mesh):
+        return plan
+    if plan.compiled_peak is None:
+        replanned = functools.partial(_leaner, program, options, jit_keywords)
+        made = within_limit(plan, options.memory, _compiled, (lambda _: None) if before is None else replanned)
+        if before is not None and made is not plan:
+            rules, _ = before[program.fingerprint]
+            before[program.fingerprint] = rules, replace(made, lowering=None)
+            if options.cache is not None:
+                keep(options.cache, key_of(program, rules, options), made)
+        plan = made
+    if plan.compiled_peak is not None and not fits(plan.compiled_peak, options.memory):
+        warnings.warn(f"{plan.name}: {plan.warnings[-1]}", MemoryWarning, stacklevel=5)
+    return plan
+
+
+def _compiled(plan: Plan) -> jax.stages.Compiled:
+    assert plan.lowering is not None, "`lowered` gives it one"
+    return plan.lowering().compile()
+
+
+def _leaner(program: Program, options: Options, jit_keywords: Mapping[str, Any], target: float) -> Plan | None:
+    """The plan that is predicted to hold no more than `target` bytes, or else the leanest; None if none is found."""
+    rules, memory = checked_rules(program, dict(options.mesh.shape)), target / options.backend.usable
+    for _ in range(2):
+        try:
+            made = _solved(program, rules, replace(options, memory=memory, refine=1), jit_keywords)
+        except MemoryLimitError as error:
+            memory = error.needed
+        except SolverError:
+            return None
+        else:
+            return lowered(program, replace(made, memory=options.memory), jit_keywords)
+    return None
 
 
 PlansByProgram = dict[str, tuple[tuple[Rule, ...], Plan]]  # fingerprint of a program -> its rules and plan
@@ -114,14 +171,14 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
     formulation = formulated(program, rules, options)
     try:
-        solution = solve_within(formulation, options.time_limit)
+        solution = cheapest(formulation, options.time_limit)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
-    warnings = remarks(formulation, dict(options.mesh.shape))
+    said = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(functools.partial(formulated, program, rules, options))
 
     def plan_of(solution: Solution) -> Plan:
-        return Plan.of(make_plan(formulation, solution, options.mesh, warnings), comparison)
+        return Plan.of(make_plan(formulation, solution, options.mesh, said), comparison)
 
     if options.refine == 1:
         return plan_of(solution)
@@ -130,6 +187,15 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
         return lowered(program, plan_of(solution), jit_keywords)
 
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
+
+
+def cheapest(formulation: Formulation, time_limit: float) -> Solution:
+    """The cheapest solution found within the memory limit, with no more hidden than there is compute."""
+
+    def solve(problem: Problem) -> Solution:
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS)
+
+    return with_limited_overlap(formulation, solve_within(formulation, time_limit), solve)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

@@ -44,6 +44,8 @@ class Facts:
     slices: bool = False  # reads a part of its operand: its work is done again by what reads it
     is_pointwise: bool = False  # each element of its result is made of those in the same place
     never_fuses: bool = False  # XLA keeps it apart from the elementwise operations around it
+    overwrites: bool = False  # writes what it makes over the operand that it changes, if nothing else reads that
+    runs_on_shards: bool = False  # XLA's partitioner gathers batches that are split: each device is to run its own part
 
 
 def facts_of(primitive: str) -> Facts:
@@ -98,38 +100,46 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("convert_element_type", Work.PER_RESULT, is_linear=True, passes_on=True, is_pointwise=True),
     **_rows(
         """abs add add_any and bessel_i0e bessel_i1e bitcast ceil clamp clz complex conj eq eq_to floor from_edtype ge
-        gt igamma_grad_a imag integer_pow is_finite layout_constraint le le_to log2 lt lt_to max max_contiguous
+        gt imag integer_pow is_finite layout_constraint le le_to log2 lt lt_to max max_contiguous
         mesh_cast min mul mulhi multiple_of name ne neg nextafter not one_minus_square or polygamma polynomial
-        population_count program_order real reciprocal reduce_precision regularized_incomplete_beta relayout
+        population_count program_order real reciprocal reduce_precision relayout
         remove_memory_space round select_n shard_alike shift_left shift_right_arithmetic shift_right_logical sign
         square sub tie to_edtype with_memory_space_constraint xla_metadata_value xor zeros_like zeta""",
         Work.PER_RESULT,
         is_pointwise=True,
     ),
     **_rows(
-        """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma
-        igammac lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
+        """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
+        lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
         Work.PER_RESULT,
         is_expensive=True,
         is_pointwise=True,
+    ),
+    **_rows(
+        "igamma igamma_grad_a igammac regularized_incomplete_beta",  # loops until the last element has settled
+        Work.PER_RESULT,
+        is_expensive=True,
+        never_fuses=True,
+        runs_on_shards=True,
     ),
     # host.py
     **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE),
     # indexing.py
     **_rows("dynamic_slice", Work.NONE, is_loop=True, slices=True),
-    **_rows("dynamic_update_slice scatter", Work.NONE),
+    **_rows("dynamic_update_slice scatter", Work.NONE, overwrites=True),
     **_rows("gather", Work.NONE, never_fuses=True),
-    **_rows("scatter-add scatter-max scatter-min scatter-mul scatter-sub", Work.SCATTER),
+    **_rows("scatter-add scatter-max scatter-min scatter-mul scatter-sub", Work.SCATTER, overwrites=True),
     # linalg.py
     **_rows(
         "cholesky cholesky_update eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal",
         Work.FACTORIZATION,
+        overwrites=True,
     ),
-    **_rows("fft", Work.FFT),
+    **_rows("fft", Work.FFT, runs_on_shards=True),
     **_rows("geqp3 ormqr symmetric_product", Work.UNKNOWN),
     **_rows("lu_pivots_to_permutation", Work.PER_RESULT),
-    **_rows("triangular_solve", Work.TRIANGULAR_SOLVE),
-    **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE),
+    **_rows("triangular_solve", Work.TRIANGULAR_SOLVE, overwrites=True),
+    **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE, overwrites=True),
     # opaque.py
     **_rows(
         """addupdate after_all bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
@@ -162,8 +172,8 @@ PRIMITIVES: dict[str, Facts] = {
     ),
     # sorting.py
     **_rows("approx_top_k", Work.REDUCTION),
-    **_rows("sort", Work.SORT),
-    **_rows("top_k", Work.TOP_K),
+    **_rows("sort", Work.SORT, overwrites=True),
+    **_rows("top_k", Work.TOP_K, runs_on_shards=True),
     # stencils.py
     **_rows("stencil", Work.NONE, is_loop=True, slices=True),
     # windows.py

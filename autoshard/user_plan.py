@@ -11,7 +11,7 @@ from typing import Self
 
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.compiled.verification import Verification, compiled, verification
+from autoshard.compiled.verification import Verification, compiled, verification, without_dropped
 from autoshard.errors import MeshError, PlanError
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
@@ -145,8 +145,10 @@ class Plan(PlanData):
                 f"{self.mesh} has no devices to compile for.\n"
                 "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
             )
-        found = compiled(self.lowering(mesh), mesh)
-        return verification(self.predicted, found.named(self.lowering.program), mesh)
+        # Anew: XLA says what it gathers whole while it compiles, and JAX would not compile what it has compiled.
+        found = compiled(replace(self.lowering)(mesh), mesh)
+        predicted = without_dropped(self.predicted, found, (*self.arguments, *self.captured))
+        return verification(predicted, found.named(self.lowering.program), mesh)
 
     def __str__(self) -> str:
         return text_of(plan_sections(self, self.comparison.known))

@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, and programs compiled fast rather than to run fast."""
 
+import gc
 import os
 
 import jax
@@ -10,3 +11,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 # LLVM's part alone, which no test looks at: the passes over HLO, and so collectives and memory, are the same.
 fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
+
+# Jaxprs are many small objects that live on: with Python's own thresholds the collector takes a twentieth of the time.
+gc.set_threshold(100_000, 50, 100)

@@ -181,7 +181,15 @@ def collectives_in(
         channel = attribute(instruction.rest, "channel_id")
         begun[channel] += _BEGINS in instruction.rest
         yield Part(
-            Collective(kind, axes, size * runs, runs, _source_line(said, lines), name[1] if name else ""),
+            Collective(
+                kind,
+                axes,
+                size * runs,
+                runs,
+                _source_line(said, lines),
+                name[1] if name else "",
+                is_per_turn=module.is_in_endless_loop(computation),
+            ),
             computation,
             instruction,
             channel=channel,

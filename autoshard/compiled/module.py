@@ -1,6 +1,7 @@
 """The text of a compiled HLO module, as instructions: what runs what, and how often.
 
-A loop body runs as often as the loop turns; when XLA does not know how often, once.
+A loop body runs as often as the loop turns; when XLA does not know how often, once. Of some loops the only bound is the
+largest integer, which says as little. XLA also writes that for cycles that it has not estimated.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autoshard.errors import MeshError
 # "  ROOT %name = f32[8,4]{1,0} all-gather(..."; a shape holds no lower-case word before a parenthesis
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>\S+) = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$")
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
+_NO_FIGURE = 2**31 - 1  # the largest int32: no loop of ours turns as often, and no operation takes as many cycles
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[^\s(]+) (?:\(.*\) -> .* )?\{$")
 
 
@@ -29,7 +31,16 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """For how many cycles XLA expects a TPU to compute; 0 for CPU and GPU, where it is mute."""
+        """For how many cycles XLA expects a TPU to compute; 0 on CPU and GPU, and where XLA has no figure."""
+        return 0 if self.is_unestimated else self._said_cycles
+
+    @property
+    def is_unestimated(self) -> bool:
+        """Whether XLA writes the largest integer for its cycles, since it does not know them."""
+        return self._said_cycles >= _NO_FIGURE
+
+    @property
+    def _said_cycles(self) -> int:
         said = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
         return int(said[1]) if said else 0
 
@@ -43,6 +54,7 @@ class Module:
     turns: dict[str, int] = field(default_factory=dict)  # body of a loop -> how often it runs in a run of the loop
     callers: dict[str, tuple[str, Instruction]] = field(default_factory=dict)  # computation -> what runs it, and where
     named: dict[str, Mapping[str, Instruction]] = field(default_factory=dict)  # computation -> by name, once asked for
+    endless: set[str] = field(default_factory=set)  # bodies and conditions of loops that turn nobody knows how often
 
     @classmethod
     def of(cls, hlo_text: str) -> Module:
@@ -99,8 +111,11 @@ class Module:
         """The computations an instruction runs, and how often each."""
         if instruction.opcode == "while":
             condition, body = said(instruction.rest, "condition"), said(instruction.rest, "body")
-            trips = self.turns[body] = self.trips(instruction, condition, body)
-            yield from ((condition, trips), (body, trips))
+            trips = self.trips(instruction, condition, body)
+            if trips is None:
+                self.endless.update((condition, body))
+            self.turns[body] = trips or 1
+            yield from ((condition, trips or 1), (body, trips or 1))
         elif instruction.opcode == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
             if branches:
@@ -111,8 +126,14 @@ class Module:
         elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
             yield attribute(instruction.rest, "to_apply") or said(instruction.rest, "calls"), 1
 
-    def trips(self, loop: Instruction, condition: str, body: str) -> int:
-        """How often a loop runs: XLA's note, or the constant that bounds its counter; 1 if there is neither."""
+    def is_in_endless_loop(self, computation: str) -> bool:
+        """Whether a computation that has been reached is part of a loop that turns nobody knows how often."""
+        while computation not in self.endless and computation in self.callers:
+            computation, _ = self.callers[computation]
+        return computation in self.endless
+
+    def trips(self, loop: Instruction, condition: str, body: str) -> int | None:
+        """How often a loop runs: XLA's note, or the constant that bounds its counter; None if neither says."""
         if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
             return int(known[1])
         compare = list(self.computations[condition])
@@ -121,9 +142,9 @@ class Module:
         limits = [number for i in compare if (number := _scalar(i)) is not None]
         directions = [attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
         if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
-            return 1
+            return None
         last = limits[0] + (directions[0] == "LE")
-        return -(-last // self.step(condition, body))
+        return -(-last // self.step(condition, body)) if last < _NO_FIGURE else None
 
     def step(self, condition: str, body: str) -> int:
         """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""

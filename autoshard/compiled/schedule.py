@@ -32,6 +32,7 @@ class Schedule:
     compute_seconds: float
     communication: Mapping[str, float]  # kind of collective -> seconds, one after the other
     exposed: Mapping[str, float]  # kind of collective -> seconds in which nothing runs beside it
+    unestimated: tuple[str, ...] = ()  # operations of which XLA does not say how long they take; they count as nothing
 
     @property
     def step_seconds(self) -> float:
@@ -59,7 +60,8 @@ def schedule_of(
     simulation.place(collectives_in(module, hlo_text, mesh_shape, device_ids=device_ids))
     simulation.run(module.entry, 1)
     exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
-    return Schedule(simulation.compute, dict(simulation.communication), exposed)
+    unestimated = tuple(dict.fromkeys(one.opcode for _, one, _ in module.executed() if one.is_unestimated))
+    return Schedule(simulation.compute, dict(simulation.communication), exposed, unestimated)
 
 
 _Lasts = Callable[[str, Instruction], float]  # computation and instruction of it -> seconds of one run

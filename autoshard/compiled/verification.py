@@ -23,6 +23,7 @@ from autoshard.mesh.collectives import Collective
 from autoshard.mesh.targets import compiler_options
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import backend_of
+from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.report.plan_sections import collectives as collectives_section
@@ -123,7 +124,9 @@ class Verification:
         rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
         if self.schedule:
             predicted = "" if self.unpredicted else Seconds(self.predicted_seconds)
-            rows.append(("estimated time", "", predicted, Seconds(self.schedule.step_seconds), ""))
+            unknown = ", ".join(self.schedule.unestimated)
+            note = f"not known of {unknown}" if unknown else ""
+            rows.append(("estimated time", "", predicted, Seconds(self.schedule.step_seconds), note))
         numbers = Column("predicted", is_number=True), Column("compiled", is_number=True)
         return Section(("Per step and device",), (Column("over axes"), *numbers, Column("")), tuple(rows))
 
@@ -158,6 +161,18 @@ def verification(
         predicted_seconds=predicted.program_seconds if predicted else 0.0,
         schedule=found.schedule,
     )
+
+
+def without_dropped(predicted: Prediction, found: CompiledProgram, arguments: Sequence[PlacedArray]) -> Prediction:
+    """A prediction without the arguments that the program never reads: `jax.jit` leaves them out of what it compiles.
+
+    Args:
+        arguments: all of them, in order.
+    """
+    shardings = jax.tree.leaves(found.program.input_shardings[0], is_leaf=lambda one: one is None)
+    pairs = zip(arguments, shardings, strict=False)
+    spared = sum(one.local_bytes for one, sharding in pairs if sharding is None and not one.on_host)
+    return replace(predicted, peak_bytes=predicted.peak_bytes - spared)
 
 
 def mesh_of(shardings: Any) -> Mesh | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import (
@@ -35,6 +36,7 @@ from autoshard.jaxprs import (
     run,
     said,
     scan_counts,
+    uncaptured,
 )
 from autoshard.layout import Layout, spec_of
 from autoshard.lower.constraints import constraints_of
@@ -294,6 +296,7 @@ class Emitter:
         """Runs the annotated body; differentiates by the rule the user gave."""
         shells = [entry.shell for entry in operands]
         made: list[ShardedArray] = []
+        written, captured = uncaptured(eqn)
 
         @jax.custom_jvp
         def call(arrays, copies):
@@ -305,14 +308,21 @@ class Emitter:
             made[:] = [entry.shell for entry in results]
             return [entry.array for entry in results], [entry.copy for entry in results]
 
-        @call.defjvp
         def derivative(primals, tangents):
             (arrays, copies), (tangent_arrays, _) = primals, tangents
-            _, out_tangents = jax.jvp(lambda *args: run(eqn, args), tuple(arrays), tuple(tangent_arrays))
+            own, moving = arrays[captured:], tangent_arrays[captured:]
+            # JAX refuses to differentiate with respect to what the user's function closes over, even by zero.
+            varied = [i for i, tangent in enumerate(moving) if not isinstance(tangent, SymbolicZero)]
+
+            def of_varied(*some):
+                return run(written, [*(dict(enumerate(own)) | dict(zip(varied, some, strict=True))).values()])
+
+            _, out_tangents = jax.jvp(of_varied, tuple(own[i] for i in varied), tuple(moving[i] for i in varied))
             out_arrays, out_copies = call(arrays, copies)
             copy_tangents = [None if c is None else t for c, t in zip(out_copies, out_tangents, strict=True)]
             return (out_arrays, out_copies), (out_tangents, copy_tangents)
 
+        call.defjvp(derivative, symbolic_zeros=True)
         arrays, copies = call([entry.array for entry in operands], [entry.copy for entry in operands])
         return [
             ShardedArray(array, entry.layout, copy, entry.copy_layout)

@@ -10,8 +10,8 @@ Most equations are left to XLA's partitioner. Five kinds are not, and run inside
   as there are devices.
 - What reads rows of its neighbours' shards (`halos.py`). The partitioner gathers some of these arrays whole, and its
   collectives are not the ones that were planned.
-- Fourier transforms. The partitioner gathers their batch; on CPU it then runs some in an order of dims that its
-  transforms do not know.
+- What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
+  Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
 
 A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a
 smaller group count. Where a reduced factor is split the devices' partial results are finished here.
@@ -38,6 +38,7 @@ from autoshard.lower.halos import with_halos, without_halos
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
@@ -92,21 +93,17 @@ class Split:
 
 def may_run_on_shards(equation: Equation) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, if it is split in some way."""
-    unsafe = is_grouped_convolution(equation) or folds_by_hand(equation) or _transforms(equation)
+    unsafe = is_grouped_convolution(equation) or folds_by_hand(equation) or facts_of(equation.primitive).runs_on_shards
     return unsafe or bool(rule_of(equation).reaches)
 
 
 def runs_on_shards(equation: Equation, split: Split) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, split so."""
-    if _transforms(equation) or equation.primitive == STENCIL:
+    if facts_of(equation.primitive).runs_on_shards or equation.primitive == STENCIL:
         return any(split.axes.values())
     if any(split.axes.get(factor) for factor in split.rule.exchanged):
         return True
     return is_grouped_convolution(equation) or (folds_by_hand(equation) and bool(split.reduced))
-
-
-def _transforms(equation: Equation) -> bool:
-    return equation.primitive == "fft"
 
 
 def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:

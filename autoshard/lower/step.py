@@ -22,6 +22,7 @@ class Step:
     """The annotated step under `jax.jit`, sharded and donated as planned.
 
     It is called as the function that was traced, static arguments left out, and with arguments of the same types.
+    Arrays that the function closes over follow the flat arguments, as in `Program.arguments`.
     """
 
     def __init__(self, program: Program, plan: PlanData, **jit_keywords: Any):
@@ -33,16 +34,16 @@ class Step:
             return _typed(emitter.run(*map(emitter.untyped, arguments)), plan)
 
         closed = program.jaxpr
-        self.flat = jax.jit(  # from flat arguments to flat results
+        self.flat = jax.jit(  # from flat arguments and closed-over arrays to flat results
             run,
-            in_shardings=_of_arrays(plan.flat_in_shardings, closed.in_avals),
+            in_shardings=_of_arrays((*plan.flat_in_shardings, *plan.captured_shardings), closed.in_avals),
             out_shardings=_of_arrays(plan.flat_out_shardings, closed.out_avals),
             donate_argnums=tuple(sorted(program.donated)),
             **jit_keywords,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.result(self.flat(*jax.tree.leaves((args, kwargs))))
+        return self.result(self.flat(*jax.tree.leaves((args, kwargs)), *self._program.captured))
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """What the function returns, of its leaves."""
@@ -57,7 +58,8 @@ class Step:
         plan, constrained = self._plan, self._emitter.constrained
 
         def run(*arguments: Any) -> tuple:
-            placed = [constrained(x, to.layout) for x, to in zip(arguments, plan.arguments, strict=True)]
+            layouts = (to.layout for to in (*plan.arguments, *plan.captured))
+            placed = list(map(constrained, arguments, layouts))
             results = zip(self._emitter.run(*placed), plan.results, strict=True)
             return tuple(constrained(x, to.layout) for x, to in results)
 
@@ -101,11 +103,12 @@ class Lowering:
         """For the plan's mesh, or another of the same axes; on a mesh without devices, lowered for TPU."""
         if mesh is not None and mesh is not self.plan.mesh:
             return Lowering(self.program, self.plan.on(mesh), self.jit_keywords)()
+        shardings = (*self.plan.flat_in_shardings, *self.plan.captured_shardings)
         arguments = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
             if is_array(aval)
             else jax.lax.create_token()
-            for aval, sharding in zip(self.program.jaxpr.in_avals, self.plan.flat_in_shardings, strict=True)
+            for aval, sharding in zip(self.program.jaxpr.in_avals, shardings, strict=True)
         ]
         platforms = None if isinstance(self.plan.mesh, Mesh) else ("tpu",)
         with named_refusals(self.program, self.plan.mesh):

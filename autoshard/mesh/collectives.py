@@ -60,6 +60,7 @@ class Collective:
     count: int  # runs per step
     source: str  # the user's line, "train.py:41"
     why: str = ""  # what asks for it: "partial sums of dot_general", "state/params/w for dot_general"
+    is_per_turn: bool = False  # whether it stands in a loop of unknown length: counted as in a single turn
 
     def __post_init__(self):
         if self.kind not in KINDS:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -42,9 +44,9 @@ from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
     and_copies_apart,
     any_of,
+    copies_apart,
     copies_of,
     from_argument,
-    gathered_copies,
     gathers_to,
     homes_of,
     only_where,
@@ -54,15 +56,16 @@ from autoshard.model.pricing.cost_tables import (
     without_growth,
 )
 from autoshard.model.pricing.prices import Prices
-from autoshard.model.resharding_memory import Reader, Resharding, uses_of
+from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.rounding import widths_of
 from autoshard.model.xla.slicing import stacked_beside
+from autoshard.primitives import facts_of
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -79,6 +82,7 @@ def formulate(
     fixed: Mapping[int, Layout] | None = None,
     beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
+    waits_only: bool = False,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -91,7 +95,9 @@ def formulate(
         fixed: argument index -> layout that it must have.
         beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
+        waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
     """
+    again = functools.partial(formulate, program, rules, mesh, topology, memory=memory, fixed=fixed, beside=beside)
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
     if program is not traced:
@@ -107,13 +113,16 @@ def formulate(
         weights=weights,
         entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
-        kept=kept_inside(program, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
+        kept=kept_inside(program, widths, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
         turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
+        rounded=rounded_for_loops(program, widths),
         instead=read_through(groups),
         images=image_dims(program),
+        waits_only=waits_only,
     )
     found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}).formulation(memory)
-    return replace(found, fingerprint=traced.fingerprint)
+    waits = functools.partial(again, backend=backend, waits_only=True)
+    return replace(found, fingerprint=traced.fingerprint, waits=functools.cache(lambda: waits().problem))
 
 
 class _Formulator:
@@ -137,6 +146,8 @@ class _Formulator:
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.made}
+        returned = {value.id for value in program.results if isinstance(value, Value)}
+        self.unread = {value.id for value in program.values if not program.reads[value.id]} - returned
         self.looped = looped(program)
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -192,8 +203,12 @@ class _Formulator:
         apart = tuple(fixed is None and _computes_on_shards(reader) for reader in readers)
         # what a constraint says has to be reached, however
         said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
+        fewer = narrow_groups(readers, value, self.prices.widths)
+        narrow = tuple(bool(fewer) and reader.group in fewer for reader in readers)
 
         def options(*wants: tuple[Layout, ...]) -> tuple[ArgumentOption, ...]:
+            others = list(itertools.compress(wants, map(operator.not_, narrow)))
+            smaller = set(itertools.chain(*itertools.compress(wants, narrow)))
             wanted = dict.fromkeys(itertools.chain(*itertools.compress(wants, map(operator.not_, apart))))
             elementwise = list(itertools.compress(wants, apart))
             reached = set(itertools.chain(*itertools.compress(wants, said)))
@@ -206,9 +221,11 @@ class _Formulator:
                     copies = dict.fromkeys(itertools.chain(wanted, *unread))
                     read = [copy for copy in copies if gathers_to(home, copy) or copy in reached]
                     found += [ArgumentOption(home, copy) for copy in read if copy != home]
+                    if all(home in want for want in others):
+                        found += [ArgumentOption(home, copy, True) for copy in read if copy != home and copy in smaller]
             return tuple(found)
 
-        what = value.shape, value.on_host, fixed, said, apart, tuple(homes)
+        what = value.shape, value.on_host, fixed, said, apart, narrow, tuple(homes)
         return self.prices.memo.once(options, *(reader.wants for reader in readers), of=what)
 
     def _check_host_memory(self, homes: Sequence[tuple[ArgumentOption, ...]]) -> None:
@@ -240,20 +257,28 @@ class _Formulator:
         return self.prices.memo.once(copies_of, kepts)
 
     def _add_arguments(self, options: list[tuple[ArgumentOption, ...]]) -> None:
+        staying = frozenset(self.program.state)
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
+            narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
             told = value.id in self.prices.weights, value.id in self.prices.ahead
-            what = value.shape, value.on_host, *told, self.prices.widths.moving(value), self.prices.turns.get(value.id)
+            moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
+            rounded = value.id in self.prices.rounded
+            what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
             stored = None  # a size in memory, if it arrives anew every step
-            if index not in self.program.carried:
+            if index not in staying:
                 stored = self.prices.widths.stored(value)
 
             def seconds(
-                kepts: tuple[ArgumentOption, ...], value: Value = value, stored: int | None = stored
+                kepts: tuple[ArgumentOption, ...],
+                value: Value = value,
+                stored: int | None = stored,
+                narrow: tuple[Group, ...] = narrow,
             ) -> np.ndarray:
-                hops = [(value, kept.home, kept.copy) for kept in kepts]
+                hops = [(value, kept.home, kept.copy, narrow if kept.narrow else None) for kept in kepts]
                 costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
+                costs += [self.prices.rounding(value, kept.home) for kept in kepts]
                 return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
 
             self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored)))
@@ -261,12 +286,14 @@ class _Formulator:
         in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
+            narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
             for reader in self.readers[value.id]:
-                self._connect(index, reader.node, self._argument_table(value, kepts, reader))
+                self._connect(index, reader.node, self._argument_table(value, kepts, reader, reader.group in narrow))
             argument = HeldArgument(
                 node=index,
                 value=value,
                 options=kepts,
+                narrow=narrow,
                 uses=uses_of(self.readers[value.id]),
                 is_loop_buffer=index in in_loops,
                 is_copied=index in copied,
@@ -278,11 +305,17 @@ class _Formulator:
             )
             self._hold(part for term in ARGUMENT_TERMS for part in term(argument))
 
-    def _argument_table(self, value: Value, kepts: tuple[ArgumentOption, ...], reader: Reader) -> np.ndarray:
+    def _argument_table(
+        self, value: Value, kepts: tuple[ArgumentOption, ...], reader: Reader, reads_narrow: bool
+    ) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
         stays = self.prices.stays(value, self._homes_of(kepts), reader.wants)
-        from_copy = self.prices.table(value, self._copies_of(kepts), reader.wants)
-        return self.prices.memo.once(from_argument, kepts, reader.wants, stays, from_copy)
+        from_copy = self.prices.table(value, self._copies_of(kepts), reader.wants, reader.copied_for)
+
+        def table(*args: Any) -> np.ndarray:
+            return from_argument(*args, reads_narrow=reads_narrow)
+
+        return self.prices.memo.once(table, kepts, reader.wants, stays, from_copy, of=(reads_narrow,))
 
     # Groups.
 
@@ -294,6 +327,8 @@ class _Formulator:
         }
         in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
+        carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
+        in_place |= {seen.id for seen, final in carries if final.id in outputs}  # a loop that ends in a result's buffer
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
@@ -314,16 +349,17 @@ class _Formulator:
             is_result=value.id in outputs,
             in_place=value.id in in_place,
             points=self.start,
+            unread=self.unread,
             end=len(self.program.equations),
             prices=self.prices,
         )
         self._hold(part for term in OUTPUT_TERMS for part in term(output))
         if not readers:
             return
-        narrow = self._narrow_readers(readers, value)
-        apart = self.prices.memo.once(gathered_copies, leaves, *(reader.wants for reader in readers)) if narrow else ()
+        narrow = narrow_groups(readers, value, self.prices.widths)
+        apart = self._copies_apart(leaves, readers, narrow)
         holder, wants = self._connect_readers(readers, value, narrow, apart, group.point if group.repeated else None)
-        alone = _copied_for(readers[0]) if len(readers) == 1 else None
+        alone = readers[0].copied_for if len(readers) == 1 else None
         table = self.prices.table(value, leaves, wants, alone)
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
@@ -333,8 +369,8 @@ class _Formulator:
             if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
             table = self.prices.memo.once(only_where, stays, table)
-        if group.hoisted is not None:
-            table = table + self._unhoisted(group, value, leaves, wants)
+        if again := self.prices.unhoisted(group, value):
+            table = table + np.array([[again * (left != want) for want in wants] for left in leaves])
         self._connect(node, holder, table)
         if held.used is None:
             return
@@ -355,28 +391,26 @@ class _Formulator:
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
     def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
-        """Whether its one reader is elementwise and writes a result over it: over the first operand that it can."""
+        """Whether its one reader writes a result over it; an elementwise one, over the first operand that it can."""
         if not self.backend.fusion.overwrites_operands:
             return False
         group = readers[0].group
-        if len(readers) > 1 or group is None or not group.fuses or group.repeated:
+        if len(readers) > 1 or group is None or group.repeated:
+            return False
+        if facts_of(group.equations[0].primitive).overwrites:
+            changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
+            return next((x is value for x in changed if x.bytes == group.made[0].value.bytes), False)
+        if not group.fuses:
             return False
         made = {one.value.bytes for one in group.made}
         operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
         return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
 
-    def _unhoisted(self, group: Group, value: Value, leaves, wants) -> np.ndarray:
-        """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is in."""
-        axes = tuple(self.prices.mesh)
-        assert group.hoisted is not None, "only what is added up is asked for"
-        again = self.prices.all_reduce(axes, value.bytes) * (group.trips - group.hoisted)
-        return np.array([[0.0 if left == want else again for want in wants] for left in leaves])
-
     def _connect_readers(
         self,
         readers: Sequence[Reader],
         value: Value,
-        narrow: Container[Group],
+        narrow: Sequence[Group],
         apart: Sequence[tuple[Layout, Layout]],
         made: int | None,
     ) -> tuple[int, tuple[Layout, ...]]:
@@ -395,13 +429,12 @@ class _Formulator:
         if apart:
             wants = self.prices.memo.once(and_copies_apart, wants, apart)
         holder = len(self.costs)
-        self.shared[value.id] = SharedLayout(holder, wants)
+        self.shared[value.id] = SharedLayout(holder, wants, tuple(narrow) if apart else (), len(wants) - len(apart))
         self.costs.append(np.zeros(len(wants)))
         self.names.append(f"{value} shared by {len(readers)} readers")
         busy = sum(not _elementwise(reader) for reader in readers)
         for reader in readers:
-            copied_for = _copied_for(reader)
-            table = self.prices.table(value, wants, reader.wants, copied_for)
+            table = self.prices.table(value, wants, reader.wants, reader.copied_for)
             if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
                 sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
                 table = self.prices.memo.once(without_growth, table, *sizes)
@@ -411,15 +444,24 @@ class _Formulator:
             if reader.group is not None and reader.use is not None:
                 used = use_span(reader.group, reader.use)
                 hop = (holder, wants), (reader.node, reader.wants)
-                self.reshardings.append(Resharding(value, used, *hop, True, False, False, [reader], copied_for, made))
+                self.reshardings.append(
+                    Resharding(value, used, *hop, True, False, False, [reader], reader.copied_for, made)
+                )
         return holder, wants
 
-    def _narrow_readers(self, readers: Sequence[Reader], value: Value) -> tuple[Group, ...]:
-        """Those of several readers for whom alone a copy is smaller than one for all."""
-        if len(readers) == 1:
+    def _copies_apart(
+        self, leaves: tuple[Layout, ...], readers: Sequence[Reader], narrow: tuple[Group, ...]
+    ) -> tuple[tuple[Layout, Layout], ...]:
+        """How a value may be left and a copy for those alone who read fewer bits of it; none if nobody does."""
+        if not narrow:
             return ()
-        size, groups = self.prices.widths.moving(value), (reader.group for reader in readers)
-        return tuple(group for group in groups if group and self.prices.widths.moving(value, [group]) < size)
+        reads = tuple(reader.group in narrow for reader in readers)
+
+        def apart(leaves: tuple[Layout, ...], *wants: tuple[Layout, ...]) -> tuple[tuple[Layout, Layout], ...]:
+            others = map(operator.not_, reads)
+            return copies_apart(leaves, list(itertools.compress(wants, reads)), list(itertools.compress(wants, others)))
+
+        return self.prices.memo.once(apart, leaves, *(reader.wants for reader in readers), of=reads)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies
@@ -441,11 +483,6 @@ class _Formulator:
             self.costs[i] = self.costs[i] + np.diagonal(table)
         elif table.any():
             self.edges.append(Edge(i, j, table))
-
-
-def _copied_for(reader: Reader) -> tuple[Group, ...]:
-    """Who reads a copy that is for this reader alone."""
-    return () if reader.group is None else (reader.group,)
 
 
 def _said(group: Group | None, layouts: Sequence[Layout]) -> list[str]:

@@ -14,8 +14,9 @@ how it is wanted. A result that takes an argument's place in the next step ends 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -29,8 +30,9 @@ from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
 )
 from autoshard.model.pricing.prices import PricedStrategies, Prices
-from autoshard.model.resharding_memory import Reader, Resharding
-from autoshard.program import Program
+from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups
+from autoshard.model.xla.rounding import Readers
+from autoshard.program import Program, Value
 from autoshard.solver.problem import Problem
 
 
@@ -40,6 +42,12 @@ class SharedLayout:
 
     node: int
     layouts: tuple[Layout, ...]  # its options
+    narrow: tuple[Group, ...] = ()  # who reads fewer bits than others do, and alone reads the copies ...
+    apart: int = 0  # ... that the options from this on stand for
+
+    def copied_for(self, option: int) -> Readers:
+        """Whom the copy of an option is for; None: for all."""
+        return self.narrow if self.narrow and option >= self.apart else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +64,22 @@ class Formulation:
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
+    waits: Callable[[], Problem] = field(repr=False, default=lambda: Problem((), (), (), None))  # communication alone
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
+
+    def copied_for(self, value: Value, choice: Sequence[int]) -> Readers:
+        """Whom the copy is for that several readers of a value share; None: for all."""
+        if (shared := self.shared.get(value.id)) is not None:
+            return shared.copied_for(choice[shared.node])
+        argument = self.argument_index.get(value.id)
+        if argument is None or not self.arguments[argument][choice[argument]].narrow:
+            return None
+        return narrow_groups(self.readers[value.id], value, self.prices.widths)
+
+    @cached_property
+    def argument_index(self) -> Mapping[int, int]:
+        """Value id -> which argument it is."""
+        return {value.id: index for index, value in enumerate(self.program.arguments)}
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""

@@ -19,17 +19,18 @@ from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 
-ROUNDS = 8  # of solving with more and more reshardings counted, ...
-ROUND_SHARE = 0.8  # ... each of which gets this much of the work that is left
+ROUNDS = 8  # of solving, each with more reshardings counted
+ROUND_SHARE = 0.8  # of the work that is left: what one round gets
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
 ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
-FAR = 0.05  # the gap from which on lean choices may be cheaper, though a choice is within the limit ...
-LEAST_SHARE = 0.5  # of what is left for these: what goes into the one that holds the least
-SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)  # times the least that any choice holds without
-# reshardings: limits to seek lean choices under ...
-LEAN_ITERATIONS = 4  # ... for so long, twice
+FAR = 0.05  # a larger gap may mean that a lean choice is cheaper, though one was found within the limit
+LEAST_SHARE = 0.5  # of the work left for lean choices: what goes into the one that holds the least
+# Limits under which lean choices are sought, as factors of the least that a choice holds without reshardings. Each
+# limit is searched twice, for so many iterations.
+SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
+LEAN_ITERATIONS = 4
 
 
 def solve_within(formulation: Formulation, time_limit: float) -> Solution:

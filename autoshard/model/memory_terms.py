@@ -9,14 +9,16 @@ in `resharding_memory.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from autoshard.layout import shards
 from autoshard.model.equations import is_kernel_gradient
-from autoshard.model.groups import Group, Use
+from autoshard.model.groups import FactorDims, Group, Use
 from autoshard.model.lifetimes import Lifetime, Span, repeats, use_span
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
@@ -29,9 +31,11 @@ from autoshard.model.pricing.cost_tables import (
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
+from autoshard.model.workspaces import ShardBytes, has_workspace, workspace_bytes
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
-from autoshard.model.xla.transposes import transposes
-from autoshard.program import Value
+from autoshard.model.xla.products import transposes
+from autoshard.model.xla.rounding import ROUNDED
+from autoshard.program import Equation, Value
 from autoshard.propagation.rules.stencils import STENCIL
 
 
@@ -52,6 +56,7 @@ class HeldArgument:
     node: int
     value: Value
     options: tuple[ArgumentOption, ...]
+    narrow: tuple[Group, ...]  # who reads fewer bits than others do, and alone reads the copies of narrow options
     uses: Sequence[tuple[Group, Use]]
     is_loop_buffer: bool  # whether a loop carries it on in its own buffer
     is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
@@ -73,9 +78,10 @@ class HeldArgument:
         """
         memo, arrays = self.prices.memo, self.prices.arrays
         start, end = _around(spans)
-        gathered = arrays.copy_sizes(self.value, memo.once(copies_of, self.options))
+        layouts = memo.once(copies_of, self.options)
+        for_all, for_narrow = (arrays.copy_sizes(self.value, layouts, readers) for readers in (None, self.narrow))
         own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
-        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, gathered))
+        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, for_all, for_narrow))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.made[0].value
             alone = [
@@ -98,6 +104,7 @@ class HeldOutput:
     is_result: bool  # whether it takes no argument's place, and so has a buffer of its own all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
     points: Mapping[int, int]  # value id -> the point that makes it
+    unread: Container[int]  # ids of values that nothing reads
     end: int  # the program point past all equations
     prices: Prices
 
@@ -114,7 +121,7 @@ class HeldOutput:
     @cached_property
     def unfinished(self) -> np.ndarray:
         """Bytes per strategy of the unreduced result, which stands beside the finished one until it is reduced."""
-        widths = tuple(self.prices.widths.of(made.value) for made in self.group.made)
+        widths = tuple(self.prices.widths.summed(made.value) for made in self.group.made)
 
         def unfinished_bytes(strategies: tuple[Strategy, ...]) -> np.ndarray:
             return np.array([self._unfinished(strategy) for strategy in strategies])
@@ -215,6 +222,17 @@ def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
 
 
+@of_arguments
+def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """What is rounded before loops, while these turn; a gathered copy is rounded, too, and counted as that."""
+    value, arrays = argument.value, argument.prices.arrays
+    if value.id in argument.prices.rounded:
+        bare = [option.home == option.copy for option in argument.options]
+        sizes = [arrays.elements(value, option.home) * ROUNDED for option in argument.options]
+        loops = [loop for _, use in argument.uses if (loop := use.equation.loop)]
+        yield HeldBytes(argument.node, _around(loops), np.where(bare, sizes, 0))
+
+
 @of_outputs
 def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
@@ -258,8 +276,30 @@ def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
 @of_outputs
 def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
     """What an operation takes beside its operands and results, while it runs."""
-    if output.prices.backend.transposes_operands and (count := scratch_copies(output.group)):
-        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), output.left * count)
+    group, span = output.group, (output.group.point, output.group.point + 1)
+    if output.prices.backend.transposes_operands and (count := scratch_copies(group)):
+        yield HeldBytes(output.node, span, output.left * count)
+    if output.value is group.made[0].value:
+        name = output.prices.backend.name
+        needy = [one for one in group.equations if has_workspace(name, one.primitive)]
+        for equation in needy:
+            sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
+            yield HeldBytes(output.node, span, np.array([workspace_bytes(name, one) for one in sizes]))
+
+
+def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:
+    """What the operands and results of one equation of a group take on one device."""
+    group = output.group
+
+    def local(value: Value | np.ndarray, dims: FactorDims) -> float:
+        if isinstance(value, Value) and value.id in output.unread:
+            return 0.0
+        pieces = [shards(strategy.axes[f], output.prices.mesh) for dim in dims for f in dim if f in strategy.axes]
+        return (value.bytes if isinstance(value, Value) else value.nbytes) / math.prod(pieces)
+
+    operands = map(local, equation.inputs, group.operands[equation.index])
+    results = map(local, equation.outputs, group.results[equation.index])
+    return ShardBytes(equation, tuple(operands), tuple(results))
 
 
 @of_outputs

@@ -17,7 +17,8 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import HEAP, Span, use_span
-from autoshard.model.pricing.prices import Prices, Readers
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.program import Value
 from autoshard.solver.problem import Edge, Live, Problem
 
@@ -31,10 +32,23 @@ class Reader:
     group: Group | None = None
     use: Use | None = None
 
+    @property
+    def copied_for(self) -> tuple[Group, ...]:
+        """Who reads a copy that is for this reader alone."""
+        return () if self.group is None else (self.group,)
+
 
 def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
     """The groups among the readers, and what they use."""
     return [(reader.group, reader.use) for reader in readers if reader.group and reader.use]
+
+
+def narrow_groups(readers: Sequence[Reader], value: Value, widths: Widths) -> tuple[Group, ...]:
+    """Those of several readers for whom alone a copy is smaller than one for all."""
+    if len(readers) == 1:
+        return ()
+    size, groups = widths.moving(value), (reader.group for reader in readers)
+    return tuple(group for group in groups if group and widths.moving(value, [group]) < size)
 
 
 class ExtraBytes(NamedTuple):

@@ -12,13 +12,14 @@ from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
 from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 
-CLOSE_GAP = 0.01  # relative: a plan of a problem of thousands of options is left alone with it, ...
-CLOSE_GAP_IF_PRICED = 0.005  # ... or with this once memory has prices, if the problem has no more than ...
-CLOSE_OPTIONS = 20_000  # ... so many options
-REJECTED_GAP = (
-    0.05  # while the best choice does not fit with all that it holds: what fits comes of another problem, ...
-)
-REJECTED_SHARE = 0.5  # ... so that it gets this share of the time, too
+CLOSE_GAP = 0.01  # relative: a plan of a problem of thousands of options is left alone with it
+# The same once memory has prices, for problems of no more than `CLOSE_OPTIONS` options.
+CLOSE_GAP_IF_PRICED = 0.005
+CLOSE_OPTIONS = 20_000
+# While the best choice does not fit with all that it holds, what fits will come of another problem. So this gap is
+# enough, and this share of the time.
+REJECTED_GAP = 0.05
+REJECTED_SHARE = 0.5
 METHOD = Method(repeated_nodes=RepeatedNodes())  # layers of a model that memory binds little are solved as one
 
 

@@ -9,8 +9,8 @@ from autoshard.program import Program
 
 
 def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
-    """The arguments that the step carries over, and the values that are made of these alone."""
-    found = {program.arguments[i].id for i in program.carried}
+    """The arguments that stay from step to step, and the values that are made of these alone."""
+    found = {program.arguments[i].id for i in program.state}
     for group in groups:
         if group.uses and not group.reduction and found.issuperset(use.value.id for use in group.uses):
             found.update(made.value.id for made in group.made)

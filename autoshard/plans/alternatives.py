@@ -34,6 +34,7 @@ from autoshard.model.groups import Group
 from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.strategies import Strategy
 from autoshard.plans.chosen import prediction_of
+from autoshard.plans.limited_overlap import with_limited_overlap
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
 from autoshard.solver import solve
@@ -66,18 +67,19 @@ def _found(formulation: Formulation) -> dict[str, Solution | str]:
     if not formulation.mesh:
         return dict.fromkeys(("data parallel", "FSDP", "tensor parallel"), "there is one device")
     return {
-        "data parallel": _solved(problems.data_parallel),
-        "FSDP": _solved(problems.fully_sharded, problems.with_weights_sharded),
-        "tensor parallel": _solved(problems.tensor_parallel),
+        "data parallel": _solved(formulation, problems.data_parallel),
+        "FSDP": _solved(formulation, problems.fully_sharded, problems.with_weights_sharded),
+        "tensor parallel": _solved(formulation, problems.tensor_parallel),
     }
 
 
-def _solved(*problems: Callable[[], Problem]) -> Solution | str:
+def _solved(formulation: Formulation, *problems: Callable[[], Problem]) -> Solution | str:
     """The solution of the first problem that has one; else why the last has none."""
-    why = ""
+    why, search = "", partial(solve, time_limit=_TIME_LIMIT)
     for problem in problems:
         try:
-            return solve(problem(), time_limit=_TIME_LIMIT)
+            restricted = replace(formulation, problem=problem())
+            return with_limited_overlap(restricted, search(restricted.problem), search)
         except _AbsentError as error:
             why = str(error)
         except ForbiddenError:
@@ -94,8 +96,8 @@ class _Problems:
         self.formulation, self.mesh = formulation, formulation.mesh
         self.finest = cache(partial(_finest, self.mesh))  # not a method, or what is cached keeps itself alive
         program = formulation.program
-        self.state = sorted(program.carried)
-        self.batch = [i for i in range(len(program.arguments)) if i not in program.carried]
+        self.state = list(program.state)
+        self.batch = sorted(set(range(len(program.arguments))).difference(self.state))
         self.of_state = _of_state(formulation)
         self.making = [  # the groups that make values of `of_state`
             group for group in formulation.groups if any(made.value.id in self.of_state for made in group.made)
@@ -276,11 +278,11 @@ def _finest(mesh: MeshShape, size: int) -> tuple[str, ...]:
 
 
 def _of_state(formulation: Formulation) -> set[int]:
-    """The arguments that the step carries over, and the values that are made of these alone, also in each turn of a
+    """The arguments that stay from step to step, and the values that are made of these alone, also in each turn of a
     loop that updates them.
     """
     program = formulation.program
-    found = {program.arguments[i].id for i in program.carried}
+    found = {program.arguments[i].id for i in program.state}
     for group in formulation.groups:
         first = group.equations[0]
         if first.primitive == "scan_carry":

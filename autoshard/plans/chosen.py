@@ -16,6 +16,7 @@ from autoshard.model.groups import FactorDims, Group
 from autoshard.model.lifetimes import aliased
 from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.model.xla.rounding import Readers
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
@@ -153,7 +154,7 @@ class ChosenOptions:
 
     def prediction(self) -> Prediction:
         arrival = self.arrival()
-        compute, communication, hidden = arrival + self.resharded_memory(), 0.0, 0.0
+        compute, communication, hidden = arrival + self.rounding() + self.resharded_memory(), 0.0, 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
@@ -184,6 +185,7 @@ class ChosenOptions:
                     continue
                 halos.add((received, want))
                 note("collective_permute", halo.axes, size, group.trips, reader.source, f"halo of {reader.primitive}")
+        communication += self.unhoisted()
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
             taken = self.prices.resharding(value, source, target, readers) * value.trips
@@ -216,8 +218,13 @@ class ChosenOptions:
 
     def arrival(self) -> float:
         """Seconds to write the arguments that no result of the step before has taken the place of."""
-        arriving = (x for i, x in enumerate(self.program.arguments) if i not in self.program.carried)
+        staying = frozenset(self.program.state)
+        arriving = (x for i, x in enumerate(self.program.arguments) if i not in staying)
         return sum(self.prices.writing(value, self.homes[value.id]) for value in arriving)
+
+    def rounding(self) -> float:
+        """Seconds to round arguments before loops."""
+        return sum(self.prices.rounding(value, self.homes[value.id]) for value in self.program.arguments)
 
     def resharded_memory(self) -> float:
         """Seconds in which memory is written and read because values are resharded."""
@@ -225,8 +232,20 @@ class ChosenOptions:
         for id, readers in self.formulation.readers.items():
             value, home = self.program.values[id], self.homes[id]
             seen = self.copies.get(id, home)
-            hops = [(home, seen), *((seen, want) for want in map(self.want, readers) if want != home)]
+            hops = [(home, seen, self.formulation.copied_for(value, self.choice))]
+            hops += [(seen, self.want(reader), reader.copied_for) for reader in readers if self.want(reader) != home]
             total += sum(self.prices.memory_seconds(value, *hop) for hop in hops) * value.trips
+        return total
+
+    def unhoisted(self) -> float:
+        """Seconds to reduce in every turn of loops what they do not add up in the layout it is made in."""
+        total = 0.0
+        for group in self.formulation.groups:
+            for made in group.made if group.hoisted is not None else ():
+                readers = self.formulation.readers.get(made.value.id, ())
+                home, shared = self.homes[made.value.id], self.copies.get(made.value.id)
+                moves = shared is not None or (len(readers) == 1 and self.want(readers[0]) != home)
+                total += moves * self.prices.unhoisted(group, made.value)
         return total
 
     def host_bytes(self) -> int:
@@ -235,8 +254,8 @@ class ChosenOptions:
         held = [x for x in (*self.program.arguments, *results) if x.on_host]
         return sum(self.prices.arrays.shard_bytes(value, self.homes[value.id]) for value in held)
 
-    def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, list[Group]]]:
-        """Every resharding of the step: (value, from, to, the line that asks for it, who reads the copy).
+    def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, Readers]]:
+        """Every resharding of the step: (value, from, to, the line that asks for it, whom the copy is for).
 
         Readers that ask for the same one get the same array: XLA merges equal collectives.
         """
@@ -248,10 +267,9 @@ class ChosenOptions:
             for reader in readers:
                 asked[self.want(reader)].append(reader)
             if seen != home:  # read as it is, or copied on
-                groups = [r.group for r in readers if r.group and self.want(r) != home]
-                yield value, home, seen, _line(asked[seen], value), groups
+                yield value, home, seen, _line(asked[seen], value), self.formulation.copied_for(value, self.choice)
             for want in (want for want in asked if want not in (home, seen)):
-                yield value, seen, want, _line(asked[want], value), [r.group for r in asked[want] if r.group]
+                yield value, seen, want, _line(asked[want], value), _groups(asked[want])
 
 
 def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:
@@ -265,6 +283,12 @@ def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:
         stages=tuple((stage.axes, stage.groups) for stage in stages),
         others=tuple(axis for finish in strategy.finishes if finish.kind == ALL_REDUCE for axis in finish.axes),
     )
+
+
+def _groups(readers: Sequence[Reader]) -> Readers:
+    """The groups that read one copy; none of them can do with fewer bits where an argument is replaced by it."""
+    groups = [reader.group for reader in readers if reader.group]
+    return groups if len(groups) == len(readers) else ()
 
 
 def _line(readers: Sequence[Reader], value: Value) -> Source | None:

@@ -55,7 +55,16 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
         "scatters": {str(equation): asdict(scatter) for equation, scatter in annotations.scatters.items()},
         "sums": {str(value): _words(layout) for value, layout in annotations.sums.items()},
         "implied": sorted(annotations.implied),
+        **_of_some_plans(plan),
     }
+
+
+def _of_some_plans(plan: PlanData) -> dict:
+    """What is left out of the file of a plan that has none of it, so that this file is as older versions wrote it."""
+    captured = [_placed_to_json(placed) for placed in plan.captured]
+    return ({"captured": captured} if captured else {}) | (
+        {"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {}
+    )
 
 
 class Contents(NamedTuple):
@@ -115,6 +124,8 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         argument_tree=Tree.of_indices(_tree_from_json(content["argument_slots"])),
         result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
         axis_types=_axis_types(content.get("axis_types")),
+        compiled_peak=content.get("compiled_peak"),
+        captured=tuple(_placed_from_json(entry) for entry in content.get("captured", ())),
     )
     return Contents(plan, alternatives)
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.layout import Layout, without_idle_axes
 from autoshard.model.formulation import Formulation
 from autoshard.plans.chosen import ChosenOptions
+from autoshard.plans.limited_overlap import at_its_price
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
 from autoshard.solver.problem import Solution
@@ -25,15 +26,18 @@ def make_plan(
     """The plan that `solution` describes."""
     program = formulation.program
     choice = ChosenOptions(formulation, solution.choice)
-    annotations = choice.annotations()
+    annotations, predicted = choice.annotations(), choice.prediction()
+    solution = at_its_price(solution, predicted)
+    placed = _typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments")
+    count = len(program.own_arguments)
     return PlanData(
         name=program.name,
         mesh=mesh,
         fingerprint=formulation.fingerprint,
-        arguments=_typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments"),
+        arguments=placed[:count],
         results=_typed(program, [choice.placed_result(i) for i in range(len(program.results))], mesh, "results"),
         carried=program.carried,
-        predicted=choice.prediction(),
+        predicted=predicted,
         status=solution.status,
         bound=solution.bound,
         cost=solution.cost,
@@ -43,6 +47,7 @@ def make_plan(
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
         axis_types=None if program.types is None else program.types.mesh.axis_types,
+        captured=placed[count:],
     )
 
 

@@ -72,6 +72,9 @@ class PlanData:
     argument_tree: Tree = field(repr=False)  # of (args, kwargs), static arguments left out
     result_tree: Tree = field(repr=False)
     axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
+    captured: tuple[PlacedArray, ...] = ()  # the large arrays that the step closes over
+    # Bytes per device by XLA's account of the compiled program; None: that was not asked, or ran out of memory.
+    compiled_peak: int | None = None
 
     @property
     def gap(self) -> float:
@@ -82,6 +85,11 @@ class PlanData:
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
         """One sharding per flat argument, in the order of `arguments`."""
         return tuple(map(self._sharding, self.arguments))
+
+    @cached_property
+    def captured_shardings(self) -> tuple[NamedSharding, ...]:
+        """One sharding per array that the step closes over, in the order of `captured`."""
+        return tuple(map(self._sharding, self.captured))
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
@@ -136,7 +144,7 @@ class PlanData:
             PlanError: the mesh has other axes.
         """
         check_mesh(dict(self.mesh.shape), mesh, f"the plan of {self.name}")
-        return replace(self, mesh=with_auto_axes(mesh))
+        return replace(self, mesh=with_auto_axes(mesh), compiled_peak=None)
 
     def bound_to(self, program: Program) -> Self:
         """This plan with the containers of `program`.
@@ -176,7 +184,7 @@ def check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str)
 
 
 def _difference(plan: PlanData, program: Program) -> str:
-    ours = [f"{placed.name} {placed.type}" for placed in plan.arguments]
+    ours = [f"{placed.name} {placed.type}" for placed in (*plan.arguments, *plan.captured)]
     theirs = [str(value) for value in program.arguments]
     for here, there in zip(ours, theirs, strict=False):
         if here != there:

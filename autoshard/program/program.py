@@ -56,7 +56,7 @@ class Value:
     dtype: Any  # numpy or JAX extended dtype (PRNG keys)
     bytes: int  # of the whole array
     name: str = ""  # the user's path for arguments ("state/params/w"), else ""
-    source: Source | None = None  # the line that made it; None for arguments
+    source: Source | None = None  # the line that made it, or that reads a closed-over array; None for arguments
     trips: int = 1  # how often per step it is made: the product of the loops around it
     on_host: bool = False  # whether it lies in the host's memory
 
@@ -106,8 +106,9 @@ class Program:
     name: str
     equations: tuple[Equation, ...]
     values: tuple[Value, ...]
-    arguments: tuple[Value, ...]  # one per flat argument, in order
-    constants: tuple[Value, ...]  # arrays that the function closes over
+    arguments: tuple[Value, ...]  # one per flat argument, in order, then one per array of `captured`
+    captured: tuple[Any, ...] = field(repr=False)  # the large arrays that the function closes over
+    constants: tuple[Value, ...]  # the small ones
     results: tuple[Value | np.ndarray, ...]  # one per flat result; an array is a literal
     result_names: tuple[str, ...]
     donated: frozenset[int]  # indices of donated arguments
@@ -138,8 +139,10 @@ class Program:
     def fingerprint(self) -> str:
         """Equal for equal programs, in any process: what a plan file is checked against."""
         digest = hashlib.sha256()
+        named = {value.id for value in self.own_arguments}  # names of captured arrays may have lines in them
         for value in (*self.arguments, *self.constants):
-            digest.update(f"{value.name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
+            name = value.name if value.id in named else "closed-over array"
+            digest.update(f"{name} {value.shape} {value.dtype}{'<host>' * value.on_host};".encode())
         for equation in self.equations:
             operands = [x.id if isinstance(x, Value) else x.shape for x in equation.inputs]
             made = [(x.id, x.shape, dtype_name(x.dtype)) for x in equation.outputs]
@@ -174,6 +177,16 @@ class Program:
         return replace(self, equations=renumbered(kept[::-1], len(equations)), inner=paths)
 
     @property
+    def own_arguments(self) -> tuple[Value, ...]:
+        """The arguments that a caller passes: all but the arrays that the function closes over."""
+        return self.arguments[: len(self.arguments) - len(self.captured)]
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The arguments that stay from step to step, by index: carried or closed over."""
+        return *sorted(self.carried), *range(len(self.own_arguments), len(self.arguments))
+
+    @property
     def ordered_arguments(self) -> Mapping[int, Layout]:
         """Argument index -> the layout in its type, which is an order in explicit mode."""
         layouts = self.types.arguments if self.types is not None else ()
@@ -199,7 +212,7 @@ class Program:
         """
         if self.types is None:
             return frozenset()
-        opened = (value for i, value in enumerate(self.arguments) if i not in self.typed_arguments)
+        opened = (value for i, value in enumerate(self.own_arguments) if i not in self.typed_arguments)
         states = {(value.shape, value.dtype) for value in opened}
         return frozenset(
             i

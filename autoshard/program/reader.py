@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from autoshard.jaxprs import (
     on_host,
     scan_counts,
 )
+from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
@@ -40,12 +41,13 @@ _NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan"
 class Reader:
     """One walk over a traced function's jaxpr."""
 
-    def __init__(self, closed: ClosedJaxpr, *, merges: bool = True):
+    def __init__(self, closed: ClosedJaxpr, captured: Sequence[tuple[CapturedArray, str]] = (), *, merges: bool = True):
         """
         Args:
+            captured: the arrays behind the last arguments, which the function closes over, and their names.
             merges: whether equations that compute the same become one.
         """
-        self.closed, self.merges = closed, merges
+        self.closed, self.captured, self.merges = closed, captured, merges
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
@@ -57,7 +59,13 @@ class Reader:
     def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
         closed = self.closed
         names = parameter_names(closed.jaxpr.debug_info, in_tree.paths)
-        arguments = tuple(self.value(var.aval, name=name) for var, name in zip(closed.jaxpr.invars, names, strict=True))
+        sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
+        names += [name for _, name in self.captured]
+        arguments = tuple(
+            self.value(var.aval, name=name, source=source)
+            for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
+        )
+        own = arguments[: len(in_tree.paths)]
         constants = tuple(self.value(var.aval, name="closed-over array") for var in closed.jaxpr.constvars)
         env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
@@ -67,13 +75,14 @@ class Reader:
             equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,
+            captured=tuple(one.array for one, _ in self.captured),
             constants=constants,
             results=results,
             result_names=tuple(map(slashed, out_tree.paths)),
             donated=donated,
             carried=carried_results(
                 in_tree.paths,
-                [_kind(value) for value in arguments],
+                [_kind(value) for value in own],
                 out_tree.paths,
                 [_kind(x) if isinstance(x, Value) else None for x in results],
                 donated,
@@ -166,6 +175,10 @@ class Reader:
         finals = [loop.carry(x, var.aval) for x, var in zip(inputs[tests + consts :], eqn.outvars, strict=True)]
         seen = [value for value, _ in finals]
         going_on = self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
+        if dims := tuple(range(len(going_on[0].shape))):  # a batch of loops goes on while any of them does
+            flag = self.value(jax.ShapeDtypeStruct((), going_on[0].dtype), source=at.source, trips=loop.inside.trips)
+            self.emit("reduce_or", {"axes": dims}, going_on, [flag], loop.inside.below("flag"))
+            going_on = [flag]
         self.steered |= dict.fromkeys(loop.carries, going_on)
         loop.hand_on(self.call(params["body_jaxpr"], entries[tests:] + seen, loop.inside.below("body")))
         loop.close()

@@ -13,6 +13,8 @@ import jax
 from jax.tree_util import tree_flatten_with_path
 
 from autoshard.jaxprs import ClosedJaxpr, Literal
+from autoshard.program.captured import CapturedArray, identity_of, with_captured
+from autoshard.program.closures import names_in_closure
 from autoshard.program.explicit import Types, on_auto_axes, types_of
 from autoshard.program.paths import carried_results, slashed
 from autoshard.program.program import Program
@@ -65,7 +67,24 @@ def trace(
     in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, in_tree, result.tree, donated) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
-    return replace(Reader(untyped, merges=merges).program(in_tree, result.tree, donated), types=types)
+    taking, captured = with_captured(untyped)
+    if captured and types is not None:
+        types = replace(types, arguments=(*types.arguments, *[None] * len(captured)))
+    named = list(zip(captured, _names(fn, captured, closed, untyped), strict=True))
+    return replace(Reader(taking, named, merges=merges).program(in_tree, result.tree, donated), types=types)
+
+
+def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr, untyped: ClosedJaxpr) -> list[str]:
+    """What arrays that `fn` closes over are called: as in the user's code where they are found there."""
+    if not captured:
+        return []
+    as_traced = dict(zip(map(identity_of, untyped.consts), map(identity_of, traced.consts), strict=True))
+    identities = [as_traced.get(identity_of(one.array), identity_of(one.array)) for one in captured]
+    names = names_in_closure(fn, identities)
+    return [
+        names.get(identity) or f"closed over {one.type}" + (f" at {one.line}" if one.line else "")
+        for identity, one in zip(identities, captured, strict=True)
+    ]
 
 
 def _results_in_place(

@@ -24,6 +24,7 @@ def plan_sections(plan: PlanData, alternatives: Alternatives) -> list[Section]:
     return [
         summary(plan),
         arguments(plan),
+        *([captured(plan)] if plan.captured else []),
         results(plan),
         comparison(plan, alternatives),
         collectives(plan.predicted.collectives),
@@ -59,10 +60,18 @@ def _proof(plan: PlanData) -> Phrase:
 
 def arguments(plan: PlanData) -> Section:
     """Every argument, those that lie alike in one row."""
-    total = sum(placed.local_bytes for placed in plan.arguments if not placed.on_host)
-    on_host = sum(placed.local_bytes for placed in plan.arguments if placed.on_host)
+    return _placed(("Arguments (", *_total_bytes(plan.arguments), ")"), plan.arguments)
+
+
+def captured(plan: PlanData) -> Section:
+    """The large arrays that the step closes over."""
+    return _placed(("Closed-over arrays (", *_total_bytes(plan.captured), ")"), plan.captured)
+
+
+def _total_bytes(placed: Sequence[PlacedArray]) -> Phrase:
+    on_host = sum(one.local_bytes for one in placed if one.on_host)
     more: Phrase = (", ", Bytes(on_host), " on its host") if on_host else ()
-    return _placed(("Arguments (", Bytes(total), " per device", *more, ")"), plan.arguments)
+    return Bytes(sum(one.local_bytes for one in placed if not one.on_host)), " per device", *more
 
 
 def results(plan: PlanData) -> Section:
@@ -123,7 +132,7 @@ def collectives(found: Iterable[Collective], title: str = "Collectives per step"
     if not ordered:
         return Section(lines=(("No collectives: the devices don't talk.",),))
     rows: list[Row] = [
-        (one.kind, Names(one.axes), one.count, Bytes(one.bytes), one.source, one.why)
+        (one.kind, Names(one.axes), _runs(one), Bytes(one.bytes), one.source, one.why)
         for one in ordered[:_MAX_COLLECTIVES]
     ]
     if rest := ordered[_MAX_COLLECTIVES:]:
@@ -136,11 +145,16 @@ def collectives(found: Iterable[Collective], title: str = "Collectives per step"
     return Section((title,), columns, tuple(rows))
 
 
+def _runs(one: Collective) -> Piece:
+    """How often a collective runs; in a loop of unknown length, how often in a turn."""
+    return f"{one.count} a turn" if one.is_per_turn else one.count
+
+
 def _summed(collectives: Iterable[Collective]) -> list[Collective]:
     """Those of one kind, line and reason as one; of several reasons on one line, the largest is given."""
     found: dict[tuple, list[Collective]] = defaultdict(list)
     for one in collectives:
-        found[one.kind, one.axes, one.source].append(one)
+        found[one.kind, one.axes, one.source, one.is_per_turn].append(one)
     return [
         replace(
             max(alike, key=lambda one: one.bytes),

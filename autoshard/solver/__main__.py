@@ -23,8 +23,8 @@ from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.solve import solve, usual_limit
 
-SILENCE = 2.0  # s without a word, and between two lines where lines cannot be overwritten ...
-PAUSE = 10.0  # ... or this, if the stage is the same
+SILENCE = 2.0  # s without a word, and between two lines where lines cannot be overwritten
+PAUSE = 10.0  # s between two such lines of the same stage
 ENDING = 0.3  # s of the time limit that are kept to write the choice and to end the process
 
 

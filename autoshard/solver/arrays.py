@@ -23,9 +23,9 @@ class Graph(NamedTuple):
     right: np.ndarray  # int64[edges]
     table_offsets: np.ndarray  # int64[edges + 1]: where the table of an edge starts among all
     tables: np.ndarray  # float64[entries]: [option of left, option of right] of each edge, row by row
-    earlier_starts: np.ndarray  # int64[nodes + 1]: where the edges to nodes with lower numbers start in ...
+    earlier_starts: np.ndarray  # int64[nodes + 1]: where a node's edges to nodes with lower numbers start in `earlier`
     earlier: np.ndarray  # int64[edges]: edges by their right end
-    later_starts: np.ndarray  # int64[nodes + 1]: ... and those to nodes with higher numbers in
+    later_starts: np.ndarray  # int64[nodes + 1]: where its edges to nodes with higher numbers start in `later`
     later: np.ndarray  # int64[edges]: edges by their left end
     left_offsets: np.ndarray  # int64[edges + 1]: where the options of the left end start among all left ends
     right_offsets: np.ndarray  # int64[edges + 1]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.least_memory import lean, leanest
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem
-from autoshard.solver.run import NoChoice, Run, count_options
+from autoshard.solver.run import NoChoice, Run
 from autoshard.solver.runtime.clock import TimeUp
 from autoshard.solver.verify import verify
 
-LEAST_MEMORY_SHARE = 0.5  # of the time left: what is given to how much memory would do
-MOST_OPTIONS = 60_000  # more than the integer program can find the leanest choice of
+EXACT_SHARE = 0.5  # of the time left: what is given to the integer program that finds how much memory would do
 
 
 def late_error(problem: Problem, spent: str) -> SolverError:
@@ -33,73 +31,28 @@ def infeasible_error(run: Run) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
     problem = run.incumbent.problem
     run.clock.extend()
+    found = None
     try:
-        with run.clock.hurry(LEAST_MEMORY_SHARE):
-            return _leanest(problem, run)
-    except TimeUp:
-        pass
+        with contextlib.suppress(TimeUp), run.clock.hurry(EXACT_SHARE):
+            found = leanest(problem, run)
+        found = found or lean(problem, run)
     except NoChoice as error:
         return ForbiddenError(str(error) or "every choice is forbidden")
-    point, held = _least_held(problem)
-    with contextlib.suppress(TimeUp):
-        held = max(held, _bound_at(point, run))
-    return SolverError(
-        f"no choice fits in {problem.limit:.0f} bytes; point {point} needs {held:.0f} at least; "
-        "how much memory would do was not found in time"
-    )
-
-
-def _leanest(problem: Problem, run: Run) -> InfeasibleError:
-    """The error that carries the least that a choice holds.
-
-    Raises:
-        TimeUp: it was not found in time.
-        NoChoice: every choice is forbidden.
-    """
-    free = _at_no_cost(problem, [np.zeros(len(costs)) for costs in problem.costs])
-    small = run.simplified(replace(free, lives=problem.lives, limit=0.0))  # every point matters
-    if max(map(count_options, small.parts), default=0) > MOST_OPTIONS:
-        raise TimeUp
-    programs = run.load_programs() if small.parts else None
-    limits = run.clock.program_limits
-    outcomes = [programs.leanest(part, seed=run.seed, **limits()) for part in small.parts] if programs else []
-    if any(outcome.interrupted for outcome in outcomes):
-        raise KeyboardInterrupt
-    if any(outcome.bound == np.inf for outcome in outcomes):
-        raise NoChoice
-    choices = [outcome.choice for outcome in outcomes]
-    if None in choices:
-        raise TimeUp
-    choice = small.invert(choices)
-    _, needed = verify(problem, choice)
-    point, _ = _fullest(problem, [live.usage[choice[live.node]] for live in problem.lives])
-    held = f"the least that one holds is {needed:.0f}, at point {point}"
     assert problem.limit is not None, "without one every choice fits"
+    if found is None:
+        point, least = _least_held(problem)
+        return SolverError(
+            f"no choice fits in {problem.limit:.0f} bytes; point {point} needs {least:.0f} at least; "
+            "how much memory would do was not found in time"
+        )
+    needed = verify(problem, found.choice)[1]
+    point, _ = _fullest(problem, [live.usage[found.choice[live.node]] for live in problem.lives])
+    if found.is_exact:
+        held = f"the least that one holds is {needed:.0f}, at point {point}"
+    else:
+        held = f"one was found that holds {needed:.0f}, at point {point}; none holds less than {found.bound:.0f}"
     message = f"no choice fits in {problem.limit:.0f} bytes; {held}"
-    return InfeasibleError(message, limit=problem.limit, needed=needed, choice=choice)
-
-
-def _bound_at(point: int, run: Run) -> float:
-    """A bound on the bytes that any choice holds at one point."""
-    problem = run.incumbent.problem
-    held = [np.zeros(len(costs)) for costs in problem.costs]
-    for live in problem.lives:
-        if live.start <= point < live.end:
-            held[live.node] += live.usage
-    there = Incumbent(_at_no_cost(problem, held))
-    with contextlib.suppress(TimeUp):
-        run.solve(there, bounds_pay=True)
-    return there.bound
-
-
-def _at_no_cost(problem: Problem, costs: Sequence[np.ndarray]) -> Problem:
-    """The problem with these costs, but for what is forbidden, and without memory."""
-    return Problem(
-        costs=tuple(np.where(np.isfinite(old), new, np.inf) for old, new in zip(problem.costs, costs, strict=True)),
-        edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
-        lives=(),
-        limit=None,
-    )
+    return InfeasibleError(message, limit=problem.limit, needed=needed, choice=found.choice)
 
 
 def _least_held(problem: Problem) -> tuple[int, float]:

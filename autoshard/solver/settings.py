@@ -21,8 +21,8 @@ class Goal:
     prefers_lean: bool = False  # whether a choice that costs the same and holds less is taken instead
     # Whether a choice is of use, where that takes more than the problem says.
     accepts: Callable[[Sequence[int]], bool] | None = None
-    rejected_gap: float = 0.0  # the gap that is good enough while the best choice is not of use ...
-    rejected_share: float = 1.0  # ... and the share of the time that such choices get
+    rejected_gap: float = 0.0  # the gap that is good enough while the best choice is not of use
+    rejected_share: float = 1.0  # of the time: what is spent while the best choice is not of use
 
 
 PROVEN = Goal()
@@ -33,9 +33,10 @@ class Sizes:
     """Where a problem counts as small or large."""
 
     few_options: int = 4000  # that the integer program takes at once
-    # Options, and bytes that they hold in all their lives, from which on compiled code pays ...
+    # Compiled code pays from so many options, and entries of the lives' tables, on. The second number holds once it
+    # is loaded.
     compiled_options: int = 200_000
-    loaded_options: int = 20_000  # ... and from which on it does once it is loaded
+    loaded_options: int = 20_000
 
 
 USUAL_SIZES = Sizes()

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from oracles import MACHINES, MESHES, SMALL, assert_same_numbers, limit_between, mesh_of
+from oracles import MACHINES, MESHES, SMALL, assert_same_numbers, mesh_of
 
 from autoshard import autoshard
 from autoshard.model.xla.backends import CPU
@@ -27,6 +27,7 @@ CHOSEN = {
     ("tied", "4x2", "slow chips", "free"),
     ("tied", "8", "v5e", "tight"),
 }
+TIGHT_SHARE = 0.55  # of what the free plan holds; the least that any plan of these models holds is a third or less
 CASES = [
     pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.slow, id="-".join(case))
     for case in (
@@ -48,10 +49,7 @@ def test_five_steps_equal_one_device(name, mesh, machine, memory):
     step = autoshard(model.step, **options)
     if memory == "tight":
         free = step.plan(*arguments)
-        limit = limit_between(model, 0.5, **options)
-        if limit * CPU.usable >= free.predicted.peak_bytes:
-            pytest.skip("everything is split already, so that no limit forces another plan")
-        step = autoshard(model.step, memory=limit, **options)
+        step = autoshard(model.step, memory=TIGHT_SHARE * free.predicted.peak_bytes / CPU.usable, **options)
         assert step.plan(*arguments).annotations != free.annotations
     assert_same_numbers(name, step)
 

@@ -477,6 +477,40 @@ def test_what_a_loop_only_reads_stays_in_the_chip(machine, weights, gathered):
     assert inside == weights * (1 - fetched) if fits else 0 < inside < weights
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("machine", ["v5e:2x2", "v5p:2x2x1"])
+def test_products_with_a_vector_are_elementwise(machine, dtype):
+    """The cycles of one row are those that are said; of two rows the matrix unit makes a product."""
+    needs(machine)
+    backend, clock = backend_of(target_mesh(machine, {"x": 4})), CHIPS[parse_machine(machine).chip].clock
+    bandwidth = autoshard.topology(machine, {"x": 4}).memory_bandwidth
+    matrix = jax.ShapeDtypeStruct((1024, 4096), dtype)
+    said = (
+        matrix.size
+        * matrix.dtype.itemsize
+        / (bandwidth * backend.vector_products.bandwidth_share[2 if dtype == jnp.bfloat16 else 4])
+    )
+    for rows in (1, 2):
+        hlo = compiled_for(
+            machine, {"x": 4}, jnp.matmul, (P(), P()), P(), jax.ShapeDtypeStruct((rows, 1024), dtype), matrix
+        )
+        longest = max(step.cycles for _, step, _ in Module.of(hlo).executed())
+        assert (abs(longest / clock / said - 1) < 0.1) == ("multiply_reduce" in hlo) == (rows == 1)
+
+
+@pytest.mark.parametrize("machine", ["v5e:2x2", "v5p:2x2x1"])
+def test_weights_are_rounded_before_loops(machine):
+    """Once, at the share of the memory's bandwidth that is said."""
+    needs(machine)
+    turn = lambda h, w: jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), h, length=16)[0]  # noqa: E731
+    hlo = compiled_for(machine, {"x": 4}, turn, (P(), P()), P(), f32(128, 2048), f32(2048, 2048))
+    (rounded,) = (step for _, step, _ in Module.of(hlo).executed() if step.opcode == "convert")
+    bandwidth = autoshard.topology(machine, {"x": 4}).memory_bandwidth
+    share = backend_of(target_mesh(machine, {"x": 4})).loop_memory.rounding_share
+    said = 6 * 2048 * 2048 / (bandwidth * share)
+    assert rounded.cycles / CHIPS[parse_machine(machine).chip].clock == pytest.approx(said, rel=0.1)
+
+
 BATCH, FEATURES = P(("x", "y")), P("x", None, None, "y")
 
 

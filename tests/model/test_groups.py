@@ -17,7 +17,8 @@ from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.rounding import widths_of
 from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
@@ -361,8 +362,12 @@ ADDED = {  # a loop, its sums, how many values stay, bytes of the loop's product
 def test_products_that_a_loop_adds_up(case):
     fn, totals, count, together = ADDED[case]
     program = traced(fn, totals, f32(5, 8, 4))
-    assert list(kept_inside(program, sums=True).values()) == [together] * count
-    assert not kept_inside(program, sums=False)
+    assert list(kept(program, sums=True).values()) == [together] * count
+    assert not kept(program, sums=False)
+
+
+def kept(program, sums):
+    return kept_inside(program, widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding), sums)
 
 
 def turning(body, *, length=3):
@@ -391,8 +396,18 @@ CONSTANTS = {  # a step, what its loops only read -> bytes of all that the loop 
 def test_what_loops_only_read(case):
     fn, sizes, turns = CONSTANTS[case]
     program = traced(fn, SQUARE, SQUARE, SQUARE)
-    assert list(kept_inside(program, sums=True).values()) == sizes
+    assert list(kept(program, sums=True).values()) == sizes
     assert list(turns_that_read(program).values()) == turns
+
+
+@pytest.mark.parametrize("dtype, sizes", [("float32", [64]), ("bfloat16", [])])
+def test_an_argument_that_a_loop_reads_as_it_is_stays_in_memory(dtype, sizes):
+    """What is rounded before the loop is kept in the chip: something writes it there."""
+    matrix = jax.ShapeDtypeStruct((4, 4), dtype)
+    program = traced(turning(jnp.matmul), matrix, matrix)
+    assert list(kept(program, sums=True).values()) == sizes
+    widths = widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding)
+    assert rounded_for_loops(program, widths) == {program.arguments[1].id for _ in sizes}
 
 
 DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more as they read it

@@ -11,7 +11,7 @@ from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.lifetimes import aliased, copied_when_donated, holding, repeats, use_span
 from autoshard.model.xla.convolutions import scratch_copies
-from autoshard.model.xla.transposes import transposes
+from autoshard.model.xla.products import transposes
 from autoshard.program import Program, Value
 from autoshard.propagation import rules_for
 

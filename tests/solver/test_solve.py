@@ -17,7 +17,7 @@ import pytest
 from problems import answer, assert_same, binding_problem, hard_problem, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, infeasibility, progress, run, solve
+from autoshard.solver import Problem, least_memory, progress, run, solve
 from autoshard.solver.bounds.forbid_options import OptionBounds
 from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.bounds.settings import RELAXATION
@@ -164,13 +164,16 @@ def test_memory_error_says_what_would_do():
 
 
 def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch, compiled):
-    """Too large to find the least that a choice holds: what is held at one point at least is still known."""
-    monkeypatch.setattr(infeasibility, "MOST_OPTIONS", 0)
+    """Too large to prove the least that a choice holds: a choice that holds little is found, and a bound is proven."""
+    monkeypatch.setattr(least_memory, "LEAST_MEMORY", replace(least_memory.LEAST_MEMORY, most_options=0))
     lives = tuple(Live(node, node, node + 2, np.array([8, 6, 9])) for node in range(4))
     crossed = tuple(Edge(k, k + 1, np.where(np.eye(3, dtype=bool), np.inf, 0.0)) for k in range(3))
     problem = Problem((np.zeros(3),) * 4, crossed, lives, limit=11)
-    with pytest.raises(SolverError, match="no choice fits in 11 bytes; point 1 needs 14 at least"):
+    said = r"no choice fits in 11 bytes; one was found that holds 14, at point \d; none holds less than 14"
+    with pytest.raises(InfeasibleError, match=said) as error:
         solve(problem, method=COMPILED)
+    assert error.value.needed == 14
+    assert solve(replace(problem, limit=14), method=COMPILED).status == "optimal"
 
 
 def test_forbidden_is_not_called_memory():

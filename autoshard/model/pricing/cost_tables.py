@@ -18,6 +18,7 @@ class ArgumentOption:
 
     home: Layout
     copy: Layout  # what its users see; equal to home: no copy
+    narrow: bool = False  # whether only those read the copy who read fewer bits; the others read it at home
 
 
 def homes_of(options: Sequence[ArgumentOption]) -> tuple[Layout, ...]:
@@ -28,17 +29,26 @@ def copies_of(options: Sequence[ArgumentOption]) -> tuple[Layout, ...]:
     return tuple(option.copy for option in options)
 
 
-def copy_bytes(options: Sequence[ArgumentOption], own: np.ndarray, gathered: np.ndarray) -> np.ndarray:
+def copy_bytes(
+    options: Sequence[ArgumentOption], own: np.ndarray, for_all: np.ndarray, for_narrow: np.ndarray
+) -> np.ndarray:
     """Bytes of the copy per option; where there is none, of XLA's own."""
+    gathered = np.where([option.narrow for option in options], for_narrow, for_all)
     return np.where([option.copy == option.home for option in options], own, gathered)
 
 
 def from_argument(
-    options: Sequence[ArgumentOption], wants: Sequence[Layout], stays: np.ndarray, from_copy: np.ndarray
+    options: Sequence[ArgumentOption],
+    wants: Sequence[Layout],
+    stays: np.ndarray,
+    from_copy: np.ndarray,
+    *,
+    reads_narrow: bool,
 ) -> np.ndarray:
     bare = np.array([option.home == option.copy for option in options])[:, None]
+    apart = np.array([option.narrow and not reads_narrow for option in options])[:, None]
     at_home = np.array([[option.home == want for want in wants] for option in options])  # others read the copy
-    return np.where(bare & ~stays, np.inf, np.where(at_home, 0.0, from_copy))
+    return np.where(at_home, 0.0, np.where(bare & ~stays | apart, np.inf, from_copy))
 
 
 def any_of(*wants: Sequence[Layout]) -> tuple[Layout, ...]:
@@ -59,10 +69,12 @@ def without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> 
     return np.where(np.less.outer(before, after), np.inf, table)
 
 
-def gathered_copies(leaves: Sequence[Layout], *wants: Sequence[Layout]) -> tuple[tuple[Layout, Layout], ...]:
-    """How a value is left, and what is gathered of that."""
-    copies = any_of(*wants)
-    return tuple((left, x) for left in dict.fromkeys(leaves) for x in copies if left != x and gathers_to(left, x))
+def copies_apart(
+    leaves: Sequence[Layout], narrow: Sequence[Sequence[Layout]], others: Sequence[Sequence[Layout]]
+) -> tuple[tuple[Layout, Layout], ...]:
+    """How a value is left, as all others can read it, and a copy of that for those who read fewer bits."""
+    lefts = [left for left in dict.fromkeys(leaves) if all(left in wants for wants in others)]
+    return tuple((left, copy) for left in lefts for copy in any_of(*narrow) if left != copy)
 
 
 def and_copies_apart(wants: tuple[Layout, ...], apart: Sequence[tuple[Layout, Layout]]) -> tuple[Layout, ...]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,7 +25,8 @@ from autoshard.model.strategies import Finish, Strategy, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
-from autoshard.model.xla.rounding import Readers, Widths
+from autoshard.model.xla.overlap import Overlap
+from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
 from autoshard.program import Value
 
@@ -80,10 +81,19 @@ class Prices:
         stacked: Mapping[int, int] | None = None,
         kept: Mapping[int, int] | None = None,
         turns: Mapping[int, int] | None = None,
+        rounded: Collection[int] = (),
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
+        waits_only: bool = False,
     ):
+        """
+        Args:
+            waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
+        """
         topology.check(mesh)
+        if waits_only:
+            backend = replace(backend, overlap=Overlap(), slicing=replace(backend.slicing, least_seconds=0.0))
+        self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
@@ -91,11 +101,12 @@ class Prices:
         self.between = axes_between_slices(self.mesh, backend.slices)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
         self.turns = turns or {}  # what loops read in every turn -> how many these are
+        self.rounded = frozenset(rounded)  # arguments that are rounded before loops whose products read them
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.memo = Memo()
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
-        self.work = GroupWork(self.arrays, topology, self.instead, kept or {})
+        self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
         self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
@@ -155,7 +166,7 @@ class Prices:
             if clearing:
                 table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
             if turns:
-                table = table + np.array([[self._fetching(value, a, b) for b in columns] for a in rows])
+                table = table + np.array([[self._fetching(value, a, b, readers) for b in columns] for a in rows])
             return read_only((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
 
         return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=what)
@@ -173,7 +184,7 @@ class Prices:
 
         return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=(written,))
 
-    def memory_seconds(self, value: Value, source: Layout, target: Layout) -> float:
+    def memory_seconds(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
         """Seconds in which memory is written and read because a value is resharded.
 
         Written is the value, if its readers would make it again otherwise; and of each trip of a loop, whose next one
@@ -182,22 +193,22 @@ class Prices:
         """
         seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
         seconds += self._clearing(value) * self._leaves_slices(source, target)
-        return seconds + self._fetching(value, source, target)
+        return seconds + self._fetching(value, source, target, readers)
 
-    def _fetching(self, value: Value, source: Layout, target: Layout) -> float:
+    def _fetching(self, value: Value, source: Layout, target: Layout, readers: Readers) -> float:
         """Seconds in which loops read from memory, in all their turns, what is gathered for them; 0 if it is not."""
         turns = self.turns.get(value.id, 0)
         if not turns or self.arrays.elements(value, target) <= self.arrays.elements(value, source):
             return 0.0
         often = self.backend.loop_memory.fetched_share * turns
-        return often * self.arrays.copy_bytes(value, target) / self.topology.memory_bandwidth
+        return often * self.arrays.copy_bytes(value, target, readers) / self.device.memory_bandwidth
 
     def _clearing(self, value: Value) -> float:
         """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
         if value.id not in self.stacked or not value.trips:
             return 0.0
         whole = self.stacked[value.id] / math.prod(self.mesh.values())
-        return whole / value.trips / self.topology.memory_bandwidth
+        return whole / value.trips / self.device.memory_bandwidth
 
     def _leaves_slices(self, source: Layout, target: Layout) -> bool:
         """Whether slices of TPUs have other parts of some dim before, and not after."""
@@ -207,13 +218,20 @@ class Prices:
             for axis in before
         )
 
+    def rounding(self, value: Value, layout: Layout) -> float:
+        """Seconds to round an argument before the loops whose products read it; 0 if no loop reads it rounded."""
+        if value.id not in self.rounded:
+            return 0.0
+        through = self.arrays.elements(value, layout) * (value.itemsize + ROUNDED)
+        return through / (self.device.memory_bandwidth * self.backend.loop_memory.rounding_share)
+
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
-        return self.arrays.local_bytes(value, layout) / self.topology.memory_bandwidth
+        return self.arrays.local_bytes(value, layout) / self.device.memory_bandwidth
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [finish.elements * self.widths.of(group.made[finish.made].value) for finish in strategy.finishes]
+        return [finish.elements * self.widths.summed(group.made[finish.made].value) for finish in strategy.finishes]
 
     def halo_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of each halo that a device receives, one run."""
@@ -321,9 +339,11 @@ class Prices:
             found.append(Seconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
-    def all_reduce(self, axes: tuple[str, ...], size: int) -> float:
-        """Seconds of one all_reduce of `size` bytes."""
-        return self._collective("all_reduce", axes, size)
+    def unhoisted(self, group: Group, value: Value) -> float:
+        """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is made in."""
+        if group.hoisted is None:
+            return 0.0
+        return self._collective("all_reduce", tuple(self.mesh), value.bytes) * (group.trips - group.hoisted)
 
     def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
         """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
@@ -379,7 +399,7 @@ class Prices:
 
         def sizes(value: Value) -> tuple:
             image_dims = self.images.get(value.id)
-            width = self.widths.of(value), self.widths.stored(value)
+            width = self.widths.summed(value), self.widths.stored(value)
             return value.shape, image_dims, value.on_host, *width, self.work.kept_share(value)
 
         place = itertools.count()

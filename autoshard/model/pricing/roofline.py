@@ -54,7 +54,10 @@ class GroupWork:
             work += flops(equation) / split[factors]
         if group.equations[0].primitive == "conv_general_dilated":
             work /= self.arrays.backend.convolutions.flops_share
-        moved = np.broadcast_to(self._bytes_moved(group, wants, leaves), work.shape)
+        through = np.maximum(
+            self._bytes_moved(group, wants, leaves), self.arrays.backend.vector_products.bytes_read(group, pieces)
+        )
+        moved = np.broadcast_to(through, work.shape)
         dtype = compute_dtype(group.equations)
         both = zip(work.tolist(), moved.tolist(), strict=True)
         return [compute_seconds(done, through, dtype, self.topology) for done, through in both]

@@ -47,13 +47,13 @@ class ArraySizes:
         """Bytes of a resharded copy of `value` in the memory of one device."""
         return self.elements(value, layout) * self.widths.moving(value, readers)
 
-    def copy_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of a resharded copy of `value` for all its readers, per layout; shared, and not to be changed."""
+    def copy_sizes(self, value: Value, layouts: Sequence[Layout], readers: Readers = None) -> np.ndarray:
+        """Bytes of a resharded copy of `value` for these readers, per layout; shared, and not to be changed."""
 
         def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
-            return read_only(np.array([self.copy_bytes(value, layout) for layout in layouts]))
+            return read_only(np.array([self.copy_bytes(value, layout, readers) for layout in layouts]))
 
-        what = value.shape, self.images.get(value.id), self.widths.moving(value)
+        what = value.shape, self.images.get(value.id), self.widths.moving(value, readers)
         return self.memo.once(copy_bytes, layouts, of=what)
 
     def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:

@@ -21,6 +21,7 @@ from autoshard.model.xla.fusion import Fusion
 from autoshard.model.xla.gathers import Gathers
 from autoshard.model.xla.loop_memory import LoopMemory
 from autoshard.model.xla.overlap import Overlap
+from autoshard.model.xla.products import VectorProducts
 from autoshard.model.xla.recopies import Recopies
 from autoshard.model.xla.rounding import Rounding
 from autoshard.model.xla.scatters import Scatters
@@ -53,6 +54,7 @@ class Backend:
     scatters: Scatters = field(default_factory=Scatters)
     slicing: Slicing = field(default_factory=Slicing)
     sums: Sums = field(default_factory=Sums)
+    vector_products: VectorProducts = field(default_factory=VectorProducts)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -77,6 +79,8 @@ CPU = Backend(
     measured_on="cpu",
     transposes_operands=True,
     convolutions=Convolutions(flops_share=0.5),
+    fusion=Fusion(overwrites_operands=True),
+    rounding=Rounding(moves_as={"bfloat16": 4, "float8_e4m3fn": 2, "float8_e5m2": 2}),
     scatters=Scatters(from_all_reduces=False),
 )
 H100 = Backend(
@@ -103,7 +107,9 @@ V5E = Backend(
     combining=Combining(below_bytes=2**26),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
     gathers=Gathers(several_dims_at_once=True, summed_up_to_bytes=2**24),
-    loop_memory=LoopMemory(bytes=6 * 2**24, keeps_sums=True),  # six products of 16 MiB, and not eight
+    loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
+        bytes=6 * 2**24, keeps_sums=True, rounding_share=0.36
+    ),
     overlap=Overlap({"all_gather": 0.5}),
     # By libtpu's cycles 5 to 10 for images. XLA counts no copies where it chooses layouts itself: at more than 4
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
@@ -112,6 +118,7 @@ V5E = Backend(
     scatters=Scatters(over_all_devices=False),
     slicing=Slicing(least_seconds=1.2e-6, loop_bandwidth_share=0.5),  # loops: slices of 2 to 32 MiB
     sums=Sums(hoists=True, adds_first=True),
+    vector_products=VectorProducts({4: 0.40, 2: 0.26}),
 )
 V5P = replace(
     V5E,
@@ -119,8 +126,9 @@ V5P = replace(
     measured_on="v5p",
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
-    loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5),
+    loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
     recopies=replace(V5E.recopies, keeps_columns=True),
+    vector_products=VectorProducts({4: 0.35, 2: 0.22}),
 )
 BACKENDS: Mapping[str, Backend] = {backend.chip: backend for backend in (CPU, H100, V5E, V5P)}
 _BY_PLATFORM = {"cpu": CPU, "tpu": V5E}  # what a device without a row in CHIPS is taken for; others are GPUs

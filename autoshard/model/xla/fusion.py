@@ -35,7 +35,7 @@ class Fusion:
     taken_in: frozenset[str] = frozenset()  # primitives whose work these do again, beside elementwise ones
     sinks_broadcasts: bool = False  # what repeats something smaller does so inside the loop that uses it
     stores_scattered: bool = False  # what scatters is no part of what reads it
-    overwrites_operands: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
+    overwrites_operands: bool = False  # elementwise work, sorts and scatters go into the buffer of an operand of theirs
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.model.equations import is_matrix_product
+from autoshard.model.xla.rounding import Widths
 from autoshard.model.xla.sums import read_once, sums_in_loops
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
@@ -23,6 +24,7 @@ class LoopMemory:
 
     bytes: float = 0.0  # of what a loop reads in every turn that need not go through memory
     keeps_sums: bool = False  # whether matrix products that a loop adds up stay there, too
+    rounding_share: float = 1.0  # of the memory's bandwidth, at which what loops read rounded is rounded before them
     fetched_share: float = 0.0  # of what is gathered for a loop: what is read from memory in every turn all the same
 
     def outside(self, sizes: np.ndarray, share: float) -> np.ndarray:
@@ -38,20 +40,27 @@ class LoopMemory:
         return np.where(sizes > self.bytes, sizes, np.maximum(0.0, sizes - self.bytes * share))
 
 
-def kept_inside(program: Program, sums: bool) -> dict[int, int]:
+def kept_inside(program: Program, widths: Widths, sums: bool) -> dict[int, int]:
     """What can stay in the chip while a loop turns -> bytes of all that can in its loop.
 
     That is what its matrix products read in every turn, a recurrent net's weights, and matrix products that it only
-    adds up; with the sums, if the products are not split.
+    adds up; with the sums, if the products are not split. An argument that is read as it is stays in memory: what is
+    kept is written there by some operation, as one that rounds it.
 
     Args:
+        program: the traced step.
+        widths: what is rounded.
         sums: whether products and sums are of them.
     """
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
+    bare = _multiplied(program, converted=False)
     for entering in _constants_of_loops(program):
         assert entering.loop is not None, "boundaries of loops know theirs"
+        (outside,), (inside,) = entering.inputs, entering.outputs
+        assert isinstance(outside, Value), "a number enters no loop as an array"
+        if outside.from_outside and inside.id in bare and not _is_rounded(inside, widths):
+            continue
         values, sizes = found[entering.loop]
-        (inside,) = entering.outputs
         sizes[inside.id] = inside.bytes
         values.add(inside.id)
     for carry, total, makers in sums_in_loops(program, read_once(program)) if sums else ():
@@ -65,6 +74,16 @@ def kept_inside(program: Program, sums: bool) -> dict[int, int]:
                 values.update(value.id for value in (carry.outputs[0], *total.outputs))
                 values.update(value.id for maker in makers for value in maker.outputs)
     return {value: sum(sizes.values()) for values, sizes in found.values() for value in values}
+
+
+def rounded_for_loops(program: Program, widths: Widths) -> set[int]:
+    """The arguments that XLA rounds before loops whose matrix products read them in every turn."""
+    pairs = ((entering.inputs[0], entering.outputs[0]) for entering in _constants_of_loops(program))
+    return {
+        outside.id
+        for outside, inside in pairs
+        if isinstance(outside, Value) and outside.from_outside and _is_rounded(inside, widths)
+    }
 
 
 def turns_that_read(program: Program) -> dict[int, int]:
@@ -90,11 +109,20 @@ def _constants_of_loops(program: Program) -> list[Equation]:
     return [equation for equation in entering if equation.outputs[0].id in multiplied]
 
 
-def _multiplied(program: Program) -> set[int]:
-    """The values that matrix products read, and those that these are views of, or the same in another dtype."""
+def _is_rounded(inside: Value, widths: Widths) -> bool:
+    return widths.moving(inside) < inside.itemsize
+
+
+def _multiplied(program: Program, converted: bool = True) -> set[int]:
+    """The values that matrix products read, and those that these are views of, or the same in another dtype.
+
+    Args:
+        converted: whether the same in another dtype is of them.
+    """
     found: set[int] = set()
     for equation in reversed(program.equations):
         passed_on = facts_of(equation.primitive).passes_on and equation.outputs[0].id in found
+        passed_on = passed_on and (converted or equation.primitive != "convert_element_type")
         if passed_on or is_matrix_product(equation):
             found.update(value.id for value in equation.inputs if isinstance(value, Value))
     return found

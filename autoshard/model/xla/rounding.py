@@ -4,6 +4,8 @@ On TPU a matrix product or convolution of float32 operands rounds them to bfloat
 precision. A value that only such products read is rounded where it is made: it is stored, moved between devices and
 summed over them as bfloat16. A copy for such products alone is rounded before it is moved.
 
+CPU has no collectives of bfloat16, which it moves as float32, nor of 8-bit floats, which it moves as float16.
+
 What a program converts itself moves in the smaller type. A value that the program rounds after it is moved is rounded
 before. On GPU a value that the program widens before it is moved is widened after.
 
@@ -25,7 +27,7 @@ from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value, dtype_name
 
 ROUNDED = 2  # bytes of a bfloat16
-Readers = Collection[Group] | None  # of a resharded copy; None: all that do not compute on the shards as they lie
+Readers = Collection[Group] | None  # of a resharded copy; None: all that read the value
 # An operand of these is rounded ahead of them if their result is rounded.
 _PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT = (None, "default", Precision.DEFAULT)
@@ -38,6 +40,7 @@ class Rounding:
     operands: bool = False  # float32 operands of products to bfloat16, as early as it can be done
     before_moves: bool = False  # what is only converted to a smaller type after it is moved, before that
     widens_after_moves: bool = False  # what is converted to a larger type before it is moved, after that
+    moves_as: Mapping[str, int] = field(default_factory=dict)  # types moved and summed in others -> bytes of these
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,25 @@ class Widths:
     kept: frozenset[int] = frozenset()  # values that are stored rounded
     moved: Mapping[int, int] = field(default_factory=dict)  # values whose resharded copies are smaller, whose ever
     read: Mapping[tuple[int, int], int] = field(default_factory=dict)  # value, group: that group's copy, if smaller
-    shared: Mapping[int, int] = field(default_factory=dict)  # the copy for all but elementwise readers, if smaller
+    shared: Mapping[int, int] = field(default_factory=dict)  # the copy for all readers, if smaller
     fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
+    moves_as: Mapping[str, int] = field(default_factory=dict)  # as `Rounding.moves_as`
 
     def of(self, value: Value) -> int:
         """Bytes per element of a value as it is made, and as it is summed over devices."""
         return ROUNDED if value.id in self.kept else value.itemsize
 
+    def summed(self, value: Value) -> int:
+        """Bytes per element of what is summed over devices."""
+        return self.moves_as.get(dtype_name(value.dtype), self.of(value))
+
     def stored(self, value: Value) -> int:
         return ROUNDED if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Readers = None) -> int:
-        """Bytes per element of a copy for these readers; by default for all that do not compute on the shards as is."""
+        """Bytes per element of a copy for these readers; by default for all."""
+        if wide := self.moves_as.get(dtype_name(value.dtype)):
+            return wide
         size = self.moved.get(value.id, value.itemsize)
         if readers is None:
             return min(size, self.shared.get(value.id, size))
@@ -68,12 +78,13 @@ class Widths:
 def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> Widths:
     """What a compiler with this habit rounds, and what it moves before it widens it."""
     if not (rounding.operands or rounding.before_moves or rounding.widens_after_moves):
-        return Widths()
+        return Widths(moves_as=rounding.moves_as)
     readers: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
         for use in group.uses:
             readers[use.value.id].append(group)
     results = {value.id for value in program.results if isinstance(value, Value)}
+    replacing = {value.id for i in program.carried.values() if isinstance(value := program.results[i], Value)}
     kept: set[int] = set()
     moved: dict[int, int] = {}
     reading: dict[tuple[int, int], int] = {}
@@ -98,13 +109,13 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         return value.itemsize
 
     def note(value: Value) -> None:
-        """Notes which copies of a value are smaller. Elementwise readers compute on the shards as is, without one."""
+        """Notes which copies of a value are smaller."""
         sizes = {group.index: read(group, value) for group in readers[value.id]}
         smaller = {group: size for group, size in sizes.items() if size < value.itemsize}
         reading.update({(value.id, group): size for group, size in smaller.items()})
         if sizes and value.id not in results:
             wanted[value.id] = max(sizes.values())
-        if smaller and all(group.fuses or group.index in smaller for group in readers[value.id]):
+        if smaller and smaller.keys() == sizes.keys() and value.id not in replacing:
             shared[value.id] = max(smaller.values())
 
     for group in reversed(groups):  # readers before what they read, but for what loops hand on

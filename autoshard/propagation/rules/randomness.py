@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from autoshard.program import Equation
+from autoshard.program import Equation, dtype_name
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, dimwise, whole
 from autoshard.propagation.rules.elementwise import shapes_of
+
+# Types of keys of a batch of which JAX draws with the first key alone: every device needs that one.
+_DRAW_ONCE = {"random_bits": ("key<rbg>", "key<urbg>"), "random_split": ("key<urbg>",)}
 
 
 @rule("iota_2x32_shape")
@@ -23,11 +26,18 @@ def cipher(equation: Equation) -> Rule:
 
 @rule("random_bits", "random_split")
 def draws(equation: Equation) -> Rule:
-    """`k -> k i j`: the dims of the keys, then those of what is drawn from each."""
+    """`k -> k i j`: the dims of the keys, then those of what is drawn from each.
+
+    If one key draws for all, keys are whole.
+    """
     (keys,), (result,) = shapes_of(equation)
     builder = RuleBuilder([keys], [result])
+    draws_once = dtype_name(equation.inputs[0].dtype) in _DRAW_ONCE[equation.primitive]
     for dim, size in enumerate(result):
-        builder.factor(size, [(0, dim)] if dim < len(keys) else [], [(0, dim)])
+        builder.factor(size, [(0, dim)] if dim < len(keys) and not draws_once else [], [(0, dim)])
+    if draws_once:
+        for dim, size in enumerate(keys):
+            builder.factor(size, [(0, dim)], [], "need_replication")
     return builder.build()
 
 

@@ -106,8 +106,8 @@ class Relaxation:
         )
         self._spread = max(float(np.ptp(costs)) for costs in problem.costs)
         self.prices = Prices(problem)
-        self.choice = np.array([costs.argmin() for costs in problem.costs])  # what the last sweep would take, ...
-        self.cost = np.inf  # ... and what that costs
+        self.choice = np.array([costs.argmin() for costs in problem.costs])  # what the last sweep would take
+        self.cost = np.inf  # of that choice
 
     def _add_edges(self, edges: Sequence[ClassedEdge], nodes: np.ndarray, colour_of: np.ndarray) -> None:
         """Puts edges into blocks, and gives their messages places.

@@ -19,8 +19,9 @@ class PriceSettings:
 class BlockSettings:
     """Which edges stand side by side in the NumPy version, so that one operation serves all of them."""
 
-    same_table_edges: int = 8  # with one table, from which on they are a block of their own and it is kept once, ...
-    same_table_entries: int = 1 << 14  # ... if the entries for all of them are so many
+    # So many edges with one table, of so many entries in all, are a block of their own that keeps the table once.
+    same_table_edges: int = 8
+    same_table_entries: int = 1 << 14
     padded_entries: int = 4000  # by which tables of one shape may be padded, to stand beside those of another
 
 
@@ -44,22 +45,23 @@ class RelaxationSettings:
     rounds: int = 1000  # at most
     last_rounds: int = 20  # under the best prices, until the messages suit them
     # Prices.
-    first_aim: float = 0.01  # of the bound: how much higher prices are to raise it at first ...
-    doubling_rise: float = 0.3  # ... of that: a rise after which the aim is twice as high
-    aim_factor: float = 0.5  # of the aim when prices do not raise the bound any more ...
-    last_aim: float = 2e-4  # ... down to this
+    # The aim is the rise of the bound that a step of prices goes for, as a share of the bound.
+    first_aim: float = 0.01
+    doubling_rise: float = 0.3  # share of the aim: a step that raises the bound by more doubles the aim
+    aim_factor: float = 0.5  # of the aim: the next one, when prices no longer raise the bound
+    last_aim: float = 2e-4  # the smallest aim
     step: float = 0.3  # of the way to the aim, as the slope of the bound points there: how far prices move in a round
     patience: int = 10  # rounds of prices that do not raise the bound, after which they go back and aim lower
     least_rise: float = 1e-2  # of the gap: less does not count as a rise
     # When prices begin.
-    unpriced_rounds: int = 25  # between two looks at whether rounds without prices pay ...
-    worth: float = 0.02  # of the gap: ... which they do if they closed this much, ...
-    worth_before_prices: float = 0.1  # ... or this, where prices would follow
+    unpriced_rounds: int = 25  # between two looks at whether rounds without prices pay
+    worth: float = 0.02  # share of the gap that these rounds must close to go on
+    worth_before_prices: float = 0.1  # the same share where prices would follow
     # Of the bound: a larger gap says more about the incumbent, which better messages would make better.
     far: float = 0.05
     # Choices.
-    rounds_per_descent: int = 5  # without prices, between two choices, which are improved node by node ...
-    descent_passes: int = 4  # ... so many times
+    rounds_per_descent: int = 5  # without prices: after so many, a choice is made and improved node by node
+    descent_passes: int = 4  # over all nodes, to improve one choice
 
 
 SWEEP = SweepSettings()
@@ -74,8 +76,8 @@ class AscentSettings:
     unpriced_sweeps: int = 30  # pairs, before memory gets its first price
     step: float = 0.5  # length of Polyak's steps
     first_aim: float = 0.05  # of the bound: how far the first steps aim above the best one
-    farther: float = 1.5  # factor of the aim when a step gains much: ...
-    large_gain: float = 0.12  # ... this share of the aim
+    farther: float = 1.5  # factor of the aim after a large gain
+    large_gain: float = 0.12  # share of the aim: a step that gains more has a large gain
     nearer: float = 0.7  # factor of the aim after `patience` steps that gain nothing
     patience: int = 3
     settled_aim: float = 2e-4  # of the bound: with a smaller aim it will hardly rise further

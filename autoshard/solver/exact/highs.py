@@ -28,8 +28,8 @@ class HighsSettings:
     presolved_variables: int = 300  # programs of no more go without presolve, which does not end on some of them
     simplex_steps: int = 1000  # between two looks
     root_looks: int = 15  # the first ones, about those at the root of its tree, which take longer
-    root_seconds_per_entry: float = 5e-6  # of a quiet core, per entry of the matrix, between two of these ...
-    seconds_per_entry: float = 1e-6  # ... and of later ones
+    root_seconds_per_entry: float = 5e-6  # of a quiet core, per entry of the matrix, between two root looks
+    seconds_per_entry: float = 1e-6  # of a quiet core, per entry of the matrix, between two later looks
 
 
 HIGHS = HighsSettings()

@@ -176,7 +176,7 @@ class _Program:
     flow_costs: np.ndarray  # of x
     constant: float  # paid on top, whatever is chosen
     span: float  # about what the choice decides on
-    marginals: sparse.csr_array  # [row, option of s]: agree with ...
+    marginals: sparse.csr_array  # [row, option of s]: row by row, these sums agree with those of `flows`
     flows: sparse.csr_array  # [row, flow of x]
     blocks: sparse.csr_array  # [row, option of s]: sum to zero
     cells: tuple[tuple[int, int, np.ndarray], ...]  # edges with flows: i, j, [option of i, option of j] -> flow or -1

@@ -16,8 +16,8 @@ class PresolveSettings:
     glances: int = 4  # columns of each table that are looked at first: most pairs of options are not ordered there
     # Compiled code.
     steps: int = 20_000  # between two checks of the time
-    spare: int = 4  # times what a problem takes: the room that it gets, ...
-    least_spare: int = 100_000  # ... and as many entries more
+    spare: int = 4  # times the entries of a problem: the room that it gets
+    least_spare: int = 100_000  # entries: room on top of that
 
 
 PRESOLVE = PresolveSettings()

@@ -20,8 +20,8 @@ class ClockSettings:
     """What is kept for the end of a run, and what it may take past it."""
 
     grace: float = 3.0  # s, or iterations, past the limit to find a first choice
-    verifying_times: float = 3.0  # times what it takes to verify a choice: what is left for the end, ...
-    verifying_share: float = 0.2  # ... but no more than this of the time limit
+    verifying_times: float = 3.0  # times the time to verify a choice: what is kept for the end of a run
+    verifying_share: float = 0.2  # of the time limit: the most that is kept for the end
 
 
 CLOCK = ClockSettings()

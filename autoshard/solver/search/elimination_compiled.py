@@ -26,8 +26,8 @@ class EliminationPlan(NamedTuple):
     scope_starts: np.ndarray  # int64[steps + 1]
     scope: np.ndarray  # int64: per step, the nodes that the table is over
     factor_starts: np.ndarray  # int64[steps + 1]
-    factor_kind: np.ndarray  # int64: per step, EDGE or TABLE ...
-    factor: np.ndarray  # int64: ... and the edge, or the step whose table it is
+    factor_kind: np.ndarray  # int64: per step, EDGE or TABLE for each factor
+    factor: np.ndarray  # int64: the edge, or the step whose table it is, for each factor
     table_starts: np.ndarray  # int64[steps + 1]
     frozen: np.ndarray  # int64: nodes
     work: float  # entries of all tables before the minimum is taken

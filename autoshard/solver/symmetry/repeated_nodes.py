@@ -25,15 +25,17 @@ class RepeatedNodes:
     """Solves kinds of nodes, first as if there were no memory limit, and then within it."""
 
     least_options: int = 20_000  # from which on it pays
-    kinds_share: float = 0.6  # of the nodes: with more kinds than this it does not pay ...
-    priced_kinds_share: float = 0.25  # ... nor, if memory binds, with more than this
+    kinds_share: float = 0.6  # of the nodes: with more kinds than this it does not pay
+    priced_kinds_share: float = 0.25  # the same where memory binds
     lifted_kinds_share: float = 0.5  # of the nodes: with more kinds in a lifted bound, that of the whole costs no more
     comparing_seconds: float = 2e-5  # of a quiet core: what it takes to compare a node or an edge with others
     time_share: float = 0.25  # of the time left, for the problem of the kinds
     close_share: float = 0.3  # of the gap that is good enough: with a smaller one, bounds are left alone
     sweeps_per_choice: int = 10  # between two choices in which nodes alike may differ
-    stalled: float = 0.2  # of the gap: when so many sweeps bring less, bounds are left alone; ...
-    stalled_lifted: float = 0.02  # ... the same of lifted bounds, which are quick, and while the gap is too large
+    # Bounds are left alone when `sweeps_per_choice` sweeps close less than this share of the gap. Lifted bounds are
+    # quick, and too large a gap is worth more sweeps: there the second share decides.
+    stalled: float = 0.2
+    stalled_lifted: float = 0.02
 
     def improve(self, incumbent: Incumbent, run: Run) -> bool:
         """Offers choices and proves bounds; whether the two are as close as the goal has it."""

@@ -410,7 +410,7 @@ def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
         {},
         fast,
         backend=adjusted(V5E, "loop_memory", bytes=room),
-        kept=kept_inside(program, sums=True),
+        kept=kept_inside(program, Widths(), sums=True),
     )
     seconds = {
         group.equations[0].primitive: asked.group(group).seconds[0].compute
@@ -431,7 +431,9 @@ def test_what_a_loop_only_reads_stays_in_the_chip(room, through, view):
     widths = widths_of(program, groups, V5E.rounding)
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
     backend = adjusted(V5E, "loop_memory", bytes=room)
-    asked = Prices({}, fast, widths, backend, kept=kept_inside(program, sums=True), instead=read_through(groups))
+    asked = Prices(
+        {}, fast, widths, backend, kept=kept_inside(program, widths, sums=True), instead=read_through(groups)
+    )
     (product,) = (group for group in groups if group.contracts)
     assert asked.group(product).seconds[0].compute == pytest.approx(3e-9 * (2**15 * through + 8 * 128 * (2 + 4)))
 
@@ -689,3 +691,16 @@ def test_bytes_of_inner_values_are_caught(monkeypatch):
 def test_a_mesh_needs_its_links():
     with pytest.raises(MeshError, match=r"'y' .2 devices. has no link"):
         Prices({"y": 2}, round_topology("x"))
+
+
+@pytest.mark.parametrize("layout, rows", [((("x",), ()), 1), (((), ()), 4)])
+@pytest.mark.parametrize("dtype, share", [("float32", 0.40), ("bfloat16", 0.26)])
+def test_a_product_with_a_vector_goes_over_the_matrix(dtype, share, layout, rows):
+    """Four rows over four devices are one each, with which TPUs multiply elementwise."""
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 64), (64, 256))]
+    program = traced(jnp.matmul, *operands)
+    (group,) = groups_of(program, rules_for(program), V5E)
+    priced = Prices(LINE, TOPOLOGY, backend=V5E).group(group)
+    found = priced.strategies.index(next(one for one in priced.strategies if one.wants == (layout, ((), ()))))
+    elementwise = 64 * 256 * operands[0].dtype.itemsize / share * 1e-9
+    assert (priced.seconds[found].compute == pytest.approx(elementwise)) == (rows == 1)

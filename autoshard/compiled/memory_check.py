@@ -1,0 +1,121 @@
+"""A plan in; a plan whose compiled program is within the memory limit by XLA's own account out, if one is found.
+
+Predictions of memory can be off. A plan that is about to run is compiled anyway, so its compiled program is asked. If
+it is over the limit, the step is planned again with a lower limit for the predicted peak: first as if predictions were
+off by a factor, then by whatever of a factor and a number of bytes leaves less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import jax
+
+from autoshard.compiled.collectives import peak_bytes
+from autoshard.plans.plan import PlanData
+from autoshard.report.units import bytes_text
+from autoshard.solver.verify import fits
+
+REPLANS = 2  # at most: each takes a search and a compilation
+# The share of the last predicted peak that a next plan is predicted to fill at most ...
+TIGHTER = 0.95  # ... so that it is another plan, and
+OUT_OF_MEMORY = 0.7  # ... if the compiler ran out of memory and does not say by how much
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+
+
+class MemoryWarning(UserWarning):
+    """The compiled program of a plan needs more memory than the limit, and so do those of plans made to hold less."""
+
+
+def within_limit(
+    plan: AnyPlan,
+    limit: float,
+    compiled: Callable[[AnyPlan], jax.stages.Compiled],
+    replanned: Callable[[float], AnyPlan | None],
+) -> AnyPlan:
+    """The first of up to `1 + REPLANS` plans that fits as compiled, with its `compiled_peak`; else the leanest of them.
+
+    Args:
+        plan: the first.
+        limit: bytes per device.
+        compiled: compiles a plan.
+        replanned: the plan whose predicted peak is at most so many bytes, or what comes closest; None if there is none.
+
+    A plan that cannot be compiled comes back as it is. What keeps it from compiling, a call of the step says.
+    """
+    tried: list[tuple[AnyPlan, float]] = []
+    current: AnyPlan | None = plan
+    while current is not None:
+        peak = _compiled_peak(compiled, current)
+        if peak is None:
+            break
+        tried.append((current, peak))
+        if fits(peak, limit) or len(tried) > REPLANS:
+            break
+        predicted = current.predicted.peak_bytes
+        current = replanned(_next_target(predicted, peak, limit, is_first=current is plan))
+        if current is not None and current.predicted.peak_bytes >= predicted:
+            break
+    return _with_figures(tried, limit) if tried else plan
+
+
+def _compiled_peak(compiled: Callable[[AnyPlan], jax.stages.Compiled], plan: AnyPlan) -> float | None:
+    """Bytes by XLA's account; inf if they are more than the compiler may use, None if it does not compile the plan."""
+    try:
+        return peak_bytes(compiled(plan))
+    except Exception as error:  # whatever JAX refuses a program with
+        is_too_large = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+        return math.inf if is_too_large else None
+
+
+def _next_target(predicted: float, peak: float, limit: float, *, is_first: bool) -> float:
+    """What the next plan may be predicted to hold.
+
+    >>> _next_target(80, 120, 100, is_first=True), _next_target(80, 120, 100, is_first=False)
+    (66.66666666666667, 60)
+    """
+    if math.isinf(peak):
+        return OUT_OF_MEMORY * predicted
+    scaled, shifted = limit * predicted / peak, limit - (peak - predicted)
+    return max(0, min(TIGHTER * predicted, scaled if is_first else min(scaled, shifted)))
+
+
+def _with_figures(tried: Sequence[tuple[AnyPlan, float]], limit: float) -> AnyPlan:
+    """The plan that fits, or else the leanest, with its compiled peak; and a remark if it is not as it was planned."""
+    plan, peak = min(tried, key=lambda one: one[1])
+    first, first_peak = tried[0]
+    remarks = plan.warnings
+    if not fits(peak, limit):
+        others = f"; {len(tried) - 1} plans made to hold less don't fit, either" if len(tried) > 1 else ""
+        remarks = (
+            *remarks,
+            f"memory: by XLA's account this plan holds {_text(peak)} on each device, where {bytes_text(limit)} are "
+            f"allowed and {bytes_text(plan.predicted.peak_bytes)} were predicted{others}.\n"
+            f"Try {_more_memory(peak)}a larger mesh, or jax.checkpoint around what the step keeps for its gradient.",
+        )
+    elif plan is not first:
+        remarks = (
+            *remarks,
+            f"memory: the first plan holds {_text(first_peak)} on each device by XLA's account, where "
+            f"{bytes_text(limit)} are allowed and {bytes_text(first.predicted.peak_bytes)} were predicted. The step "
+            f"was planned again to hold less; this plan holds {_text(peak)}.",
+        )
+    if plan is not first:  # that nothing is faster is shown of plans within a lower limit alone
+        plan = replace(plan, status="feasible", bound=min(first.bound, plan.cost))
+    return replace(plan, warnings=remarks, compiled_peak=None if math.isinf(peak) else math.ceil(peak))
+
+
+def _text(peak: float) -> str:
+    return "more than the compiler may use" if math.isinf(peak) else bytes_text(peak)
+
+
+def _more_memory(peak: float) -> str:
+    """
+    >>> _more_memory(5 * 2**30 - 1), _more_memory(math.inf)
+    ("memory='5120MiB', ", '')
+    """
+    return "" if math.isinf(peak) else f"memory='{math.ceil(peak / 2**20)}MiB', "

@@ -1,0 +1,184 @@
+"""What one operation holds beside its operands and results while it runs: an equation in, bytes on one device out.
+
+Libraries work on copies of their operands, XLA runs some operations as loops over arrays of their own, and backends
+widen numbers that they have no instructions for. Each row of `WORKSPACES` is a formula of the bytes that operands and
+results take on one device. The rows were fitted to the temporaries of programs of one operation under `jax.vmap`,
+the batch split over eight devices, at two sizes: `python benchmarks/strangers.py` compares them with whole programs.
+An operation without a row is taken to need nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.program import Equation, Value
+
+
+@dataclass(frozen=True)
+class ShardBytes:
+    """One equation, and the bytes that its operands and results take on one device."""
+
+    equation: Equation
+    operands: tuple[float, ...]
+    results: tuple[float, ...]  # 0 of a result that nothing reads
+
+    @property
+    def whole(self) -> float:
+        """Bytes of all results together."""
+        return sum(self.results)
+
+    @property
+    def itemsize(self) -> int:
+        return self.equation.outputs[0].itemsize
+
+
+Formula = Callable[[ShardBytes], float]
+
+
+def workspace_bytes(backend: str, shards: ShardBytes) -> float:
+    """Bytes that an operation holds beside its operands and results on one device.
+
+    Args:
+        backend: `Backend.name`.
+        shards: the operation.
+    """
+    formula = WORKSPACES.get(backend, {}).get(shards.equation.primitive)
+    return 0.0 if formula is None else formula(shards)
+
+
+def has_workspace(backend: str, primitive: str) -> bool:
+    """Whether an operation may hold more than its operands and results."""
+    return primitive in WORKSPACES.get(backend, {})
+
+
+def copied(shards: ShardBytes, operand: int = 0) -> float:
+    """A library works in place: on a copy of an argument, and on what is computed anyhow."""
+    value = shards.equation.inputs[operand]
+    return 0.0 if isinstance(value, Value) and not value.from_outside else shards.operands[operand]
+
+
+def all_copied(shards: ShardBytes) -> float:
+    return sum(copied(shards, operand) for operand in range(len(shards.operands)))
+
+
+def copied_and_results(shards: ShardBytes) -> float:
+    """What a library makes is put in order afterwards."""
+    return copied(shards) + shards.whole
+
+
+def all_results(shards: ShardBytes) -> float:
+    return shards.whole
+
+
+def _threefry_bits(shards: ShardBytes) -> float:
+    """XLA's CPU backend encrypts in a loop: two words per element that go in, and two that come out.
+
+    The bits take the place of one of them, if they are as wide.
+    """
+    if _is_drawn_by_hardware(shards.equation):
+        return 0.0
+    words = shards.whole / shards.itemsize * max(1, shards.itemsize // 4)
+    return 16 * words - (shards.whole if shards.itemsize >= 4 else 0)
+
+
+def _threefry_keys(shards: ShardBytes) -> float:
+    """Two words per key that go in, and two that come out, before these are put together."""
+    return 0.0 if _is_drawn_by_hardware(shards.equation) else 3 * shards.whole
+
+
+def _is_drawn_by_hardware(equation: Equation) -> bool:
+    """Whether the keys are of a generator that XLA has as one operation."""
+    return "rbg" in str(equation.inputs[0].dtype)
+
+
+def _until_all_have_settled(shards: ShardBytes) -> float:
+    """A loop of 25 numbers per element, in float32 at least."""
+    return 25 * max(4, shards.itemsize) * shards.whole / shards.itemsize
+
+
+def _orthogonal_factors(shards: ShardBytes) -> float:
+    """Of `qr`: a copy that is factorised in place, and the reflections that are multiplied together."""
+    copies = 0.25 if shards.equation.params.get("pivoting") else shards.results[0] / shards.operands[0]
+    return copied(shards) + shards.operands[0] * copies
+
+
+def _schur_vectors(shards: ShardBytes) -> float:
+    return copied(shards) + shards.results[-1]
+
+
+def _singular_vectors(shards: ShardBytes) -> float:
+    """The library makes vectors even where only values are wanted."""
+    if shards.equation.params["compute_uv"]:
+        return copied(shards) + shards.whole
+    rows, columns = shards.equation.inputs[0].shape[-2:]
+    k = min(rows, columns)
+    vectors = rows * rows + columns * columns if shards.equation.params["full_matrices"] else k * (rows + columns)
+    return copied(shards) + shards.operands[0] * (1 + vectors / (rows * columns))
+
+
+def _batched_updates(shards: ShardBytes) -> float:
+    """Of a scatter in a batch: updates in another order, and indices that name the batch, too."""
+    if not shards.equation.params["dimension_numbers"].operand_batching_dims:
+        return 0.0
+    return shards.operands[2] + 2 * shards.operands[1]
+
+
+def _widened_product(shards: ShardBytes) -> float:
+    """Products of floating-point numbers of less than 32 bits are taken in float32: copies of operands and result.
+
+    What is computed from other values is widened as it is made, and is stored so instead.
+    """
+
+    def widened(value: Value | np.ndarray, size: float) -> float:
+        if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize >= 4:
+            return 0.0
+        return size * 4 / value.dtype.itemsize
+
+    equation = shards.equation
+    copies = [widened(value, size) for value, size in zip(equation.inputs, shards.operands, strict=True)]
+    inside = [isinstance(value, Value) and not value.from_outside for value in equation.inputs]
+    instead = (size for size, copy, made in zip(shards.operands, copies, inside, strict=True) if made and copy)
+    return sum(copies) - sum(instead) + widened(equation.outputs[0], shards.whole)
+
+
+def _groups_apart(shards: ShardBytes) -> float:
+    """Of a `ragged_dot`: the tokens once per group, zeros where they belong to another."""
+    equation = shards.equation
+    groups = equation.inputs[2].shape[-1]
+    return shards.operands[0] * groups
+
+
+WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
+    "cpu": {
+        "cholesky": copied,
+        "dot_general": _widened_product,
+        "eig": copied_and_results,
+        "eigh": copied,
+        "geqp3": copied,
+        "geqrf": copied,
+        "hessenberg": copied,
+        "householder_product": copied,
+        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled),
+        "lu": copied,
+        "lu_pivots_to_permutation": lambda shards: 2 * shards.whole,
+        "ormqr": lambda shards: copied(shards) + copied(shards, -1),
+        "qr": _orthogonal_factors,
+        "ragged_dot_general": _groups_apart,
+        "random_bits": _threefry_bits,
+        "random_fold_in": lambda shards: 4.5 * shards.whole,
+        "random_split": _threefry_keys,
+        **dict.fromkeys(
+            ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _batched_updates
+        ),
+        "schur": _schur_vectors,
+        "svd": _singular_vectors,
+        "threefry2x32": all_results,
+        "triangular_solve": all_copied,
+        "tridiagonal": copied,
+        "tridiagonal_solve": all_copied,
+    },
+}

@@ -1,0 +1,66 @@
+"""Products: operands that XLA copies in another order for them, and products of a matrix and a vector.
+
+XLA's CPU backend copies operands whose dims it wants in another order. Source: the heaps of compiled CPU programs.
+`tests/end_to_end/test_what_xla_does.py` compiles models for CPU, and `tests/model/test_lifetimes.py` has products of
+all orders by hand.
+
+XLA for TPU multiplies a matrix and a vector elementwise, and sums that up. Its matrix unit has no part in that, so the
+matrix is read as it is, neither rounded nor kept in the chip. Source: the cycles that libtpu notes on such products.
+`tests/mesh/test_targets.py` compiles some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.model.equations import is_kernel_gradient, is_matrix_product
+from autoshard.model.groups import FactorDims, Group, Use
+
+
+@dataclass(frozen=True)
+class VectorProducts:
+    """How fast a product of a matrix and a vector goes over the matrix, where it is made elementwise."""
+
+    bandwidth_share: Mapping[int, float] = field(default_factory=dict)  # bytes per element -> share of that of memory
+
+    def bytes_read(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """Bytes that memory reads in the time of the product, per strategy; 0 where it is no product with a vector.
+
+        Args:
+            group: what is computed.
+            pieces: factor -> into how many pieces each strategy splits it.
+        """
+        (first, *_) = group.equations
+        if not self.bandwidth_share or not is_matrix_product(first):
+            return 0.0
+        share = self.bandwidth_share.get(first.inputs[0].dtype.itemsize)
+        if share is None:
+            return 0.0
+        left, right = group.operands[first.index]
+        sizes = {factor: group.sizes[factor] / pieces[factor] for factor in _factors(left) | _factors(right)}
+        rows, columns = (
+            math.prod((sizes[factor] for factor in own - other), start=np.ones(1))
+            for own, other in ((_factors(left), _factors(right)), (_factors(right), _factors(left)))
+        )
+        read = math.prod(sizes.values(), start=np.ones(1)) * first.inputs[0].dtype.itemsize
+        return np.where((rows <= 1) | (columns <= 1), read / share, 0.0)
+
+
+def _factors(dims: FactorDims) -> set[int]:
+    return {factor for dim in dims for factor in dim}
+
+
+def transposes(use: Use) -> bool:
+    """Whether XLA's CPU backend makes a transposed copy of this operand; it reads matrices either way round."""
+    if is_kernel_gradient(use.equation):
+        return use.operand == 0
+    if not is_matrix_product(use.equation) or len(use.value.shape) <= 2:
+        return False
+    contracted, batched = (sides[use.operand] for sides in use.equation.params["dimension_numbers"])
+    kept = [dim for dim in range(len(use.value.shape)) if dim not in (*contracted, *batched)]
+    wanted = (*batched, *kept, *contracted) if use.operand == 0 else (*batched, *contracted, *kept)
+    return list(wanted) != sorted(wanted)

@@ -1,0 +1,200 @@
+"""The compiled program against the memory limit: planned again where it is over, and compiled once where it is not."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from oracles import mesh_of, v5e
+
+from autoshard import Plan, autoshard, planning
+from autoshard.compiled.memory_check import REPLANS, MemoryWarning, within_limit
+
+SHAPE = {"x": 4, "y": 2}
+MESH = mesh_of(SHAPE)
+MACHINE = v5e(SHAPE)  # the fastest plan splits little and holds much
+WEIGHTS = {"down": np.ones((512, 256), np.float32), "up": np.ones((256, 512), np.float32)}
+BATCH = np.ones((64, 256), np.float32)
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def step(weights, batch):
+    def loss_of(weights):
+        return jnp.mean((jnp.tanh(batch @ weights["up"]) @ weights["down"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+
+def decorated(**options):
+    return autoshard(step, mesh=MESH, topology=MACHINE, donate_argnums=0, **options)
+
+
+def state():
+    return jax.tree.map(jnp.array, WEIGHTS)
+
+
+@pytest.fixture
+def compilations():
+    """How often XLA compiled since it was last emptied."""
+    seen = []
+
+    def listen(event, *_, **__):
+        if event == COMPILED:
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def blind(monkeypatch):
+    """The planner takes every peak for a share of what it is: `blind(0.3)`."""
+
+    def make(share):
+        honest = planning.formulated
+
+        def formulated(*args):
+            formulation = honest(*args)
+            lives = tuple(replace(live, usage=live.usage * share) for live in formulation.problem.lives)
+            return replace(formulation, problem=replace(formulation.problem, lives=lives, checked=True))
+
+        monkeypatch.setattr(planning, "formulated", formulated)
+
+    return make
+
+
+def fastest_peak():
+    """Bytes of the fastest plan, as compiled."""
+    return decorated().plan(WEIGHTS, BATCH).verify().actual_peak
+
+
+def test_a_wrong_prediction_is_found_and_planned_around(blind):
+    limit = 0.6 * fastest_peak()
+    blind(0.3)
+    made = decorated(memory=limit).plan(WEIGHTS, BATCH)
+    assert made.compiled_peak <= limit and made.verify().actual_peak == made.compiled_peak
+    assert made.memory == limit and made.status == "feasible" and made.bound <= made.cost
+    assert "memory: the first plan holds" in str(made) and "planned again" in str(made)
+
+
+def test_without_the_check_the_limit_is_broken(blind, monkeypatch):
+    limit = 0.6 * fastest_peak()
+    blind(0.3)
+    monkeypatch.setattr(planning, "within_limit", lambda plan, *_: plan)
+    assert decorated(memory=limit).plan(WEIGHTS, BATCH).verify().actual_peak > limit
+
+
+def test_what_cannot_be_mended_is_said_with_its_numbers(blind):
+    blind(0.01)
+    with pytest.warns(MemoryWarning, match=r"by XLA's account this plan holds .* where 1.0 KiB are allowed"):
+        made = autoshard(jnp.tanh, mesh=MESH, memory="1KiB").plan(BATCH)
+    assert made.compiled_peak == 2 * BATCH.nbytes // 8 and "memory='1MiB'" in made.warnings[-1]
+
+
+def test_the_program_that_was_checked_is_the_one_that_runs(compilations):
+    for options in ({}, {"memory": "8MiB"}):
+        run = decorated(**options)
+        made = run.plan(WEIGHTS, BATCH)
+        assert (made.compiled_peak is None) == (not options)
+        placed = jax.device_put((state(), BATCH), made.in_shardings)
+        before = len(compilations)
+        run(*placed)
+        assert len(compilations) - before == (not options)
+        (planned,) = set(run._compiled.values())
+        assert planned.is_checked and planned.plan.compiled_peak is not None
+
+
+def test_a_call_is_planned_again_too(blind):
+    limit = 0.6 * fastest_peak()
+    want = jax.jit(step)(WEIGHTS, BATCH)
+    blind(0.3)
+    run = autoshard(step, mesh=MESH, topology=replace(MACHINE, memory_bytes=limit), donate_argnums=0)
+    got = run(state(), BATCH)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5), got, want)
+    assert run.plan(WEIGHTS, BATCH).compiled_peak <= limit
+
+
+def test_a_given_plan_is_run_as_it_is(blind):
+    limit = 0.6 * fastest_peak()
+    fast = decorated().plan(WEIGHTS, BATCH)
+    run = decorated(plan=Plan.loads(fast.dumps(), MESH), memory=limit)
+    with pytest.warns(MemoryWarning):
+        run(state(), BATCH)
+    assert run.plan(WEIGHTS, BATCH).in_shardings == fast.in_shardings
+
+
+def test_plans_without_devices_are_not_compiled(compilations):
+    abstract = AbstractMesh(tuple(SHAPE.values()), tuple(SHAPE))
+    before = len(compilations)
+    made = autoshard(step, mesh=abstract, topology=MACHINE, memory="8MiB").plan(WEIGHTS, BATCH)
+    assert made.compiled_peak is None and len(compilations) == before
+
+
+def test_a_kept_plan_has_been_checked(tmp_path, compilations):
+    first = decorated(memory="8MiB", cache=tmp_path).plan(WEIGHTS, BATCH)
+    before = len(compilations)
+    second = decorated(memory="8MiB", cache=tmp_path).plan(WEIGHTS, BATCH)
+    assert second.compiled_peak == first.compiled_peak is not None and len(compilations) == before
+    assert json.loads(first.dumps())["compiled_peak"] == first.compiled_peak
+
+
+class Compiled:
+    """What `peak_bytes` asks of a compiled program, for CPU."""
+
+    input_shardings = output_shardings = ()
+
+    def __init__(self, peak):
+        self.peak = peak
+
+    def memory_analysis(self):
+        sizes = dict.fromkeys(("argument", "output", "alias"), 0) | {"temp": self.peak}
+        return type("Sizes", (), {f"{name}_size_in_bytes": size for name, size in sizes.items()})()
+
+
+def tried(true_peak, limit=100.0, refused=lambda plan: None):
+    """The predicted peaks of the plans that are tried, and the one that is kept, if `true_peak` is of a prediction."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = autoshard(step, mesh=MESH, topology=MACHINE).plan(WEIGHTS, BATCH)
+    seen = []
+
+    def of(peak):
+        return replace(first, predicted=replace(first.predicted, peak_bytes=int(peak)))
+
+    def compiled(plan):
+        seen.append(plan.predicted.peak_bytes)
+        refused(plan)
+        return Compiled(true_peak(plan.predicted.peak_bytes))
+
+    return seen, within_limit(of(80), limit, compiled, of)
+
+
+def test_what_is_tried_after_a_miss():
+    seen, kept = tried(lambda predicted: predicted)
+    assert seen == [80] and kept.compiled_peak == 80 and not kept.warnings
+    seen, kept = tried(lambda predicted: 1.5 * predicted)  # off by a factor
+    assert seen == [80, 66] and kept.predicted.peak_bytes == 66 and kept.compiled_peak == 99
+    seen, kept = tried(lambda predicted: predicted + 60)  # off by an amount
+    assert seen == [80, 57, 40] and kept.compiled_peak == 100
+    seen, kept = tried(lambda predicted: 300 - predicted / 10)  # nothing helps
+    assert len(seen) == 1 + REPLANS and kept.compiled_peak > 100 and "don't fit, either" in kept.warnings[-1]
+
+
+def test_compilers_that_run_out_of_memory_or_refuse():
+    def out_of_memory(plan):
+        if plan.predicted.peak_bytes > 60:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: XLA ran out of memory")
+
+    def refuse(plan):
+        raise NotImplementedError("no lowering rule")
+
+    seen, kept = tried(lambda predicted: predicted, refused=out_of_memory)
+    assert seen == [80, 56] and "more than the compiler may use" in kept.warnings[-1]
+    seen, kept = tried(lambda predicted: predicted, refused=refuse)
+    assert seen == [80] and kept.compiled_peak is None and not kept.warnings
