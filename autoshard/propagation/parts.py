@@ -7,6 +7,7 @@ of the step; `Part.dims` says which dims of the step those of the value are.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,8 @@ Makers = Mapping[int, Equation]
 
 def parts_of(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     """What each result of an equation is inside a stencil; empty if it is no part of one."""
+    if not all(math.prod(made.shape) and made.shape for made in equation.outputs):
+        return []
     found = _PARTS.get(equation.primitive)
     if found is not None:
         return found(equation, known, makers)

@@ -139,7 +139,7 @@ def _stencil(end: Part, made: Value, find: _Find) -> Equation | None:
         key = operand.id if isinstance(operand, Value) else -1 - id(operand), reads
         if key not in refs:
             one = find(operand, reader.equation)
-            if one is not None and len(refs) <= _MOST_STEPS and (one.part.kind == "fill" or one.part.dims == reads):
+            if one is not None and len(refs) <= _MOST_STEPS and _fits(one.part, reads, rank):
                 refs[key] = add(replace(one.part, shape=_filled(one.part, reads, rank), dims=reads))
             else:
                 sources.append(operand)
@@ -167,6 +167,11 @@ def _stencil(end: Part, made: Value, find: _Find) -> Equation | None:
     output = next(i for i, value in enumerate(end.equation.outputs) if value is made)
     params = {"steps": tuple(steps), "dims": tuple(dims), "output": output}
     return replace(end.equation, primitive=STENCIL, params=params, inputs=tuple(sources), outputs=(made,))
+
+
+def _fits(part: Part, reads: tuple[int | None, ...], rank: int) -> bool:
+    """Whether a part can be a step of this rank, of which its value has these dims."""
+    return part.kind == "fill" or (part.dims == reads and len(part.shape) == rank)
 
 
 def _filled(part: Part, reads: tuple[int | None, ...], rank: int) -> tuple[int, ...]:
