@@ -234,7 +234,12 @@ class Emitter:
             return self.custom(eqn, implementation, operands, path)
         equation = self.equations.get(path)
         if equation is not None and equation.primitive == STENCIL:
-            return self.stencil(eqn, equation, operands)
+            (ended,) = self.stencil(eqn, equation, operands)
+            if len(eqn.outvars) == 1:
+                return [ended]
+            others = run(eqn, [entry.array for entry in operands])  # other pieces of a split are inside stencils
+            made = [ShardedArray(array, made_by=(eqn, operands)) for array in others]
+            return [ended if i == equation.params["output"] else one for i, one in enumerate(made)]
         if name in CONSTRAINTS:
             array = self.read(operands[0], equation, 0)
             return self.outputs(equation, [self.constrained_to(array, said(eqn.params))])

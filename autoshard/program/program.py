@@ -179,7 +179,7 @@ class Program:
             if equation.index not in inner or any(made.id in read for made in equation.outputs):
                 kept.append(equation)
                 read |= {x.id for x in equation.inputs if isinstance(x, Value)}
-        paths = frozenset(equations[i].path for i in inner)
+        paths = frozenset(equations[i].path for i in inner) | self.inner
         return replace(self, equations=renumbered(kept[::-1], len(equations)), inner=paths)
 
     @property

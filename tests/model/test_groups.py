@@ -157,7 +157,7 @@ def assert_grouped(program: Program, groups: list[Group]) -> None:
                     dims[group, value.id].add(of)
                 for size, factors in zip(value.shape, of, strict=True):
                     assert all(group.sizes[factor] > 1 for factor in factors)
-                    if factors and group.splittable.issuperset(factors):
+                    if factors and (group.splittable - group.windows).issuperset(factors):
                         assert math.prod(group.sizes[factor] for factor in factors) == size
     for group in groups:
         inside = {output.id for equation in group.equations for output in equation.outputs}
