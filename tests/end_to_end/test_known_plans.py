@@ -153,8 +153,9 @@ def test_less_memory_shards_optimizer_state_then_gradients_then_parameters():
     states, gradients, parameters = zip(*found, strict=True)
     assert all(state >= parameter for state, parameter in zip(states, parameters, strict=True))
     assert list(states) == sorted(states) and list(gradients) == sorted(gradients)
-    assert states[1] > 0.5 and parameters[1] < 0.2  # optimizer state, hardly a parameter
-    # All gradients are scattered. A parameter may be, too: to gather it costs the same before and after the update.
+    assert states[1] > 0.5 and gradients[1] < 1  # optimizer state
+    # All gradients are scattered. A parameter may be split, too: to gather it costs the same before and after the
+    # update, and of plans that cost the same the leaner one is taken.
     assert gradients[2] == pytest.approx(1) and parameters[2] < parameters[3]
     # Then parameters, all but the one that is whole at the peak anyway, gathered or not.
     assert parameters[3] == pytest.approx(7 / 8 * (layers - 1) / layers)
