@@ -5,8 +5,8 @@ XLA's CPU backend copies operands whose dims it wants in another order. Source: 
 all orders by hand.
 
 XLA for TPU multiplies a matrix and a vector elementwise, and sums that up. Its matrix unit has no part in that, so the
-matrix is read as it is, neither rounded nor kept in the chip. Source: the cycles that libtpu notes on such products.
-`tests/mesh/test_targets.py` compiles some.
+matrix is read as it is, neither rounded nor kept in the chip. A batch of such products goes to the matrix unit. Source:
+the cycles that libtpu notes on such products. `tests/mesh/test_targets.py` compiles some.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ class VectorProducts:
         share = self.bandwidth_share[first.inputs[0].dtype.itemsize]
         left, right = group.operands[first.index]
         sizes = {factor: group.sizes[factor] / pieces[factor] for factor in _factors(left) | _factors(right)}
-        rows, columns = (
-            math.prod((sizes[factor] for factor in own - other), start=np.ones(1))
-            for own, other in ((_factors(left), _factors(right)), (_factors(right), _factors(left)))
+        (made,) = group.results[first.index]
+        first_own, second_own = _factors(left) - _factors(right), _factors(right) - _factors(left)
+        sides = first_own, second_own, _factors(left) & _factors(right) & _factors(made)
+        rows, columns, batch = (
+            math.prod((sizes[factor] for factor in side & sizes.keys()), start=np.ones(1)) for side in sides
         )
         read = math.prod(sizes.values(), start=np.ones(1)) * first.inputs[0].dtype.itemsize
-        return np.where((rows <= 1) | (columns <= 1), read / share, 0.0)
+        return np.where(((rows <= 1) | (columns <= 1)) & (batch <= 1), read / share, 0.0)
 
 
 def _factors(dims: FactorDims) -> set[int]:

@@ -23,6 +23,7 @@ from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.products import VectorProducts
 from autoshard.model.xla.rounding import Widths, widths_of
 from autoshard.program import Value
 from autoshard.propagation import rules_for
@@ -704,3 +705,17 @@ def test_a_product_with_a_vector_goes_over_the_matrix(dtype, share, layout, rows
     found = priced.strategies.index(next(one for one in priced.strategies if one.wants == (layout, ((), ()))))
     elementwise = 64 * 256 * operands[0].dtype.itemsize / share * 1e-9
     assert (priced.seconds[found].compute == pytest.approx(elementwise)) == (rows == 1)
+
+
+def test_a_batch_of_products_with_vectors_is_not_elementwise():
+    """Where a device has one of the batch left, it is one such product."""
+    program = traced(lambda x, w: jnp.einsum("bk,bkn->bn", x, w), f32(4, 64), f32(4, 64, 256))
+    (group,) = groups_of(program, rules_for(program), V5E)
+    priced = Prices(LINE, TOPOLOGY, backend=V5E).group(group)
+    plain = Prices(LINE, TOPOLOGY, backend=replace(V5E, vector_products=VectorProducts())).group(group)
+    dearer = {
+        strategy.leaves: ours.compute > theirs.compute
+        for strategy, ours, theirs in zip(priced.strategies, priced.seconds, plain.seconds, strict=True)
+        if not strategy.finishes
+    }
+    assert dearer[(((), ()),)] is False and dearer[((("x",), ()),)] is True
