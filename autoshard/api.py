@@ -39,6 +39,7 @@ def autoshard(
     cache: str | Path | None = None,
     refine: int = 1,
     ignore_constraints: bool = False,
+    trips: int | Mapping[str, int] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> ShardedFunction[Parameters, Result]: ...
@@ -56,6 +57,7 @@ def autoshard(
     cache: str | Path | None = None,
     refine: int = 1,
     ignore_constraints: bool = False,
+    trips: int | Mapping[str, int] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
@@ -72,6 +74,7 @@ def autoshard(
     cache: str | Path | None = None,
     refine: int = 1,
     ignore_constraints: bool = False,
+    trips: int | Mapping[str, int] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -93,9 +96,12 @@ def autoshard(
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
         memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
-            predicted to fill at most 85% of it, on GPU 70%, since predictions can be off.
+            predicted to fill at most 85% of it, on GPU 70%, since predictions can be off. Before a step runs, XLA's
+            figure for its compiled program is held against the limit; where that is over, the step is planned again.
+            If `memory` is given, `.plan` compiles the step for this as well, on a mesh that has devices.
         topology: what the machine costs, or the name of a preset; guessed from the mesh by default.
-        fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``.
+        fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``. Large
+            arrays that the step closes over are among them, by the names they have in its code.
         time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
         cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
             machine and options, by this or another process. What is not readable there is ignored with a warning.
@@ -104,6 +110,9 @@ def autoshard(
             `refine` more searches and as many compilations.
         ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
             `reshard`, `out_sharding=`, and the types of its arguments in explicit mode.
+        trips: how often loops of unknown length turn, each `while` whose condition does not tell: a number for all, or
+            numbers by line, by the function that the loop stands in, or by a glob of these
+            (``{"solver.py:41": 64, "integrate*": 200}``). A guess by default, which the plan names.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -124,6 +133,7 @@ def autoshard(
         cache=cache,
         refine=refine,
         ignore_constraints=ignore_constraints,
+        trips=trips,
     )
     check_jit_keywords(jit_keywords)
     if plan is not None:
@@ -147,6 +157,7 @@ def plan(
     cache: str | Path | None = None,
     refine: int = 1,
     ignore_constraints: bool = False,
+    trips: int | Mapping[str, int] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -172,6 +183,7 @@ def plan(
         "fixed": fixed,
         "time_limit": time_limit,
         "cache": cache,
+        "trips": trips,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
@@ -186,6 +198,7 @@ def evaluate(
     memory: str | float | None = None,
     topology: Topology | str | None = None,
     ignore_constraints: bool = False,
+    trips: int | Mapping[str, int] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -199,6 +212,7 @@ def evaluate(
             mode says.
         out_shardings: the same for the result. A result that takes an argument's place lies as that argument.
         ignore_constraints: as for `autoshard`.
+        trips: as for `autoshard`.
         kwargs: keyword arguments of `fn`; they are kept whole.
 
     Returns:
@@ -207,7 +221,7 @@ def evaluate(
     Raises:
         MeshError: a sharding does not fit its array or the mesh.
     """
-    options = options_of(mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints)
+    options = options_of(mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints, trips=trips)
     check_jit_keywords(jit_keywords)
     program = ShardedFunction(fn, options=options, jit_keywords=jit_keywords).trace(*args, **(kwargs or {}))
     mesh_shape = dict(options.mesh.shape)

@@ -53,6 +53,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         options.time_limit,
         options.refine,
         options.ignore_constraints,
+        sorted(options.trips.items()),
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()

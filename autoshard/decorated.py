@@ -33,6 +33,7 @@ from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, pla
 from autoshard.program import Program, context, named_refusal, trace
 from autoshard.program.explicit import is_explicit, type_sharding
 from autoshard.program.signature import Arguments, ArgumentSelection, join
+from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
@@ -287,8 +288,14 @@ class ShardedFunction(Generic[Parameters, Result]):
             try:
                 with jax.sharding.use_abstract_mesh(mesh):
                     leaves = list(map(abstract, tried))
-                    how = {"leaves": leaves, "obey": obey, "merges": self._merges, **self._trace_keywords}
-                    program = trace(self._fn, args, kwargs, **how)
+                    how: dict[str, Any] = {
+                        "leaves": leaves,
+                        "obey": obey,
+                        "merges": self._merges,
+                        "has_rule": has_rule,
+                        "trips": self._options.trips,
+                    }
+                    program = trace(self._fn, args, kwargs, **how, **self._trace_keywords)
                     return with_stencils(program) if self._merges else program, tried
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)

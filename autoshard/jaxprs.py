@@ -111,6 +111,34 @@ def _expanded(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
 
 
+def implementation_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr of what a primitive's own `def_impl` computes; None if that is not written in JAX's primitives."""
+
+    def implemented(*operands: Any) -> Any:
+        return jax.tree.leaves(eqn.primitive.impl(*operands, **eqn.params))
+
+    if eqn.effects or not all(is_array(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
+        return None
+    try:
+        found = jax.make_jaxpr(implemented)(*(atom.aval for atom in eqn.invars))
+    except Exception:  # whatever the implementation does with tracers
+        return None
+    same = [_kind(var.aval) for var in eqn.outvars] == [_kind(aval) for aval in found.out_avals]
+    return found if same and not _binds(found.jaxpr, eqn.primitive) else None
+
+
+def _kind(aval: Any) -> tuple[tuple[int, ...], Any]:
+    return aval.shape, aval.dtype
+
+
+def _binds(jaxpr: Jaxpr, primitive: Any) -> bool:
+    """Whether a primitive is bound somewhere in a jaxpr, as all of JAX's are by their own implementations."""
+    inner = [core.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns]
+    return any(eqn.primitive is primitive for eqn in jaxpr.eqns) or any(
+        _binds(one, primitive) for several in inner for one in several
+    )
+
+
 @functools.lru_cache(maxsize=256)
 def _rejection_sampler(primitive: Any, avals: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
     """The loops that JAX lowers a sampler to; None if it does not say how."""

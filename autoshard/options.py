@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Options:
     refine: int = 1  # how many plans are compiled, to keep the best; 1: none is
     compiled_for: Mesh | None = None  # for which devices: those of the mesh, or of a machine that need not be there
     ignore_constraints: bool = False  # whether what the step itself says of layouts is dropped
+    trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
 
@@ -53,6 +54,7 @@ def options_of(
     cache: Any = None,
     refine: Any = 1,
     ignore_constraints: Any = False,
+    trips: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -101,9 +103,26 @@ def options_of(
         refine,
         compiled_for,
         ignore_constraints,
+        _turns(trips),
         given_mesh,
         memory is not None,
     )
+
+
+def _turns(trips: Any) -> dict[str, int]:
+    """How often loops of unknown length turn, by where they stand; one number is for all.
+
+    >>> _turns(64), _turns({"solver.py:41": 8}), _turns(None)
+    ({'*': 64}, {'solver.py:41': 8}, {})
+    """
+    said = trips if isinstance(trips, Mapping) else {} if trips is None else {"*": trips}
+    for place, turns in said.items():
+        if not isinstance(place, str) or isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+            raise ArgumentError(
+                f"trips={trips!r}: a number of turns is needed, 1 or more, or a dict from where loops stand to such "
+                "numbers, as in trips={'solver.py:41': 64} or trips={'integrate': 64}"
+            )
+    return dict(said)
 
 
 def _devices(mesh: Mesh | AbstractMesh, machine: str | None) -> Mesh:

@@ -212,7 +212,18 @@ def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
 
 def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
-    return *_unused_axes(formulation.program, mesh), *formulation.prices.backend.remarks
+    program = formulation.program
+    return *_unused_axes(program, mesh), *_guessed_loops(program), *formulation.prices.backend.remarks
+
+
+def _guessed_loops(program: Program) -> tuple[str, ...]:
+    """A remark for every line of loops of which nobody says how often they turn."""
+    guessed = {loop.source: loop.turns for loop in program.loops if loop.how == "guessed"}
+    return tuple(
+        f"the loop at {source or 'unknown line'} is taken to turn {turns} times, which is a guess: "
+        f"trips={{'{source or '*'}': ...}} says how often."
+        for source, turns in guessed.items()
+    )
 
 
 def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:

@@ -177,7 +177,7 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("sort", Work.SORT, overwrites=True),
     **_rows("top_k", Work.TOP_K, runs_on_shards=True),
     # stencils.py
-    **_rows("stencil", Work.NONE, is_loop=True, slices=True),
+    **_rows("stencil", Work.NONE, is_loop=True),
     # windows.py
     **_rows("conv_general_dilated", Work.CONTRACTION),
     **_rows(

@@ -311,3 +311,27 @@ def test_placed_arrays_live_no_longer_than_the_step():
     del step, compiled
     gc.collect()
     assert placed() is None
+
+
+def kinds_of_arrays():
+    keys = jax.random.split(jax.random.key(0), 16384)
+    on_host = jax.device_put(A, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    rows = np.repeat(B, 2, axis=0)[::2]
+    return {
+        "keys": lambda x: jax.vmap(jax.random.normal)(keys)[:64, None] + x,
+        "on the host": lambda x: x @ jax.device_put(on_host, jax.memory.Space.Device),
+        "strided": lambda x: x @ rows,
+    }
+
+
+@pytest.mark.parametrize("kind", kinds_of_arrays())
+def test_arrays_of_any_kind(kind):
+    fn = kinds_of_arrays()[kind]
+    step = autoshard(fn, mesh=MESH)
+    assert len(step.plan(X).captured) == 1
+    check_equal(step(X), jax.jit(fn)(X))
+
+
+def test_a_decorated_step_inside_of_another():
+    inside = autoshard(lambda x: x @ A, mesh=MESH)
+    check_equal(autoshard(lambda x: inside(x) * 2, mesh=MESH)(X), X @ A * 2)

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh
 from oracles import mesh_of, v5e
 
-from autoshard import Plan, autoshard, planning
-from autoshard.compiled.memory_check import REPLANS, MemoryWarning, within_limit
+from autoshard import MemoryLimitError, MemoryWarning, Plan, autoshard, planning
+from autoshard.compiled.memory_check import REPLANS, within_limit
+from autoshard.options import bytes_of
 
 SHAPE = {"x": 4, "y": 2}
 MESH = mesh_of(SHAPE)
@@ -142,6 +143,31 @@ def test_a_kept_plan_has_been_checked(tmp_path, compilations):
     second = decorated(memory="8MiB", cache=tmp_path).plan(WEIGHTS, BATCH)
     assert second.compiled_peak == first.compiled_peak is not None and len(compilations) == before
     assert json.loads(first.dumps())["compiled_peak"] == first.compiled_peak
+
+
+LARGE_INSIDE = {  # what holds much while it runs, and a limit that a whole copy of its operand would break
+    "top_k": (lambda x: jax.lax.top_k(x, 8)[0], (2048, 512), "3MiB"),
+    "gamma": (lambda x: jax.random.gamma(jax.random.key(0), x), (512, 512), "1.5MiB"),
+    "svd": (lambda x: jnp.linalg.svd(x)[0], (64, 64, 64), "700KiB"),
+    "grouped convolution": (
+        lambda x: jax.lax.conv_general_dilated(x, x[:, :16, :3], (1,), "SAME", feature_group_count=8),
+        (64, 128, 128),
+        "2MiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_INSIDE)
+def test_no_plan_is_silently_over_its_limit(name):
+    fn, shape, limit = LARGE_INSIDE[name]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            made = autoshard(fn, mesh=mesh_of({"x": 8}), memory=limit).plan(jax.ShapeDtypeStruct(shape, np.float32))
+        except MemoryLimitError:
+            return
+    is_over = made.verify().actual_peak > bytes_of(limit)
+    assert is_over == any(issubclass(one.category, MemoryWarning) for one in said)
 
 
 class Compiled:

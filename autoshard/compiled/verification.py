@@ -259,11 +259,13 @@ def as_all_reduces(collectives: Iterable[Collective], mesh: MeshShape) -> list[C
 
 def _named(one: Collective, program: Program) -> Collective:
     """With what asks for it in the words of the program, as far as XLA has kept track of it."""
-    index = equation_of(one.why)
-    if index is not None:
-        name = program.equations[index].primitive
-        return replace(one, why=f"operand or result of {name}" if one.why.endswith("sharding_constraint") else name)
-    return replace(one, why=_argument_of(one.why, program) or one.why)
+    index, argument = equation_of(one.why), _argument_of(one.why, program)
+    if index is None:
+        return replace(one, why=argument or one.why)
+    name = program.equations[index].primitive
+    if argument is not None:
+        return replace(one, why=f"{argument} for {name}")
+    return replace(one, why=f"operand or result of {name}" if one.why.endswith("sharding_constraint") else name)
 
 
 def _argument_of(name: str, program: Program) -> str | None:

@@ -6,7 +6,6 @@ plan decided. `scan`, `while`, `cond`, `jax.checkpoint` and custom derivatives s
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -41,11 +41,12 @@ from autoshard.jaxprs import (
 from autoshard.layout import Layout, spec_of
 from autoshard.lower.constraints import constraints_of
 from autoshard.lower.halos import run_stencil
+from autoshard.lower.names import first_readers, named_after, named_as
 from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.mesh.resharding import stops
 from autoshard.plans.annotations import Annotations
-from autoshard.program import Equation, Program
+from autoshard.program import Equation, Program, Value
 from autoshard.program.explicit import open_axes, type_sharding
 from autoshard.propagation.moves import Step
 from autoshard.propagation.rules.stencils import STENCIL
@@ -85,6 +86,7 @@ class Emitter:
         self.program, self.annotations, self.mesh, self.wanted = program, annotations, mesh, results
         self.equations: Mapping[tuple, Equation] = {equation.path: equation for equation in program.equations}
         self.constraints = constraints_of(program, annotations)
+        self.first_readers = first_readers(program, annotations)
 
     def run(self, *arguments: Any) -> list:
         # The caller may have set another mesh, even of another size: no mesh is set first, then that of the plan.
@@ -104,7 +106,14 @@ class Emitter:
         made = self.body(closed, env, ())
         if self.wanted is None:
             return [entry.array for entry in made]
-        return [self.at_last_stop(x.array, x.layout, want) for x, want in zip(made, self.wanted, strict=True)]
+        return list(map(self.result, self.program.results, made, self.wanted))
+
+    def result(self, value: Value | np.ndarray, entry: ShardedArray, want: Layout) -> Any:
+        """A result in its layout. If it is not made so, a constraint says whose it is; XLA names nothing otherwise."""
+        if not entry.layout or entry.layout == want:
+            return entry.array
+        with named_after(self.program.makers.get(value.id) if isinstance(value, Value) else None):
+            return self.resharded(entry.array, entry.layout, want)
 
     # Arrays and their shardings.
 
@@ -149,8 +158,10 @@ class Emitter:
         )
         array = self.resharded(self.constrained(array, made_in), made_in, pin)
         copy_layout = self.annotations.copies.get(value)
-        copy = None if copy_layout is None else self.resharded(array, home, copy_layout)
-        return ShardedArray(array, home, copy, copy_layout)
+        if copy_layout is None:
+            return ShardedArray(array, home)
+        with named_after(self.first_readers.get(value)):
+            return ShardedArray(array, home, self.resharded(array, home, copy_layout), copy_layout)
 
     def read(self, entry: ShardedArray, equation: Equation | None, operand: int) -> Any:
         """The array as this operand wants it."""
@@ -205,8 +216,7 @@ class Emitter:
         return self.body(closed, env, path)
 
     def equation(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
-        scope = _scope(eqn, self.equations.get(path))
-        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+        with named_as(eqn, self.equations.get(path)):
             return self.emitted(eqn, operands, path)
 
     def emitted(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
@@ -220,9 +230,16 @@ class Emitter:
         special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if special is not None:
             return special(eqn, operands, path)
+        if (implementation := self.program.implementations.get(path)) is not None:
+            return self.custom(eqn, implementation, operands, path)
         equation = self.equations.get(path)
         if equation is not None and equation.primitive == STENCIL:
-            return self.stencil(eqn, equation, operands)
+            (ended,) = self.stencil(eqn, equation, operands)
+            if len(eqn.outvars) == 1:
+                return [ended]
+            others = run(eqn, [entry.array for entry in operands])  # other pieces of a split are inside stencils
+            made = [ShardedArray(array, made_by=(eqn, operands)) for array in others]
+            return [ended if i == equation.params["output"] else one for i, one in enumerate(made)]
         if name in CONSTRAINTS:
             array = self.read(operands[0], equation, 0)
             return self.outputs(equation, [self.constrained_to(array, said(eqn.params))])
@@ -351,12 +368,17 @@ class Emitter:
 
     def crossing(self, entry: ShardedArray, path: tuple, operand: int = 0) -> Any:
         """A value as a boundary equation wants it."""
-        return self.read(entry, self.equations.get(path), operand)
+        equation = self.equations.get(path)
+        with named_after(equation):
+            return self.read(entry, equation, operand)
 
     def entered(self, array: Any, path: tuple, output: int = 0) -> ShardedArray:
         """What a boundary equation makes of an array on the other side."""
         equation = self.equations.get(path)
-        return ShardedArray(array) if equation is None else self.sharded(equation.outputs[output].id, array)
+        if equation is None:
+            return ShardedArray(array)
+        with named_after(equation):
+            return self.sharded(equation.outputs[output].id, array)
 
     def scan(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
         params, (consts, carries) = eqn.params, scan_counts(eqn)
@@ -437,15 +459,6 @@ class Emitter:
             default = next((taken for names, taken in zip(platforms, branches, strict=True) if names is None), None)
             arrays = jax.lax.platform_dependent(default=default, **taken_on)
         return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
-
-
-def _scope(eqn: JaxprEqn, equation: Equation | None) -> str:
-    """What the operations of an equation are called in the compiled program: the user's names, line, and its index.
-
-    The emitted operations come from lines of this file; `compiled/collectives.py` reads the user's back from here.
-    """
-    names = str(eqn.source_info.name_stack)
-    return "/".join(filter(None, [names, None if equation is None else equation.label]))
 
 
 def _unfolded(

@@ -189,6 +189,9 @@ class _ShardWork:
     def updated(self, step: Step, places: Places, array: jax.Array, update: jax.Array) -> jax.Array:
         """Along whole dims the update is where it belongs, along others everywhere."""
         starts = [0 if place else start for place, start in zip(places, step.moves[0], strict=True)]
+        if not update.ndim:
+            pairs = zip(places, array.shape, step.moves[1], strict=True)
+            update = jnp.broadcast_to(update, [size if place else length for place, size, length in pairs])
         if step.kind == "put":
             return jax.lax.dynamic_update_slice(array, update, starts)
         sizes = zip(starts, array.shape, update.shape, strict=True)

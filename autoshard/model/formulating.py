@@ -453,12 +453,8 @@ class _Formulator:
         if not narrow:
             return ()
         reads = tuple(reader.group in narrow for reader in readers)
-
-        def apart(leaves: tuple[Layout, ...], *wants: tuple[Layout, ...]) -> tuple[tuple[Layout, Layout], ...]:
-            others = map(operator.not_, reads)
-            return copies_apart(leaves, list(itertools.compress(wants, reads)), list(itertools.compress(wants, others)))
-
-        return self.prices.memo.once(apart, leaves, *(reader.wants for reader in readers), of=reads)
+        wants = (reader.wants for reader in readers)
+        return self.prices.memo.once(lambda left, *wants: copies_apart(left, wants, reads), leaves, *wants, of=reads)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies

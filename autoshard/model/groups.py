@@ -178,6 +178,11 @@ class Group:
     def trips(self) -> int:
         return max(equation.trips for equation in self.equations)
 
+    @property
+    def guessed(self) -> int:
+        """Of the trips: turns of loops whose number a compiled program does not tell."""
+        return max(equation.guessed for equation in self.equations)
+
     def given_on(self, mesh: MeshShape) -> dict[int, tuple[str, ...]]:
         """Factor -> of the axes that the user says, those that split it evenly, in the order of the mesh."""
         return given_evenly(self.given, self.sizes, mesh)

@@ -157,10 +157,11 @@ class ChosenOptions:
         compute, communication, hidden = arrival + self.rounding() + self.resharded_memory(), 0.0, 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
-        def note(kind: str, axes: tuple[str, ...], size: int, runs: int, source, why: str) -> None:
-            tally = found[kind, axes, str(source or "unknown line"), why]
-            tally[0] += size * runs
-            tally[1] += runs
+        def note(kind: str, axes: tuple[str, ...], size: int, runs: int, turns: int, source, why: str) -> None:
+            """Counts runs; in loops whose turns no compiled program tells, those of one turn."""
+            tally = found[kind, axes, str(source or "unknown line"), why, turns > 1]
+            tally[0] += size * (runs // turns)
+            tally[1] += runs // turns
 
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
         reduced_sums, halos = set(), set()
@@ -177,14 +178,17 @@ class ChosenOptions:
                 reduced = group.equations[-1]
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
                 what = "results" if group.picks else "sums"
-                note(finish.kind, finish.axes, size, runs, reduced.source, f"partial {what} of {reduced.primitive}")
+                turns = group.guessed if runs == group.trips else 1
+                why = f"partial {what} of {reduced.primitive}"
+                note(finish.kind, finish.axes, size, runs, turns, reduced.source, why)
             for halo, size in zip(strategy.halos, self.prices.halo_bytes(group, strategy), strict=True):
                 reader, received = group.uses[halo.use].equation, (group.uses[halo.use].value.id, halo.axes, halo.rows)
                 want = strategy.wants[halo.use]
                 if (received, want) in halos:  # XLA merges equal collectives
                     continue
                 halos.add((received, want))
-                note("collective_permute", halo.axes, size, group.trips, reader.source, f"halo of {reader.primitive}")
+                why = f"halo of {reader.primitive}"
+                note("collective_permute", halo.axes, size, group.trips, group.guessed, reader.source, why)
         communication += self.unhoisted()
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
@@ -198,10 +202,10 @@ class ChosenOptions:
             smaller = f" in {8 * size} bits" if size < value.itemsize else ""
             for step in steps:
                 why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
-                note(step.kind, step.axes, step.bytes, value.trips, line, why)
+                note(step.kind, step.axes, step.bytes, value.trips, value.guessed, line, why)
         collectives = tuple(
-            Collective(kind, axes, size, count, source, why)
-            for (kind, axes, source, why), (size, count) in found.items()
+            Collective(kind, axes, size, count, source, why, is_per_turn)
+            for (kind, axes, source, why, is_per_turn), (size, count) in found.items()
         )
         peak = self.formulation.peak_bytes(self.choice)
         exposed = communication - min(hidden, compute)

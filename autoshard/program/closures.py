@@ -62,7 +62,7 @@ def _inside(path: _Path, one: Any) -> Iterator[tuple[_Path, Any]]:
         yield from (((name,), value) for name, value in _free_variables(one))
         yield from ((path, wrapped) for wrapped in [getattr(one, "__wrapped__", None)] if wrapped is not None)
     elif isinstance(one, dict):
-        yield from (((*path, str(key)), value) for key, value in one.items())
+        yield from (((*path, str(key)), value) for key, value in one.items() if isinstance(key, str | int))
     elif isinstance(one, list | tuple):
         yield from (((*path, str(i)), value) for i, value in enumerate(one))
     elif not isinstance(one, type | types.ModuleType | str | bytes | int | float | jax.core.Tracer):

@@ -42,6 +42,7 @@ from autoshard.jaxprs import ClosedJaxpr
 from autoshard.layout import Layout
 from autoshard.program.explicit import Types, open_axes
 from autoshard.program.trees import Tree
+from autoshard.program.turns import LoopLength
 from autoshard.program.user_code import Source
 
 dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
@@ -59,6 +60,7 @@ class Value:
     source: Source | None = None  # the line that made it, or that reads a closed-over array; None for arguments
     trips: int = 1  # how often per step it is made: the product of the loops around it
     on_host: bool = False  # whether it lies in the host's memory
+    guessed: int = 1  # of the trips: turns of loops whose number a compiled program does not tell
 
     @cached_property
     def itemsize(self) -> int:
@@ -86,6 +88,7 @@ class Equation:
     source: Source | None
     path: tuple  # where in the nested jaxprs it stands; `lower/` finds the equation by it
     trips: int = 1  # how often it runs per step: the product of the loops around it
+    guessed: int = 1  # as of values
     loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
 
     @property
@@ -119,6 +122,9 @@ class Program:
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    # The path of an equation of a primitive of the user's own -> what it computes, in JAX's primitives.
+    implementations: Mapping[tuple, ClosedJaxpr] = field(default_factory=dict, repr=False)
+    loops: tuple[LoopLength, ...] = ()  # of unknown length: how often each `while` is taken to turn
     apart: frozenset[tuple] = frozenset()  # paths of loops, branches and calls whose bodies JAX traces by themselves
     inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
@@ -173,7 +179,7 @@ class Program:
             if equation.index not in inner or any(made.id in read for made in equation.outputs):
                 kept.append(equation)
                 read |= {x.id for x in equation.inputs if isinstance(x, Value)}
-        paths = frozenset(equations[i].path for i in inner)
+        paths = frozenset(equations[i].path for i in inner) | self.inner
         return replace(self, equations=renumbered(kept[::-1], len(equations)), inner=paths)
 
     @property
@@ -266,7 +272,8 @@ def renumbered(kept: Sequence[Equation], before: int) -> tuple[Equation, ...]:
         loop = old.loop and (new[old.loop[0]], new[old.loop[1]])
         outputs, inputs = old.outputs, old.inputs
         index = new[old.index]
-        return Equation(index, old.primitive, old.params, inputs, outputs, old.source, old.path, old.trips, loop)
+        where = old.source, old.path, old.trips, old.guessed
+        return Equation(index, old.primitive, old.params, inputs, outputs, *where, loop)
 
     return tuple(map(moved, kept))
 

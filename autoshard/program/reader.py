@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from autoshard.jaxprs import (
     called_operands,
     equations_of,
     guards,
+    implementation_of,
     is_array,
     is_kernel,
     key_bytes,
@@ -32,6 +33,7 @@ from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
+from autoshard.program.turns import HAND_ON, UNKNOWN_TURNS, LoopLength, bounds, said_turns
 from autoshard.program.user_code import Source, source_of
 
 # Primitives that open into other equations, and those that are to be computed as often as they occur.
@@ -41,19 +43,32 @@ _NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan"
 class Reader:
     """One walk over a traced function's jaxpr."""
 
-    def __init__(self, closed: ClosedJaxpr, captured: Sequence[tuple[CapturedArray, str]] = (), *, merges: bool = True):
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        captured: Sequence[tuple[CapturedArray, str]] = (),
+        *,
+        merges: bool = True,
+        has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
+        trips: Mapping[str, int] | None = None,
+    ):
         """
         Args:
             captured: the arrays behind the last arguments, which the function closes over, and their names.
             merges: whether equations that compute the same become one.
+            has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
+            trips: line, function or glob of a loop of unknown length -> how often it turns.
         """
-        self.closed, self.captured, self.merges = closed, captured, merges
+        self.closed, self.captured, self.merges, self.has_rule = closed, captured, merges, has_rule
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
         self.merged: dict[tuple, int] = {}
         self.platforms: dict[tuple, tuple] = {}
+        self.implementations: dict[tuple, ClosedJaxpr] = {}
+        self.trips, self.loops = trips or {}, dict[tuple, LoopLength]()
+        self.numbers: dict[int, float] = {}  # values whose elements are all this number
         self.apart: set[tuple] = set()
 
     def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
@@ -62,7 +77,7 @@ class Reader:
         sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
         names += [name for _, name in self.captured]
         arguments = tuple(
-            self.value(var.aval, name=name, source=source)
+            self.value(var.aval, name=name, at=_Place((), 1, source))
             for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
         )
         own = arguments[: len(in_tree.paths)]
@@ -93,18 +108,22 @@ class Reader:
             guarded=frozenset(self.guarded),
             merged=self.merged,
             platforms=self.platforms,
+            implementations=self.implementations,
+            loops=tuple(self.loops.values()),
             apart=frozenset(self.apart),
         )
 
-    def value(self, aval, *, name: str = "", source: Source | None = None, trips: int = 1) -> Value:
+    def value(self, aval, *, name: str = "", at: _Place | None = None) -> Value:
         shape, dtype, is_on_host = kind_of(aval)
-        made = Value(len(self.values), shape, dtype, _bytes_of(aval), name, source, trips, is_on_host)
+        at = at or _Place((), 1, None)
+        made = Value(len(self.values), shape, dtype, _bytes_of(aval), name, at.source, at.trips, is_on_host, at.guessed)
         self.values.append(made)
         return made
 
     def emit(self, primitive: str, params: Mapping, inputs: list, outputs: list, at: _Place) -> Equation:
         index = len(self.equations)
-        made = Equation(index, primitive, params, tuple(inputs), tuple(outputs), at.source, at.path, at.trips)
+        where = at.source, at.path, at.trips, at.guessed
+        made = Equation(index, primitive, params, tuple(inputs), tuple(outputs), *where)
         self.equations.append(made)
         return made
 
@@ -114,7 +133,7 @@ class Reader:
         equations = equations_of(jaxpr)
         for i, eqn in enumerate(equations):
             inputs = [_read(env, atom) for atom in eqn.invars]
-            at = _Place((*place.path, i), place.trips, source_of(eqn) or place.source)
+            at = _Place((*place.path, i), place.trips, source_of(eqn) or place.source, place.guessed)
             what = _computed(eqn, inputs) if self.merges else None
             first = i if what is None else computed.setdefault(what, i)
             if first < i:
@@ -138,9 +157,20 @@ class Reader:
         if open_loop is not None:
             self.apart.add(at.path)
             return open_loop(eqn, inputs, at)
-        outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
+        if not self.has_rule(eqn) and (implementation := implementation_of(eqn)) is not None:
+            self.implementations[at.path] = implementation
+            return self.call(implementation, inputs, at)
+        outputs = [self.value(var.aval, at=at) for var in eqn.outvars]
         self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
+        if eqn.primitive.name in HAND_ON and (number := self.number(inputs[0])) is not None:
+            self.numbers[outputs[0].id] = number
         return outputs
+
+    def number(self, x: Value | np.ndarray) -> float | None:
+        """The number that all elements of a value are, as far as that is known."""
+        if isinstance(x, Value):
+            return self.numbers.get(x.id)
+        return float(x) if x.ndim == 0 and x.dtype.kind in "biuf" else None
 
     def call(self, closed: ClosedJaxpr, inputs: list, place: _Place) -> list:
         env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
@@ -165,10 +195,9 @@ class Reader:
         return [final for _, final in finals] + stacked
 
     def while_loop(self, eqn, inputs, at: _Place) -> list:
-        """A `while` runs an unknown number of times: its body is weighed as if it ran once."""
-        params = eqn.params
+        params, length = eqn.params, self.length(eqn, inputs, at)
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
-        loop = _Loop(self, at, steps=1)
+        loop = _Loop(self, at, steps=length.turns, guessed=length.how != "exact")
         avals = [var.aval for var in params["cond_jaxpr"].jaxpr.invars[:tests]]
         avals += [var.aval for var in params["body_jaxpr"].jaxpr.invars[:consts]]
         entries = [loop.const(x, aval) for x, aval in zip(inputs, avals, strict=False)]
@@ -176,13 +205,31 @@ class Reader:
         seen = [value for value, _ in finals]
         going_on = self.call(params["cond_jaxpr"], entries[:tests] + seen, loop.inside.below("test"))
         if dims := tuple(range(len(going_on[0].shape))):  # a batch of loops goes on while any of them does
-            flag = self.value(jax.ShapeDtypeStruct((), going_on[0].dtype), source=at.source, trips=loop.inside.trips)
+            flag = self.value(jax.ShapeDtypeStruct((), going_on[0].dtype), at=loop.inside)
             self.emit("reduce_or", {"axes": dims}, going_on, [flag], loop.inside.below("flag"))
             going_on = [flag]
         self.steered |= dict.fromkeys(loop.carries, going_on)
         loop.hand_on(self.call(params["body_jaxpr"], entries[tests:] + seen, loop.inside.below("body")))
         loop.close()
         return [final for _, final in finals]
+
+    def length(self, eqn, inputs, at: _Place) -> LoopLength:
+        """How often a `while` turns: as the user says, as its condition says, or a guess.
+
+        Of a loop of which nothing is known, another at the same line may tell: a derivative turns as often.
+        """
+        found = bounds(eqn, [self.number(x) for x in inputs])
+        known = [turns for turns in found if turns is not None]
+        if (said := said_turns(at.source, self.trips)) is not None and (None in found or len(found) > 1):
+            length = LoopLength(at.source, said, "said")
+        elif known and len(known) == len(found):
+            length = LoopLength(at.source, max(1, min(known)), "exact" if len(found) == 1 else "guessed")
+        else:
+            same = (one for one in self.loops.values() if at.source is not None and one.source == at.source)
+            turns = next((one.turns for one in same), min([*known, UNKNOWN_TURNS]))
+            length = LoopLength(at.source, max(1, turns), "guessed")
+        self.loops[at.path] = length
+        return length
 
     def cond(self, eqn, inputs, at: _Place) -> list:
         if platforms := eqn.params.get("branches_platforms"):
@@ -191,11 +238,11 @@ class Reader:
         for b, closed in enumerate(eqn.params["branches"]):
             entries = []
             for i, (x, var) in enumerate(zip(inputs[1:], closed.jaxpr.invars, strict=True)):
-                inner = self.value(var.aval, source=at.source, trips=at.trips)
+                inner = self.value(var.aval, at=at)
                 self.emit("branch_const", {}, [x], [inner], at.below(b, "const", i))
                 entries.append(inner)
             per_branch.append(self.call(closed, entries, at.below(b)))
-        outputs = [self.value(var.aval, source=at.source, trips=at.trips) for var in eqn.outvars]
+        outputs = [self.value(var.aval, at=at) for var in eqn.outvars]
         for i, (output, *choices) in enumerate(zip(outputs, *per_branch, strict=True)):
             join = self.emit("branch_join", {}, choices, [output], at.below("join", i))
             self.steered[join.index] = inputs[:1]
@@ -209,17 +256,18 @@ class _Place:
     path: tuple
     trips: int
     source: Source | None
+    guessed: int = 1  # of the runs: turns of loops whose number a compiled program does not tell
 
     def below(self, *steps) -> _Place:
-        return _Place((*self.path, *steps), self.trips, self.source)
+        return replace(self, path=(*self.path, *steps))
 
 
 class _Loop:
     """The boundary equations of one loop, as they are emitted around its body."""
 
-    def __init__(self, reader: Reader, at: _Place, steps: int):
+    def __init__(self, reader: Reader, at: _Place, steps: int, guessed: bool = False):
         self.reader, self.outside = reader, at
-        self.inside = _Place(at.path, at.trips * steps, at.source)
+        self.inside = replace(at, trips=at.trips * steps, guessed=at.guessed * (steps if guessed else 1))
         self.start = len(reader.equations)
         self.indices: list[int] = []
         self.carries: list[int] = []
@@ -232,10 +280,12 @@ class _Loop:
         return self.indices[-1]
 
     def value(self, aval, place: _Place) -> Value:
-        return self.reader.value(aval, source=place.source, trips=place.trips)
+        return self.reader.value(aval, at=place)
 
     def const(self, outer, aval) -> Value:
         inner = self.value(aval, self.inside)
+        if (number := self.reader.number(outer)) is not None:
+            self.reader.numbers[inner.id] = number
         self.emit("scan_const", [outer], [inner], self.outside)
         return inner
 

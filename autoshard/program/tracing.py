@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.tree_util import tree_flatten_with_path
 
-from autoshard.jaxprs import ClosedJaxpr, Literal
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal
 from autoshard.program.captured import CapturedArray, identity_of, with_captured
 from autoshard.program.closures import names_in_closure
 from autoshard.program.explicit import Types, on_auto_axes, types_of
@@ -21,6 +21,7 @@ from autoshard.program.program import Program
 from autoshard.program.reader import Reader, kind_of
 from autoshard.program.signature import ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
+from autoshard.program.turns import check_places
 
 
 def trace(
@@ -31,6 +32,8 @@ def trace(
     leaves: Sequence[Any] | None = None,
     obey: bool = True,
     merges: bool = True,
+    has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
+    trips: Mapping[str, int] | None = None,
     **jit_keywords: Any,
 ) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
@@ -42,6 +45,8 @@ def trace(
         leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
         obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
         merges: whether equations that compute the same become one, as XLA makes them one.
+        has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
+        trips: line, function or glob of a loop of unknown length -> how often it turns.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -71,7 +76,10 @@ def trace(
     if captured and types is not None:
         types = replace(types, arguments=(*types.arguments, *[None] * len(captured)))
     named = list(zip(captured, _names(fn, captured, closed, untyped), strict=True))
-    return replace(Reader(taking, named, merges=merges).program(in_tree, result.tree, donated), types=types)
+    reader = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips)
+    program = replace(reader.program(in_tree, result.tree, donated), types=types)
+    check_places(trips or {}, program.loops)
+    return program
 
 
 def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr, untyped: ClosedJaxpr) -> list[str]:

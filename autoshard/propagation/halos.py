@@ -119,7 +119,7 @@ def transfers(
             brought.add(so_far)
             others = math.prod(local[: rows.dim]) * math.prod(local[rows.dim + 1 :])
             for hop in hops(rows, local[rows.dim] * pieces, pieces):
-                same = (*so_far[1:-1], rows.dim, hop)
+                same = (*so_far[1:-1], rows.dim, hop.start, hop.stop, hop.pairs)
                 found.append(Transfer(reach.operand, split, (hop.stop - hop.start) * others, same))
             local[rows.dim] += rows.before + rows.after
     return found

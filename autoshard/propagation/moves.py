@@ -124,7 +124,8 @@ class Walk:
         starts, window = step.moves
         moved = (place and place.moved(-at, size) for place, at, size in zip(places, starts, window, strict=True))
         outside = self.at(array, places)
-        inside = self.work.step(ref, places, [outside, self.at(update, tuple(moved))])
+        written = self.at(update, tuple(moved) if self.shape(update) else ())
+        inside = self.work.step(ref, places, [outside, written])
         for dim, (place, start, size) in enumerate(zip(places, starts, window, strict=True)):
             if place is not None and (place.first < start or place.last > start + size):
                 inside = self.work.choose(dim, place, start, start + size, inside, outside)

@@ -7,6 +7,7 @@ of the step; `Part.dims` says which dims of the step those of the value are.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,8 @@ Makers = Mapping[int, Equation]
 
 def parts_of(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     """What each result of an equation is inside a stencil; empty if it is no part of one."""
+    if not all(math.prod(made.shape) and made.shape for made in equation.outputs):
+        return []
     found = _PARTS.get(equation.primitive)
     if found is not None:
         return found(equation, known, makers)
@@ -243,11 +246,15 @@ def _constant(operand: Operand, makers: Makers) -> np.ndarray | None:
         return None
     if made_by.primitive == "concatenate":
         return np.concatenate(known, made_by.params["dimension"])
-    one = known[0].reshape(-1)
-    return np.broadcast_to(one, operand.shape) if one.size == 1 else None
+    (one,) = known
+    if one.size == 1:
+        return np.broadcast_to(one.reshape(()), operand.shape)
+    return None if made_by.primitive == "broadcast_in_dim" else one.reshape(operand.shape)
 
 
-_FOLDED = frozenset({"broadcast_in_dim", "concatenate", "convert_element_type", "reshape"})
+_FOLDED = frozenset(
+    {"branch_const", "broadcast_in_dim", "concatenate", "convert_element_type", "reshape", "scan_const"}
+)
 
 
 def _some(*parts: Part | None) -> list[Part]:

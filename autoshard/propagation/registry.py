@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from autoshard.errors import RuleError
-from autoshard.jaxprs import call_name
+from autoshard.jaxprs import JaxprEqn, call_name
 from autoshard.program import Equation
 from autoshard.propagation.rule import Rule, Shape, names_of, whole
 
@@ -40,9 +40,11 @@ def rule(*primitives: str) -> Callable[[Callable[[Equation], Rule]], Callable[[E
     return register
 
 
-def has_rule(primitive: str) -> bool:
-    """Whether `primitive` has a sharding rule."""
-    return primitive in _RULES
+def has_rule(equation: Equation | JaxprEqn | str) -> bool:
+    """Whether an equation, or a primitive by name, has a sharding rule."""
+    if isinstance(equation, str):
+        return equation in _RULES
+    return _known(equation) is not None
 
 
 def register_rule(
@@ -113,12 +115,13 @@ def rules_for(program: Any) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _known(equation: Equation) -> Callable[[Equation], Rule] | None:
-    if equation.primitive in _NAMED and (name := call_name(equation.params)):
-        named = _RULES.get(f"{equation.primitive}:{name}")
+def _known(equation: Equation | JaxprEqn) -> Callable[[Equation], Rule] | None:
+    primitive = equation.primitive if isinstance(equation, Equation) else equation.primitive.name
+    if primitive in _NAMED and (name := call_name(equation.params)):
+        named = _RULES.get(f"{primitive}:{name}")
         if named is not None:
             return named
-    return _RULES.get(equation.primitive)
+    return _RULES.get(primitive)
 
 
 def _kept_whole(equation: Equation) -> Rule:
@@ -126,14 +129,14 @@ def _kept_whole(equation: Equation) -> Rule:
 
 
 def _warn_of_unknown(equation: Equation) -> None:
-    example = _kept_whole(equation)
-    code = f'autoshard.register_rule("{equation.primitive}", "{example}"'
-    if example.factors:
-        code += f', need_replication="{" ".join(example.factors)}"'
+    operands, results = len(equation.inputs), len(equation.outputs)
+    dims = [f"...{number}" for number in range(1, operands + results + 1)]  # of shapes of any rank
+    notation = f"{', '.join(dims[:operands])} -> {', '.join(dims[operands:])}"
+    code = f'autoshard.register_rule("{equation.primitive}", "{notation}", need_replication="{" ".join(dims)}"'
     warnings.warn(
         f"no sharding rule for primitive {equation.primitive!r} ({equation.source or 'unknown line'}): its operands "
         "and results are kept whole on every device.\nTo let it be split, give the dims that belong together one "
-        f"name, and drop them from need_replication, in\n    {code})",
+        f"name ('...1' stands for all leading dims), and drop them from need_replication, in\n    {code})",
         UnknownPrimitiveWarning,
         stacklevel=3,
     )

@@ -13,6 +13,7 @@ b (h k), (h k) f -> b f
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,7 +88,7 @@ class Rule:
             notation: for example ``"... i k, k j -> ... i j"``.
             shapes: the shape of every operand, then of every result.
             reduction: factors, as one string or several, that are summed (or maximised, ...) away.
-            need_replication: factors that stay whole.
+            need_replication: factors that stay whole; as everywhere here, ``...1`` names all leading dims so written.
             permutation: factors that are expensive to split; only they may differ in size from dim to dim.
             sizes: factors of compound dims whose size the shapes do not tell.
 
@@ -189,6 +190,11 @@ def dimwise(
     return builder.build()
 
 
+def _group(name: str) -> str:
+    """The name of a group of leading dims: "..." and "...0" are one."""
+    return name if not name.startswith("...") else "..." + name[3:].lstrip("0")
+
+
 def names_of(factors: str | Iterable[str]) -> tuple[str, ...]:
     """Factor names from one string (spaces or commas between) or from several.
 
@@ -271,7 +277,11 @@ class _Notation:
         sizes: Mapping[str, int],
     ) -> Rule:
         operands, results = self._sides(len(shapes))
-        tensors = self._expand([*operands, *results], shapes)
+        tensors, groups = self._expand([*operands, *results], shapes)
+        reduction, need_replication, permutation = (
+            tuple(factor for name in names_of(names) for factor in groups.get(_group(name), (name,)))
+            for names in (reduction, need_replication, permutation)
+        )
         kinds, where = self.check(tensors, reduction, need_replication, permutation, sizes, len(operands))
         known = self._sizes(tensors, shapes, kinds["permutation"], dict(sizes))
         factors = [tuple(dim.factors for dim in dims) for dims in tensors]
@@ -346,10 +356,13 @@ class _Notation:
             )
         return operands, results
 
-    def _expand(self, tensors: list[list[_Dim]], shapes: Sequence[Sequence[int]]) -> list[list[_Dim]]:
-        """The dims with every '...' written out, one factor per leading dim."""
+    def _expand(
+        self, tensors: list[list[_Dim]], shapes: Sequence[Sequence[int]]
+    ) -> tuple[list[list[_Dim]], dict[str, tuple[str, ...]]]:
+        """The dims with every '...' written out, one factor per leading dim, and the factors of each '...'."""
         written = {factor for dims in tensors for dim in dims for factor in dim.factors}
         leading: dict[str, int] = {}
+        groups: dict[str, tuple[str, ...]] = {}
         expanded = []
         for dims, shape in zip(tensors, shapes, strict=True):
             if not (dims and dims[0].ellipsis):
@@ -362,13 +375,14 @@ class _Notation:
             here = len(shape) - len(dims) + 1
             if here < 0:
                 self.fail(position, f"{len(dims) - 1} dims beside '...', but the shape is {tuple(shape)}")
-            number = group[3:].lstrip("0")  # "..." and "...0" are one group
+            number = _group(group)[3:]
             if leading.setdefault(number, here) != here:
                 self.fail(position, f"'...' stands for {here} dims here and for {leading[number]} before")
             names = (f"batch{number}_{index}" for index in count())
             free = (name for name in names if name not in written)
-            expanded.append([_Dim((next(free),), position) for _ in range(here)] + dims[1:])
-        return expanded
+            groups[_group(group)] = factors = tuple(itertools.islice(free, here))
+            expanded.append([_Dim((factor,), position) for factor in factors] + dims[1:])
+        return expanded, groups
 
     def _check_kinds(self, kinds: Mapping[str, frozenset[str]], where: Mapping[str, int]) -> None:
         said: dict[str, str] = {}

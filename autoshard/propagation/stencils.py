@@ -41,7 +41,24 @@ _Find = Callable[[Operand, Equation], _Inner | None]  # an operand inside a sten
 
 
 def with_stencils(program: Program) -> Program:
-    """`program` with one equation for each stencil; what nothing else reads of its inside has no equation."""
+    """`program` with one equation for each stencil; what nothing else reads of its inside has no equation.
+
+    A stencil may end at one piece of a split, if nothing but stencils reads the others.
+    """
+    for at_splits in (True, False):
+        found = _replaced(program, at_splits)
+        if not at_splits or found is program or _is_whole(found):
+            break
+    return found
+
+
+def _is_whole(program: Program) -> bool:
+    """Whether every value that is read is there."""
+    there = {value.id for value in (*program.arguments, *program.constants)} | program.makers.keys()
+    return all(value in there for value in program.reads)
+
+
+def _replaced(program: Program, at_splits: bool) -> Program:
     inner: dict[int, _Inner] = {}
     found: dict[int, Equation] = {}
 
@@ -65,21 +82,21 @@ def with_stencils(program: Program) -> Program:
             entry = _Inner(made, grid)
             if entry.is_off_grid or not any(grid):
                 inner[value.id] = entry
-            elif _ends(made, operands):
-                whole = _stencil(made, find)
+            elif (at_splits or len(parts) == 1) and equation.index not in found and _ends(made, operands):
+                whole = _stencil(made, value, find)
                 if whole is not None and stencil(whole).exchanged:
                     found[equation.index] = whole
     if not found:
         return program
     equations = [found.get(equation.index, equation) for equation in program.equations]
-    return program.with_equations(equations, frozenset(one.part.equation.index for one in inner.values()))
+    inside = {one.part.equation.index for one in inner.values()} - found.keys()
+    return program.with_equations(equations, frozenset(inside))
 
 
 def _ends(part: Part, operands: Sequence[_Inner | None]) -> bool:
     """Whether a stencil may end here: its result is on the grid, and something has moved."""
     moves = part.kind == "put" or part.kind == "put_add" or (part.kind == "pad" and any(map(any, part.moves)))
-    made_alone = len(part.equation.outputs) == 1 and len(part.dims) == len(part.shape)
-    return made_alone and (moves or any(one and one.is_off_grid for one in operands))
+    return len(part.dims) == len(part.shape) and (moves or any(one and one.is_off_grid for one in operands))
 
 
 def _grid(part: Part, operands: Sequence[_Inner | None]) -> Grid | None:
@@ -108,8 +125,8 @@ def _grid(part: Part, operands: Sequence[_Inner | None]) -> Grid | None:
     return tuple(found)
 
 
-def _stencil(end: Part, find: _Find) -> Equation | None:
-    """The one equation for all that leads to what a part makes; None if that is too much."""
+def _stencil(end: Part, made: Value, find: _Find) -> Equation | None:
+    """The one equation for all that leads to the value that a part makes; None if that is too much."""
     rank = len(end.shape)
     steps: list[Step] = []
     sources: list[Operand] = []
@@ -122,7 +139,7 @@ def _stencil(end: Part, find: _Find) -> Equation | None:
         key = operand.id if isinstance(operand, Value) else -1 - id(operand), reads
         if key not in refs:
             one = find(operand, reader.equation)
-            if one is not None and len(refs) <= _MOST_STEPS and (one.part.kind == "fill" or one.part.dims == reads):
+            if one is not None and len(refs) <= _MOST_STEPS and _fits(one.part, reads, rank):
                 refs[key] = add(replace(one.part, shape=_filled(one.part, reads, rank), dims=reads))
             else:
                 sources.append(operand)
@@ -147,8 +164,14 @@ def _stencil(end: Part, find: _Find) -> Equation | None:
     add(end)
     if len(refs) > _MOST_STEPS or not any(isinstance(x, Value) and x.shape for x in sources):
         return None
-    params = {"steps": tuple(steps), "dims": tuple(dims)}
-    return replace(end.equation, primitive=STENCIL, params=params, inputs=tuple(sources))
+    output = next(i for i, value in enumerate(end.equation.outputs) if value is made)
+    params = {"steps": tuple(steps), "dims": tuple(dims), "output": output}
+    return replace(end.equation, primitive=STENCIL, params=params, inputs=tuple(sources), outputs=(made,))
+
+
+def _fits(part: Part, reads: tuple[int | None, ...], rank: int) -> bool:
+    """Whether a part can be a step of this rank, of which its value has these dims."""
+    return part.kind == "fill" or (part.dims == reads and len(part.shape) == rank)
 
 
 def _filled(part: Part, reads: tuple[int | None, ...], rank: int) -> tuple[int, ...]:

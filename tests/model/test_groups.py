@@ -21,6 +21,7 @@ from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turn
 from autoshard.model.xla.rounding import widths_of
 from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value, trace
+from autoshard.program.turns import UNKNOWN_TURNS
 from autoshard.propagation import rules_for
 
 
@@ -156,7 +157,7 @@ def assert_grouped(program: Program, groups: list[Group]) -> None:
                     dims[group, value.id].add(of)
                 for size, factors in zip(value.shape, of, strict=True):
                     assert all(group.sizes[factor] > 1 for factor in factors)
-                    if factors and group.splittable.issuperset(factors):
+                    if factors and (group.splittable - group.windows).issuperset(factors):
                         assert math.prod(group.sizes[factor] for factor in factors) == size
     for group in groups:
         inside = {output.id for equation in group.equations for output in equation.outputs}
@@ -383,10 +384,10 @@ CONSTANTS = {  # a step, what its loops only read -> bytes of all that the loop 
     "as a view in another dtype": (turning(lambda h, w, v: (h @ w.T.astype("float16")).astype(h.dtype)), [64], [3]),
     "nothing that is added": (turning(lambda h, w, v: h @ h + w), [], []),
     "nothing in a single turn": (turning(lambda h, w, v: h @ w, length=1), [], []),
-    "nor in an unknown number of them": (
+    "in an unknown number of turns": (
         lambda x, w, v: jax.lax.while_loop(lambda h: h[0, 0] > 0, lambda h: h @ w, x),
-        [],
-        [],
+        [64],
+        [UNKNOWN_TURNS],
     ),
     "nor a number": (turning(lambda h, w, v: h * 2.0), [], []),
 }

@@ -43,7 +43,7 @@ def test_unknown_primitive_is_kept_whole_and_named_once():
     assert "'unheard_of'" in message
     assert "test_registry.py:" in message
     line = message.splitlines()[-1].strip()
-    assert line == 'autoshard.register_rule("unheard_of", "i j, k l -> m n", need_replication="i j k l m n")'
+    assert line == 'autoshard.register_rule("unheard_of", "...1, ...2 -> ...3", need_replication="...1 ...2 ...3")'
     assert [rule.splittable for rule in rules if "m" in rule.sizes] == [frozenset()] * 2
 
 
@@ -54,7 +54,10 @@ def test_the_line_in_the_warning_registers_a_rule():
         before = rule_of(equation)
     line = str(caught[0].message).splitlines()[-1].strip()
     eval(line.removeprefix("autoshard."), {"register_rule": register_rule})
-    assert rule_of(equation) == before
+    after = rule_of(equation)
+    assert (list(after.sizes.values()), after.splittable) == (list(before.sizes.values()), before.splittable)
+    (other,) = trace(lambda x, y: primitive.bind(x[:2], y[:, :3]), (X, Y), {}).equations[-1:]  # of other shapes
+    assert not rule_of(other).splittable
 
 
 def test_registered_rule_of_a_primitive_of_ones_own():

@@ -70,11 +70,14 @@ def without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> 
 
 
 def copies_apart(
-    leaves: Sequence[Layout], narrow: Sequence[Sequence[Layout]], others: Sequence[Sequence[Layout]]
+    leaves: Sequence[Layout], wants: Sequence[Sequence[Layout]], reads_narrow: Sequence[bool]
 ) -> tuple[tuple[Layout, Layout], ...]:
     """How a value is left, as all others can read it, and a copy of that for those who read fewer bits."""
+    narrow = itertools.compress(wants, reads_narrow)
+    others = [layouts for layouts, fewer in zip(wants, reads_narrow, strict=True) if not fewer]
+    copies = any_of(*narrow)
     lefts = [left for left in dict.fromkeys(leaves) if all(left in wants for wants in others)]
-    return tuple((left, copy) for left in lefts for copy in any_of(*narrow) if left != copy)
+    return tuple((left, copy) for left in lefts for copy in copies if left != copy)
 
 
 def and_copies_apart(wants: tuple[Layout, ...], apart: Sequence[tuple[Layout, Layout]]) -> tuple[Layout, ...]:

@@ -35,11 +35,9 @@ class VectorProducts:
             pieces: factor -> into how many pieces each strategy splits it.
         """
         (first, *_) = group.equations
-        if not self.bandwidth_share or not is_matrix_product(first):
+        if not is_matrix_product(first) or first.inputs[0].dtype.itemsize not in self.bandwidth_share:
             return 0.0
-        share = self.bandwidth_share.get(first.inputs[0].dtype.itemsize)
-        if share is None:
-            return 0.0
+        share = self.bandwidth_share[first.inputs[0].dtype.itemsize]
         left, right = group.operands[first.index]
         sizes = {factor: group.sizes[factor] / pieces[factor] for factor in _factors(left) | _factors(right)}
         rows, columns = (

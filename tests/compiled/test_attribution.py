@@ -1,0 +1,69 @@
+"""Every collective of a compiled step has the user's line, those of arguments, loops and results included."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips
+
+import autoshard
+
+SHAPE = {"x": 8}
+HERE = "test_attribution.py:"
+
+
+def layers(state, x):
+    """Layers over which a loop goes; the gradient of their weights is summed, and momentum is moved for its result."""
+    weights, momentum = state
+
+    def loss(weights):
+        out, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)
+        return jnp.mean(lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, s[1] @ weights[0]), (0, out))[1] ** 2)
+
+    gradient = lax.stop_gradient(loss(weights)) * weights
+    return (weights - gradient, momentum + gradient), momentum.sum(-1)
+
+
+STATE = (jax.ShapeDtypeStruct((2, 64, 64), jnp.float32),) * 2
+BATCH = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+SHARDINGS = {  # of weights, momentum and batch
+    "weights and batch split": (P(None, "x"), P(None, "x"), P("x")),
+    "weights split otherwise": (P(None, None, "x"), P(None, "x"), P("x")),
+    "batch split by features": (P(None, "x"), P(None, None, "x"), P(None, "x")),
+}
+
+
+def assert_named(step, *args, **shardings):
+    made = autoshard.evaluate(step, *args, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), **shardings)
+    found = made.verify().collectives
+    assert found
+    assert {one.source for one in found if not one.source.startswith(HERE)} == set()
+    return found
+
+
+@pytest.mark.parametrize("case", SHARDINGS)
+def test_collectives_have_the_users_lines(case):
+    weights, momentum, batch = SHARDINGS[case]
+    given = {"in_shardings": ((weights, momentum), batch), "out_shardings": ((weights, momentum), None)}
+    assert_named(layers, STATE, BATCH, donate_argnums=0, **given)
+
+
+def product(w, x):
+    return jnp.tanh(x @ w)
+
+
+def assert_gather_is_named():
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    (found,) = assert_named(product, w, BATCH, in_shardings=(P("x"), P("x")), out_shardings=P("x"))
+    assert (found.kind, found.why) == ("all_gather", "w for dot_general")
+
+
+def test_gathered_arguments_are_named():
+    assert_gather_is_named()
+
+
+def test_a_copy_without_a_name_is_caught(monkeypatch):
+    monkeypatch.setattr("autoshard.lower.emitter.first_readers", lambda program, annotations: {})
+    with pytest.raises(AssertionError):
+        assert_gather_is_named()

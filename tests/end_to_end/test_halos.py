@@ -1,0 +1,123 @@
+"""Stencils and windows over split grids: numbers of one device, and permutes as predicted."""
+
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from equality import assert_equal
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips
+from stencil_programs import program
+
+from autoshard import autoshard, verify
+from autoshard.lower import halos as lowered_halos
+
+SEEDS = [(seed, mesh) for seed in (0, 1, 5, 7, 8, 11) for mesh in ((8,),)] + [(seed, (4, 2)) for seed in (3, 11, 13)]
+KERNEL = jnp.array([[0, 1.0, 0], [1, -4, 1], [0, 1, 0]])[None, None]
+
+
+def totals(collectives):
+    found = Counter()
+    for one in collectives:
+        found[one.kind] += one.bytes
+    return found
+
+
+def compiled(plan_or_jitted, *args):
+    checked = verify(plan_or_jitted, *args) if args else plan_or_jitted.verify()
+    found = Counter()
+    for (kind, _), size in checked.actual.items():
+        found[kind] += size
+    return found
+
+
+def on(mesh, spec, fn, shape):
+    """A step on a grid that is split so, and the grid."""
+    u = jax.random.normal(jax.random.key(len(shape)), shape)
+    step = autoshard(fn, mesh=mesh, topology=slow_chips(mesh.axis_names), fixed={"*": spec})
+    return step, jax.device_put(u, NamedSharding(mesh, spec)), u
+
+
+@pytest.mark.parametrize("seed, shape", SEEDS)
+def test_random_stencils(seed, shape):
+    _, run, grid = program(seed)
+    mesh = mesh_of(dict(zip("xy", shape, strict=False)))
+    spec = P(*mesh.axis_names) if len(grid) >= len(shape) else P(mesh.axis_names)
+    step, placed, u = on(mesh, spec, run, grid)
+    assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(run)(u))])
+    plan = step.plan(placed)
+    assert totals(plan.predicted.collectives) == compiled(plan)
+
+
+def by_roll(u):
+    return jnp.roll(u, 1, 0) + jnp.roll(u, -1, 0) + jnp.roll(u, 1, 1) + jnp.roll(u, -1, 1) - 4 * u
+
+
+def by_convolution(u):
+    return jax.lax.conv_general_dilated(u[None, None], KERNEL, (1, 1), "SAME")[0, 0]
+
+
+def by_slices(u):
+    p = jnp.pad(u, 1)
+    return p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * u
+
+
+@pytest.mark.parametrize("laplacian", [by_roll, by_convolution, by_slices])
+def test_a_simulation_exchanges_rims_alone(laplacian):
+    """A wave equation of four turns on 256 x 256: two rims of 1 KiB a turn, as plain jit on a grid split by hand."""
+
+    def simulate(u):
+        def turn(_, uv):
+            u, v = uv
+            v = v + 0.1 * laplacian(u)
+            return u + 0.1 * v, v
+
+        return jax.lax.fori_loop(0, 4, turn, (u, jnp.zeros_like(u)))[0]
+
+    mesh = mesh_of({"data": 8})
+    step, placed, u = on(mesh, P("data"), simulate, (256, 256))
+    plan = step.plan(placed)
+    rims = Counter(collective_permute=4 * 2 * 256 * 4)
+    assert totals(plan.predicted.collectives) == compiled(plan) == rims
+    sharding = NamedSharding(mesh, P("data"))
+    plain = jax.jit(simulate, in_shardings=sharding, out_shardings=sharding)
+    assert compiled(plain, placed).total() >= rims.total()
+    assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(simulate)(u))])
+
+
+def test_a_deep_net_on_one_large_image_is_split_along_its_rows():
+    """Convolutions, pools and their gradients; of the batch there is one."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, w, (1, 1), "SAME"))
+            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+        return (x**2).mean()
+
+    mesh = mesh_of({"data": 4})
+    weights = [jax.random.normal(jax.random.key(i), (3, 3, 3, 3)) for i in range(2)]
+    image = jax.random.normal(jax.random.key(9), (1, 3, 128, 128))
+    step = autoshard(
+        jax.grad(loss), mesh=mesh, topology=slow_chips(mesh.axis_names), fixed={"x": P(None, None, "data")}
+    )
+    plan = step.plan(weights, image)
+    assert totals(plan.predicted.collectives) == compiled(plan)
+    assert totals(plan.predicted.collectives).keys() == {"all_reduce", "collective_permute"}
+    assert_equal(jax.device_get(step(weights, image)), jax.device_get(jax.jit(jax.grad(loss))(weights, image)))
+
+
+def test_a_rim_from_the_wrong_side_is_caught(monkeypatch):
+    right = lowered_halos.hops
+
+    def turned(rows, size, pieces):
+        return [
+            replace(hop, pairs=tuple((to, sender) for sender, to in hop.pairs)) for hop in right(rows, size, pieces)
+        ]
+
+    monkeypatch.setattr(lowered_halos, "hops", turned)
+    step, placed, u = on(mesh_of({"data": 8}), P("data"), by_roll, (64, 64))
+    with pytest.raises(AssertionError):
+        assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(by_roll)(u))])
