@@ -260,8 +260,14 @@ def as_all_reduces(collectives: Iterable[Collective], mesh: MeshShape) -> list[C
 def _named(one: Collective, program: Program) -> Collective:
     """With what asks for it in the words of the program, as far as XLA has kept track of it."""
     index, argument = equation_of(one.why), _argument_of(one.why, program)
+    if index is None and argument is not None:  # newer XLA names the argument alone: its first reader has a line
+        value = next(value for value in program.arguments if value.name == argument)
+        reader = next((one for one in program.equations if any(x is value for x in one.inputs)), None)
+        if reader is None:
+            return replace(one, why=argument)
+        return replace(one, source=str(reader.source or one.source), why=f"{argument} for {reader.primitive}")
     if index is None:
-        return replace(one, why=argument or one.why)
+        return one
     name = program.equations[index].primitive
     if argument is not None:
         return replace(one, why=f"{argument} for {name}")

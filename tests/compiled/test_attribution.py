@@ -1,5 +1,7 @@
 """Every collective of a compiled step has the user's line, those of arguments, loops and results included."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -63,7 +65,24 @@ def test_gathered_arguments_are_named():
     assert_gather_is_named()
 
 
-def test_a_copy_without_a_name_is_caught(monkeypatch):
-    monkeypatch.setattr("autoshard.lower.emitter.first_readers", lambda program, annotations: {})
+def assert_border_is_named():
+    """What a scan makes by rows and hands on whole: the border of the loop gathers."""
+    turn = lambda h, _: (jnp.tanh(h), None)  # noqa: E731
+    step = lambda state, x: (state + lax.scan(turn, x, length=3)[0],)  # noqa: E731
+    assert_named(step, BATCH, BATCH, donate_argnums=0, in_shardings=(P(), P("x")), out_shardings=None)
+
+
+def test_what_crosses_the_border_of_a_loop_is_named():
+    assert_border_is_named()
+
+
+def test_borders_without_names_are_caught(monkeypatch):
+    monkeypatch.setattr("autoshard.lower.emitter.named_after", lambda equation: contextlib.nullcontext())
+    with pytest.raises(AssertionError):
+        assert_border_is_named()
+
+
+def test_arguments_without_names_are_caught(monkeypatch):
+    monkeypatch.setattr("autoshard.compiled.verification._argument_of", lambda name, program: None)
     with pytest.raises(AssertionError):
         assert_gather_is_named()
