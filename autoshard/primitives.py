@@ -176,9 +176,8 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("approx_top_k", Work.REDUCTION, runs_on_shards=True),
     **_rows("sort", Work.SORT, overwrites=True),
     **_rows("top_k", Work.TOP_K, runs_on_shards=True),
-    # stencils.py
-    **_rows("stencil", Work.NONE, is_loop=True),
     # windows.py
+    **_rows("stencil", Work.NONE, is_loop=True),
     **_rows("conv_general_dilated", Work.CONTRACTION),
     **_rows(
         """reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter

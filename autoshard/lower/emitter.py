@@ -49,7 +49,7 @@ from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program, Value
 from autoshard.program.explicit import open_axes, type_sharding
 from autoshard.propagation.moves import Step
-from autoshard.propagation.rules.stencils import STENCIL
+from autoshard.propagation.rules.windows import STENCIL
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from autoshard.propagation.moves import Place, Places, Step, Walk
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
-from autoshard.propagation.rules.stencils import rows_at, source_shapes
+from autoshard.propagation.rules.windows import rows_at, source_shapes
 
 
 def with_halos(

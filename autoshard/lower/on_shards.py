@@ -45,8 +45,7 @@ from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
-from autoshard.propagation.rules.stencils import STENCIL
-from autoshard.propagation.rules.windows import beyond
+from autoshard.propagation.rules.windows import STENCIL, beyond
 
 _LANES = 128  # of a TPU's vector registers: columns of a tile
 

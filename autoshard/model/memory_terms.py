@@ -36,7 +36,7 @@ from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import ROUNDED
 from autoshard.program import Equation, Value
-from autoshard.propagation.rules.stencils import STENCIL
+from autoshard.propagation.rules.windows import STENCIL
 
 
 @dataclass(frozen=True)

@@ -212,4 +212,8 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
         "svd": copied_and_results,
     },
+    "tpu": {
+        "sort": lambda shards: sum(shards.operands),
+        "top_k": lambda shards: shards.operands[0],
+    },
 }

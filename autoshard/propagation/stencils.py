@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.moves import Step
 from autoshard.propagation.parts import Operand, Part, parts_of, shape_in
-from autoshard.propagation.rules.stencils import STENCIL, stencil
+from autoshard.propagation.rules.windows import STENCIL, stencil
 
 _MOST_STEPS = 64
 

@@ -15,7 +15,7 @@ from stencil_programs import program
 from autoshard import autoshard, verify
 from autoshard.lower import halos as lowered_halos
 
-SEEDS = [(seed, mesh) for seed in (0, 1, 5, 7, 8, 11) for mesh in ((8,),)] + [(seed, (4, 2)) for seed in (3, 11, 13)]
+SEEDS = [(0, (8,)), (8, (8,)), (11, (8,)), (3, (4, 2)), (13, (4, 2))]
 KERNEL = jnp.array([[0, 1.0, 0], [1, -4, 1], [0, 1, 0]])[None, None]
 
 

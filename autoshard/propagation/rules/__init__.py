@@ -13,7 +13,6 @@ from autoshard.propagation.rules import (
     randomness,
     reductions,
     sorting,
-    stencils,
     windows,
 )
 
@@ -30,6 +29,5 @@ __all__ = [
     "randomness",
     "reductions",
     "sorting",
-    "stencils",
     "windows",
 ]
