@@ -79,16 +79,17 @@ def zeros(formulation: Formulation) -> list[int]:
 
 # With everything whole. Arguments and results are there all the time, the rest is in a heap with gaps.
 PEAKS = {  # program, options, bytes
-    # point 1: the product is read, its sine is written
-    "forward": ("forward", {}, 4 * (32 + 24 + 24 + 32) + HEAP * 4 * (48 + 48)),
-    "update in place": ("update", {}, 4 * (24 + 32) + HEAP * 4 * (48 + 48)),
-    "update beside": ("update", {"donate": ()}, 4 * (24 + 32 + 24) + HEAP * 4 * (48 + 48)),
-    # point 2: the gradient is read, and w is written while x @ w still needs it
-    "a copy of what is donated": ("beside", {}, 4 * (24 + 32 + 48 + 48) + HEAP * 4 * (24 + 24)),
+    # point 1: the sine is written over the product
+    "forward": ("forward", {}, 4 * (32 + 24 + 24 + 32) + HEAP * 4 * 48),
+    # point 2: the sine is read, the gradient is written
+    "update in place": ("update", {}, 4 * (24 + 32) + HEAP * 4 * (48 + 24)),
+    "update beside": ("update", {"donate": ()}, 4 * (24 + 32 + 24) + HEAP * 4 * (48 + 24)),
+    # point 2: w is written over the gradient, while x @ w still needs the w that was donated
+    "a copy of what is donated": ("beside", {}, 4 * (24 + 32 + 48 + 48) + HEAP * 4 * 24),
     # nothing is written over w; point 1 makes the gradient, point 2 reads it
     "no copy of what is not": ("beside", {"donate": ()}, 4 * (24 + 32 + 48 + 24 + 48) + HEAP * 4 * 24),
-    # point 3: the loop's own carry, the product, its sine; results are a carry and three rows
-    "a loop": ("loop", {}, 4 * (32 + 48 + 32 + 96) + HEAP * 4 * (32 + 32 + 32)),
+    # point 3: the slice of w and the product; results are three rows and the carry, which the loop keeps there
+    "a loop": ("loop", {}, 4 * (32 + 48 + 32 + 96) + HEAP * 4 * (16 + 32)),
     "what a sum repeats": ("folded", {}, 4 * (32 + 4 + 1) + HEAP * 4 * 32),
 }
 
@@ -109,7 +110,7 @@ def test_the_best_choice_by_hand():
     sine = 4 * (48 / 2 + 48 / 2)
     assert best.cost == pytest.approx((arrive + products + sine) * 1e-9)
     assert [formulation.arguments[i][best.choice[i]].home for i in range(3)] == [(("x",), ()), ((), ()), ((), ())]
-    assert formulation.peak_bytes(best.choice) == int(4 * (16 + 24 + 24 + 16) + HEAP * 4 * (24 + 24))
+    assert formulation.peak_bytes(best.choice) == int(4 * (16 + 24 + 24 + 16) + HEAP * 4 * 24)
 
 
 @pytest.mark.parametrize("first, second", ["ab", "ba"])
@@ -139,8 +140,8 @@ def test_what_a_resharding_holds():
     kept = [option for option, kept in enumerate(formulation.arguments[0]) if kept.copy == ((), ())]
     assert len(kept) == 1
     choice = [kept[0], 0, 0, 0, 0, 0]
-    # point 0: the copy, and the product; point 1 as ever
-    assert formulation.peak_bytes(choice) == int(4 * (16 + 24 + 24 + 32) + HEAP * 4 * max(32 + 48, 48 + 48))
+    # point 0: the copy, and the product
+    assert formulation.peak_bytes(choice) == int(4 * (16 + 24 + 24 + 32) + HEAP * 4 * (32 + 48))
     gather = 1e-6 + 1.2 * (1e-3 + 64e-6)
     arrive = 4e-9 * (16 + 24 + 24)
     rest = 4e-9 * (32 + 24 + 48 + 48 + 48 + 48 + 24 + 32)
@@ -208,14 +209,14 @@ def test_gradients_that_wait_hold_what_they_read(backend):
 
 
 def test_elementwise_work_overwrites_what_nobody_else_reads():
-    """On GPU the sine goes where the product was, unless the product is read again."""
+    """The sine goes where the product was on CPU and GPU, unless the product is read again."""
 
     def read_again(x, w, v):
         h = x @ w
         return (jnp.sin(h) @ v) @ (v.T @ h.T)
 
     temporaries = [
-        (forward, CPU, 48 + 48),
+        (forward, CPU, 48),
         (forward, H100, 48),
         (read_again, CPU, 48 + 48),
         (read_again, H100, 48 + 48),
@@ -402,7 +403,7 @@ def test_forgotten_buffers_are_caught(monkeypatch):
     real = module.holding
     monkeypatch.setattr(module, "holding", lambda *args: replace(real(*args), made=None))
     with pytest.raises(AssertionError):
-        test_peak_by_hand("forward")
+        test_peak_by_hand("update in place")
 
 
 # Solvers agree on it, with and without a limit.
@@ -419,7 +420,7 @@ def test_solve_against_all_choices(name, options):
     assert_same(answer(solve, free.problem), answer(exhaustive, free.problem))
     most = free.peak_bytes(exhaustive(free.problem).choice)
     kinds = set()
-    for share in (1.0, 0.8, 0.6, 0.3):
+    for share in (1.01, 0.8, 0.6, 0.3):  # of bytes, of which `peak_bytes` says whole ones
         problem = formulation_of(name, memory=share * most, **options).problem
         expected = answer(exhaustive, problem)
         assert_same(answer(solve, problem), expected)
