@@ -127,12 +127,12 @@ def planned(program: Program, options: Options, jit_keywords: Mapping[str, Any],
 def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The plan of a program, from the cache if it is there."""
     if options.cache is None:
-        return _solved(program, rules, options, jit_keywords)
+        return _solved_in_reserve(program, rules, options, jit_keywords)
     key = key_of(program, rules, options)
     found = find(options.cache, key, program, options)
     if found is not None:
         return replace(found, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
-    made = _solved(program, rules, options, jit_keywords)
+    made = _solved_in_reserve(program, rules, options, jit_keywords)
     keep(options.cache, key, made)
     return made
 
@@ -165,6 +165,31 @@ def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
                 f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, its type says {spec_of(typed)}.\n"
                 "Drop it from fixed=, or lay the array so before the call (jax.sharding.reshard)."
             )
+
+
+def _solved_in_reserve(
+    program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]
+) -> Plan:
+    """The plan of a program; the leanest, if that is predicted to fit only without what is kept free of the limit.
+
+    Only devices that are there can say whether it fits: `checked` asks the compiled program.
+    """
+    try:
+        return _solved(program, rules, options, jit_keywords)
+    except MemoryLimitError as error:
+        target = error.needed * options.backend.usable
+        if not isinstance(options.mesh, Mesh) or target > options.memory:
+            raise
+        made = _leaner(program, options, jit_keywords, target)
+        if made is None:
+            raise
+    share, limit = options.backend.usable, bytes_text(options.memory)
+    remark = (
+        f"memory: this plan is predicted to hold {bytes_text(made.predicted.peak_bytes)} of {limit} on each device. "
+        f"That is more than the {share:.0%} up to which predictions are relied on, and no plan holds less. "
+        "Its compiled program is held against the limit."
+    )
+    return replace(made, lowering=None, warnings=(*made.warnings, remark))
 
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:

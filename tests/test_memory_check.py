@@ -224,3 +224,17 @@ def test_compilers_that_run_out_of_memory_or_refuse():
     assert seen == [80, 56] and "more than the compiler may use" in kept.warnings[-1]
     seen, kept = tried(lambda predicted: predicted, refused=refuse)
     assert seen == [80] and kept.compiled_peak is None and not kept.warnings
+
+
+def test_what_fits_by_a_hair_is_asked_of_the_compiler():
+    """A limit below what predictions are relied on for: devices that are there say whether the leanest plan fits."""
+    with pytest.raises(MemoryLimitError) as caught:
+        decorated(memory=1).plan(WEIGHTS, BATCH)
+    needed = caught.value.needed
+    made = decorated(memory=0.9 * needed).plan(WEIGHTS, BATCH)
+    assert made.memory == 0.9 * needed and 0.85 * made.memory < made.predicted.peak_bytes <= made.memory
+    assert "Its compiled program is held against the limit" in made.warnings[-1]
+    assert made.compiled_peak == made.verify().actual_peak <= made.memory
+    without_devices = autoshard(step, mesh=MESH.abstract_mesh, topology=MACHINE, donate_argnums=0, memory=0.9 * needed)
+    with pytest.raises(MemoryLimitError):
+        without_devices.plan(WEIGHTS, BATCH)
