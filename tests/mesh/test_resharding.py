@@ -85,11 +85,13 @@ def test_random_pairs(seed):
     check(mesh_shape, shape, source, target, between_operations=seed % 2 == 0)
 
 
-@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 1, 3)])
-def test_pairs_on_axes_of_unlike_sizes(sizes):
-    """Each fifth pair: XLA since JAX 0.11.1 would end the process on some of them."""
+@pytest.mark.parametrize(
+    "sizes, every", [((3, 2), 5), ((2, 3), 5), ((2, 1, 3), 25), pytest.param((2, 1, 3), 5, marks=pytest.mark.slow)]
+)
+def test_pairs_on_axes_of_unlike_sizes(sizes, every):
+    """Some of all pairs: XLA since JAX 0.11.1 would end the process on some of them."""
     mesh_shape = dict(zip("xyz", sizes, strict=False))
-    for source, target in list(itertools.permutations(layouts(mesh_shape, 2), 2))[::5]:
+    for source, target in list(itertools.permutations(layouts(mesh_shape, 2), 2))[::every]:
         check(mesh_shape, (36, 24), source, target)
 
 
