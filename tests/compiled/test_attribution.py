@@ -76,6 +76,7 @@ def test_what_crosses_the_border_of_a_loop_is_named():
     assert_border_is_named()
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="XLA itself names such a gather after the loop")
 def test_borders_without_names_are_caught(monkeypatch):
     monkeypatch.setattr("autoshard.lower.emitter.named_after", lambda equation: contextlib.nullcontext())
     with pytest.raises(AssertionError):
