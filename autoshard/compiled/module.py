@@ -114,8 +114,8 @@ class Module:
             trips = self.trips(instruction, condition, body)
             if trips is None:
                 self.endless.update((condition, body))
-            self.turns[body] = trips or 1
-            yield from ((condition, trips or 1), (body, trips or 1))
+            turns = self.turns[body] = 1 if trips is None else trips
+            yield from ((condition, turns), (body, turns))
         elif instruction.opcode == "conditional":
             branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.rest)
             if branches:

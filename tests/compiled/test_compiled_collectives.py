@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.compiled.collectives import equation_of, peak_bytes, read_collectives
+from autoshard.compiled.module import Module
 from autoshard.errors import MeshError
 
 P = PartitionSpec
@@ -600,3 +601,10 @@ def test_lines(said, line):
 )
 def test_equations(why, index):
     assert equation_of(why) == index
+
+
+@pytest.mark.parametrize("trips", [0, 1, 5])
+def test_a_body_runs_as_often_as_its_loop_turns(trips):
+    body = computation("%body", "ROOT %r = f32[8]{0} negate(%p)")
+    module = Module.of(body + TEST + entry(loop("body", trips)))
+    assert [runs for where, _, runs in module.executed() if where == "body"] == [trips]
