@@ -24,7 +24,6 @@ import fnmatch
 import itertools
 import json
 import os
-import random
 import re
 import sys
 import time
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
-from workers import Ended, Worker, answers, serve  # noqa: E402  (needs the path above)
+from workers import Ended, Worker, answers, in_turns, serve  # noqa: E402  (needs the path above)
 
 PARTS = ("values", "gradient")
 MESH = (4, 2)
@@ -268,14 +267,7 @@ def work(mesh_shape: Sequence[int]) -> None:
 
 def chosen_tasks(families: dict[str, str], only: str | None, sample: int | None, seed: int) -> list[Task]:
     """The tasks of so many programs, in an order in which every family has its turn."""
-    names = [name for name in families if only is None or only in name]
-    random.Random(seed).shuffle(names)
-    turns: collections.Counter = collections.Counter()
-    turn = {}
-    for name in names:
-        turn[name] = turns[families[name]]
-        turns[families[name]] += 1
-    names.sort(key=lambda name: turn[name])  # stable: shuffled within a turn
+    names = in_turns((name for name in families if only is None or only in name), families, seed)
     return [Task(name, part) for name in names[:sample] for part in PARTS]
 
 

@@ -25,6 +25,7 @@ import optax  # noqa: E402
 from jax.sharding import AbstractMesh  # noqa: E402
 
 from autoshard import MemoryLimitError, Plan, plan  # noqa: E402
+from autoshard.model.xla.backends import backend_of  # noqa: E402
 
 GAP, SECONDS, SHARE = 0.01, 10.0, 0.95  # of the bound; of the CPU; of the steps that have to reach both
 TIGHT = 0.7  # of the memory of the free plan
@@ -97,6 +98,10 @@ class Step:
         what = f"{self.depth} x {'/'.join(self.blocks)} of {self.width}, batch {self.batch}, {self.optimizer}"
         return f"{what}, {self.machine} {self.mesh}"
 
+    @property
+    def abstract_mesh(self) -> AbstractMesh:
+        return AbstractMesh(self.mesh, tuple("abc"[: len(self.mesh)]))
+
     def planned(self, **options) -> Plan:
         kinds = [BLOCKS[self.blocks[i % len(self.blocks)]] for i in range(self.depth)]
         optimizer = OPTIMIZERS[self.optimizer]()
@@ -118,9 +123,8 @@ class Step:
             for kind in kinds
         ]
         x = jax.ShapeDtypeStruct(kinds[0].inputs(self.batch, self.width), jnp.float32)
-        mesh = AbstractMesh(self.mesh, tuple("abc"[: len(self.mesh)]))
         state = params, jax.eval_shape(optimizer.init, params)
-        return plan(step, state, x, mesh=mesh, topology=self.machine, donate_argnums=0, **options)
+        return plan(step, state, x, mesh=self.abstract_mesh, topology=self.machine, donate_argnums=0, **options)
 
 
 def drawn(draw: random.Random) -> Step:
@@ -150,7 +154,8 @@ def main() -> int:
     for _ in range(chosen.steps):
         step, options = drawn(draw), {}
         if chosen.tight:
-            options["memory"] = TIGHT * step.planned().predicted.peak_bytes / 0.7
+            usable = backend_of(step.abstract_mesh, step.machine).usable
+            options["memory"] = TIGHT * step.planned().predicted.peak_bytes / usable
         start = time.process_time()
         try:
             made = step.planned(**options)

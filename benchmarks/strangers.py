@@ -28,7 +28,6 @@ import collections
 import fnmatch
 import json
 import os
-import random
 import sys
 import time
 import warnings
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
-from workers import Ended, Worker, answers, serve  # noqa: E402  (needs the path above)
+from workers import Ended, Worker, answers, in_turns, serve  # noqa: E402  (needs the path above)
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "strangers.md"
 MACHINES = ("cpu", "v5e:2x4", "h100:1x8")
@@ -316,14 +315,8 @@ def chosen_tasks(
     families: Mapping[tuple[str, str], str], machines: Sequence[str], only: str, sample: int | None, seed: int
 ) -> list[Task]:
     """The tasks of so many programs, in an order in which every family has its turn."""
-    names = [name for name in families if only in name[1]]
-    random.Random(seed).shuffle(names)
-    turns: collections.Counter = collections.Counter()
-    turn = {}
-    for name in names:
-        turn[name] = turns[families[name]]
-        turns[families[name]] += 1
-    names.sort(key=lambda name: (name[0] != "situation", turn[name]))  # stable: shuffled within a turn
+    names = in_turns((name for name in families if only in name[1]), families, seed)
+    names.sort(key=lambda name: name[0] != "situation")  # stable: the others keep their turns
     return [
         Task(source, name, form, machine)
         for source, name in names[:sample]

@@ -5,12 +5,27 @@ import contextlib
 import json
 import os
 import queue
+import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def in_turns(names: Iterable[Name], families: Mapping[Name, str], seed: int) -> list[Name]:
+    """The names in an order in which every family has its turn, shuffled within a turn."""
+    shuffled = list(names)
+    random.Random(seed).shuffle(shuffled)
+    taken: collections.Counter = collections.Counter()
+    turn = {}
+    for name in shuffled:
+        turn[name] = taken[families[name]]
+        taken[families[name]] += 1
+    return sorted(shuffled, key=turn.__getitem__)
 
 
 @dataclass(frozen=True)
