@@ -66,8 +66,14 @@ def checked(
     if program.closes_over_tracers or not isinstance(plan.mesh, Mesh):
         return plan
     if plan.compiled_peak is None:
-        replanned = functools.partial(_leaner, program, options, jit_keywords)
-        made = within_limit(plan, options.memory, _compiled, (lambda _: None) if before is None else replanned)
+
+        def replanned(target: float) -> Plan | None:
+            if before is None:
+                return None
+            leaner = _leaner(program, before[program.fingerprint][0], options, jit_keywords, target)
+            return None if leaner is None else lowered(program, leaner, jit_keywords)
+
+        made = within_limit(plan, options.memory, _compiled, replanned)
         if before is not None and made is not plan:
             rules, _ = before[program.fingerprint]
             before[program.fingerprint] = rules, replace(made, lowering=None)
@@ -84,9 +90,11 @@ def _compiled(plan: Plan) -> jax.stages.Compiled:
     return plan.lowering().compile()
 
 
-def _leaner(program: Program, options: Options, jit_keywords: Mapping[str, Any], target: float) -> Plan | None:
+def _leaner(
+    program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any], target: float
+) -> Plan | None:
     """The plan that is predicted to hold no more than `target` bytes, or else the leanest; None if none is found."""
-    rules, memory = checked_rules(program, dict(options.mesh.shape)), target / options.backend.usable
+    memory = target / options.backend.usable
     for _ in range(2):
         try:
             made = _solved(program, rules, replace(options, memory=memory, refine=1), jit_keywords)
@@ -95,7 +103,7 @@ def _leaner(program: Program, options: Options, jit_keywords: Mapping[str, Any],
         except SolverError:
             return None
         else:
-            return lowered(program, replace(made, memory=options.memory), jit_keywords)
+            return replace(made, memory=options.memory)
     return None
 
 
@@ -180,7 +188,7 @@ def _solved_in_reserve(
         target = error.needed * options.backend.usable
         if not isinstance(options.mesh, Mesh) or target > options.memory:
             raise
-        made = _leaner(program, options, jit_keywords, target)
+        made = _leaner(program, rules, options, jit_keywords, target)
         if made is None:
             raise
     share, limit = options.backend.usable, bytes_text(options.memory)
@@ -189,7 +197,7 @@ def _solved_in_reserve(
         f"That is more than the {share:.0%} up to which predictions are relied on, and no plan holds less. "
         "Its compiled program is held against the limit."
     )
-    return replace(made, lowering=None, warnings=(*made.warnings, remark))
+    return replace(made, warnings=(*made.warnings, remark))
 
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:

@@ -20,9 +20,9 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.verify import fits
 
 REPLANS = 2  # at most: each takes a search and a compilation
-# The share of the last predicted peak that a next plan is predicted to fill at most ...
-TIGHTER = 0.95  # ... so that it is another plan, and
-OUT_OF_MEMORY = 0.7  # ... if the compiler ran out of memory and does not say by how much
+# Shares of the last predicted peak that a next plan is predicted to fill at most.
+TIGHTER = 0.95  # always, so that it is another plan
+OUT_OF_MEMORY = 0.7  # where the compiler ran out of memory and does not say by how much
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 

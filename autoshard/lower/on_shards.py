@@ -12,7 +12,6 @@ Most equations are left to XLA's partitioner. Five kinds are not, and run inside
   collectives are not the ones that were planned.
 - What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
   Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
-
 - Ragged products. Of rows that are split, each device counts those that it has of each group.
 
 A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a

@@ -42,8 +42,8 @@ class SharedLayout:
 
     node: int
     layouts: tuple[Layout, ...]  # its options
-    narrow: tuple[Group, ...] = ()  # who reads fewer bits than others do, and alone reads the copies ...
-    apart: int = 0  # ... that the options from this on stand for
+    narrow: tuple[Group, ...] = ()  # who reads fewer bits than others do, from copies of their own
+    apart: int = 0  # the first of the options that stand for such copies
 
     def copied_for(self, option: int) -> Readers:
         """Whom the copy of an option is for; None: for all."""

@@ -143,6 +143,11 @@ class HeldOutput:
         local_bytes = self.prices.arrays.local_bytes
         return np.array([sum(map(local_bytes, values, strategy.wants)) for strategy in self.strategies])
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first that its group makes: what the group holds once is counted with it."""
+        return self.value is self.group.made[0].value
+
     def with_halos(self, strategy: Strategy) -> int:
         """Bytes of the halos under a strategy, and of the operands that they are put around for a window."""
         received = sum(self.prices.halo_bytes(self.group, strategy))
@@ -279,7 +284,7 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
     group, span = output.group, (output.group.point, output.group.point + 1)
     if output.prices.backend.transposes_operands and (count := scratch_copies(group)):
         yield HeldBytes(output.node, span, output.left * count)
-    if output.value is group.made[0].value:
+    if output.is_first:
         name = output.prices.backend.name
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
@@ -305,7 +310,7 @@ def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> 
 @of_outputs
 def halos(output: HeldOutput) -> Iterator[HeldBytes]:
     """Operands with the halos that a device has received around them."""
-    if output.group.reaches and output.value is output.group.made[0].value:
+    if output.group.reaches and output.is_first:
         usage = np.array([output.with_halos(strategy) for strategy in output.strategies])
         yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage)
 

@@ -113,10 +113,7 @@ class Walk:
         moved = (place and place.moved(-lo, size) for place, (lo, _), size in zip(places, config, shape, strict=True))
         outside = self.at(number, ())
         inside = self.work.step(ref, places, [self.at(array, tuple(moved)), outside])
-        for dim, (place, (lo, _), size) in enumerate(zip(places, config, shape, strict=True)):
-            if place is not None and (place.first < lo or place.last > lo + size):
-                inside = self.work.choose(dim, place, lo, lo + size, inside, outside)
-        return inside
+        return self._within(places, [low for low, _ in config], shape, inside, outside)
 
     def _updated(self, ref: int, step: Step, places: Places) -> Any:
         """An array of which one window is written over or added to."""
@@ -126,7 +123,11 @@ class Walk:
         outside = self.at(array, places)
         written = self.at(update, tuple(moved) if self.shape(update) else ())
         inside = self.work.step(ref, places, [outside, written])
-        for dim, (place, start, size) in enumerate(zip(places, starts, window, strict=True)):
+        return self._within(places, starts, window, inside, outside)
+
+    def _within(self, places: Places, starts: Sequence[int], sizes: Sequence[int], inside: Any, outside: Any) -> Any:
+        """`inside` in a window of these sizes, `outside` beyond it, along dims that are split."""
+        for dim, (place, start, size) in enumerate(zip(places, starts, sizes, strict=True)):
             if place is not None and (place.first < start or place.last > start + size):
                 inside = self.work.choose(dim, place, start, start + size, inside, outside)
         return inside

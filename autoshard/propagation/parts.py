@@ -185,19 +185,16 @@ def _put(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     """A scatter of one window at a place that is known."""
     array, indices, update = equation.inputs
     numbers = equation.params["dimension_numbers"]
-    at = _constant(indices, makers)
-    if at is None or at.ndim != 1 or numbers.operand_batching_dims or not _has_all_dims(array, known):
+    if len(indices.shape) != 1 or numbers.operand_batching_dims or not _has_all_dims(array, known):
         return []
-    starts = [0] * len(array.shape)
-    for dim, start in zip(numbers.scatter_dims_to_operand_dims, at.tolist(), strict=True):
-        starts[dim] = int(start)
     window = [dim for dim in range(len(array.shape)) if dim not in numbers.inserted_window_dims]
     shape = shape_in(update.shape, window, len(array.shape))
-    if any(not 0 <= start <= n - m for start, n, m in zip(starts, array.shape, shape, strict=True)):
+    starts = _window_starts(array, indices, numbers.scatter_dims_to_operand_dims, shape, makers)
+    if starts is None:
         return []
     kind = "put" if equation.primitive == "scatter" else "put_add"
     whole = tuple(range(len(array.shape)))
-    return [Part(equation, kind, (0, 2), tuple(array.shape), whole, (tuple(starts), shape), (whole, tuple(window)))]
+    return [Part(equation, kind, (0, 2), tuple(array.shape), whole, (starts, shape), (whole, tuple(window)))]
 
 
 def _dynamic_update_slice(equation: Equation, known: Known, makers: Makers) -> list[Part]:
@@ -215,16 +212,27 @@ def _gather(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     """A gather of one window at a place that is known."""
     (array, indices), params = equation.inputs, equation.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    at = _constant(indices, makers)
-    if at is None or at.ndim != 1 or numbers.operand_batching_dims or not _has_all_dims(array, known):
+    if len(indices.shape) != 1 or numbers.operand_batching_dims or not _has_all_dims(array, known):
         return []
-    starts = [0] * len(array.shape)
-    for dim, start in zip(numbers.start_index_map, at.tolist(), strict=True):
-        starts[dim] = int(start)
-    if any(not 0 <= start <= n - m for start, n, m in zip(starts, array.shape, sizes, strict=True)):
+    starts = _window_starts(array, indices, numbers.start_index_map, sizes, makers)
+    if starts is None:
         return []
     kept = tuple(dim for dim in range(len(array.shape)) if dim not in numbers.collapsed_slice_dims)
-    return [Part(equation, "slice", (0,), tuple(sizes), kept, tuple(starts), (tuple(range(len(array.shape))),))]
+    return [Part(equation, "slice", (0,), tuple(sizes), kept, starts, (tuple(range(len(array.shape))),))]
+
+
+def _window_starts(
+    array: Operand, indices: Operand, dims: Sequence[int], sizes: Sequence[int], makers: Makers
+) -> tuple[int, ...] | None:
+    """Where one window of these sizes starts, if the indices along these dims are known and it lies inside."""
+    at = _constant(indices, makers)
+    if at is None:
+        return None
+    starts = [0] * len(array.shape)
+    for dim, start in zip(dims, at.tolist(), strict=True):
+        starts[dim] = int(start)
+    fits = (0 <= start <= n - m for start, n, m in zip(starts, array.shape, sizes, strict=True))
+    return tuple(starts) if all(fits) else None
 
 
 def _numbers(operands: Sequence[Operand], makers: Makers) -> list[int] | None:

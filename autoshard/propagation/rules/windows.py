@@ -7,6 +7,7 @@ the windows of every device begin at the same place of its shard: if positions t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -214,18 +215,18 @@ def stencil(equation: Equation) -> Rule:
 
 def source_shapes(equation: Equation) -> list[Shape]:
     """The shapes of a stencil's sources as its steps have them."""
-    rank = len(equation.outputs[0].shape)
-    pairs = zip(equation.inputs, equation.params["dims"], strict=True)
-    return [shape_in(x.shape, dims, rank) if x.shape else () for x, dims in pairs]
+    return _in_steps((x.shape for x in equation.inputs), equation.params["dims"], len(equation.outputs[0].shape))
+
+
+def _in_steps(shapes: Iterable[Shape], dims: Iterable[tuple[int | None, ...]], rank: int) -> list[Shape]:
+    return [shape_in(shape, where, rank) if shape else () for shape, where in zip(shapes, dims, strict=True)]
 
 
 @lru_cache(maxsize=4096)
 def _stencil(
     steps: tuple[Step, ...], dims: tuple[tuple[int | None, ...], ...], operands: tuple[Shape, ...], result: Shape
 ) -> Rule:
-    sources = tuple(
-        shape_in(shape, where, len(result)) if shape else () for shape, where in zip(operands, dims, strict=True)
-    )
+    sources = _in_steps(operands, dims, len(result))
     found, moved = reads(steps, sources)
     builder, names = RuleBuilder(operands, [result]), []
     for dim, size in enumerate(result):
@@ -262,7 +263,7 @@ def _rows_of(read: Read, dim: int, factor: str) -> Rows[str]:
     return rows_at(place, dim, factor)
 
 
-def _is_small(dim: int, found: list[Read], sources: tuple[Shape, ...], size: int) -> bool:
+def _is_small(dim: int, found: list[Read], sources: Sequence[Shape], size: int) -> bool:
     """Whether little moves along a dim, if it is split in as few pieces as can be."""
     pieces = next((n for n in (2, 3, 5, 7) if size % n == 0), None)
     if pieces is None:
