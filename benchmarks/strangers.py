@@ -363,12 +363,12 @@ def kind_of(row: Row, bar: str) -> str:
     return f"{row.family}: predicted {'low' if predicted < (compiled or 0) else 'high'}"
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The page, in Markdown."""
+def page(rows: Sequence[Row], chosen: str = "") -> str:
+    """The page, in Markdown; `chosen` are the options that chose the programs."""
     lines = [
         "# Programs from elsewhere",
         "",
-        "What `python benchmarks/strangers.py` compares: predictions for programs that were written for other",
+        f"What `python benchmarks/strangers.py{chosen}` compares: predictions for programs that were written for other",
         "purposes, beside what XLA compiles. The head of that script says which programs, and what the bars are.",
         "",
         "| machine | programs | " + " | ".join(f"{bar} (aim {aim:.0%})" for bar, aim in BARS.items()) + " |",
@@ -459,7 +459,8 @@ def main() -> int:
     rows = [found[task] for task in tasks if task in found]
     print_kinds(rows, options.most)
     if options.page:
-        PAGE.write_text(page(rows))
+        sample = "" if options.sample is None else f" --sample {options.sample} --seed {options.seed}"
+        PAGE.write_text(page(rows, sample))
     return 0
 
 
