@@ -23,6 +23,7 @@ from autoshard.planning import checked_rules, comparison_of, lowered, remarks
 from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Value
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts
+from autoshard.replanning.planner import Planner
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
 from autoshard.user_plan import Plan
 
@@ -241,7 +242,8 @@ def evaluate(
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
     made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
     made = Plan.of(made, comparison_of(formulate_anew))
-    return lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords))
+    planner = Planner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
+    return lowered(program, replace(made, memory=options.memory, planner=planner), compile_keywords(jit_keywords))
 
 
 def verify(

@@ -35,6 +35,7 @@ from autoshard.program.explicit import is_explicit, type_sharding
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
+from autoshard.replanning.planner import Planner
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
 
@@ -229,7 +230,7 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
         before = None if self._given else self._planned_before
         plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before)
-        made = replace(compiled, plan=plan, is_checked=True)
+        made = replace(compiled, plan=replace(plan, planner=compiled.plan.planner), is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
@@ -239,7 +240,10 @@ class ShardedFunction(Generic[Parameters, Result]):
             plan = bound_plan(self._given, program, self._options)
         else:
             plan = planned(program, self._options, self._jit_keywords, self._planned_before)
-        return _PlannedStep(lowered(program, plan, self._jit_keywords), program, context())
+        is_given = self._given is not None
+        planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
+        plan = replace(lowered(program, plan, self._jit_keywords), planner=planner)
+        return _PlannedStep(plan, program, context())
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:

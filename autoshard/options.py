@@ -42,6 +42,7 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
 
 
 def options_of(
@@ -67,6 +68,7 @@ def options_of(
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
     given_mesh, mesh = mesh, with_auto_axes(mesh)
+    given_topology = topology
     machine = topology if isinstance(topology, str) else None
     backend = backend_of(mesh, machine)
     if isinstance(topology, str):
@@ -106,6 +108,7 @@ def options_of(
         _turns(trips),
         given_mesh,
         memory is not None,
+        given_topology,
     )
 
 

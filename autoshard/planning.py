@@ -145,10 +145,17 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
     return made
 
 
-def formulated(program: Program, rules: Sequence[Rule], options: Options) -> Formulation:
-    """The problem of a program under the options of `autoshard`."""
+def formulated(
+    program: Program, rules: Sequence[Rule], options: Options, fixed: Mapping[int, Layout] | None = None
+) -> Formulation:
+    """The problem of a program under the options of `autoshard`.
+
+    Args:
+        fixed: how arguments lie that may not lie otherwise; None: as the options say.
+    """
     mesh_shape = dict(options.mesh.shape)
-    fixed = fixed_layouts(program, options.fixed, mesh_shape)
+    if fixed is None:
+        fixed = fixed_layouts(program, options.fixed, mesh_shape)
     _check_types(program, fixed)
     return formulate(
         program,
@@ -203,10 +210,7 @@ def _solved_in_reserve(
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
     formulation = formulated(program, rules, options)
-    try:
-        solution = cheapest(formulation, options.time_limit)
-    except InfeasibleError as error:
-        raise _memory_error(program, error, options.backend.usable) from None
+    solution = solved(program, formulation, options)
     said = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(functools.partial(formulated, program, rules, options))
 
@@ -220,6 +224,18 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
         return lowered(program, plan_of(solution), jit_keywords)
 
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
+
+
+def solved(program: Program, formulation: Formulation, options: Options) -> Solution:
+    """The cheapest solution found within the memory limit.
+
+    Raises:
+        MemoryLimitError: there is none.
+    """
+    try:
+        return cheapest(formulation, options.time_limit)
+    except InfeasibleError as error:
+        raise _memory_error(program, error, options.backend.usable) from None
 
 
 def cheapest(formulation: Formulation, time_limit: float) -> Solution:

@@ -58,6 +58,16 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
     return layouts
 
 
+def patterns_of(program: Program, fixed: Mapping[str, PartitionSpec]) -> dict[int, str]:
+    """Argument index -> the first path or glob that fits it, of those that fit some."""
+    return {
+        i: pattern
+        for pattern in reversed(list(fixed))
+        for i, value in enumerate(program.arguments)
+        if _fits(pattern, value.name)
+    }
+
+
 def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) -> None:
     """
     Raises:

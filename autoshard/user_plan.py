@@ -7,18 +7,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.compiled.verification import Verification, compiled, verification, without_dropped
 from autoshard.errors import MeshError, PlanError
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
+from autoshard.mesh.topology import Topology
 from autoshard.plans.files import from_json, to_json
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
+from autoshard.report.difference import Difference, wish_section
+from autoshard.report.explanation import Explanation
 from autoshard.report.plan_sections import plan_sections
+from autoshard.report.section import Section
 from autoshard.report.text import text_of
 
 Figures = Mapping[str, Prediction | str]  # of other ways to shard a step, or why one has none
@@ -43,12 +47,32 @@ class Comparison:
         return self.found or {} if self.find is None else self.found
 
 
+class Planner(Protocol):
+    """What a plan was made of: the program and the options."""
+
+    def explain(self, plan: Plan, path: str) -> Explanation:
+        """See `Plan.explain`."""
+
+    def what_if(self, plan: Plan, wish: Mapping[str, Any]) -> Plan:
+        """See `Plan.what_if`."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `what_if` was asked for, and the costs of the plan that was asked."""
+
+    text: str  # "memory='8GiB'"
+    before: Prediction
+
+
 @dataclass(frozen=True, eq=False)
 class Plan(PlanData):
     """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
 
     comparison: Comparison = field(repr=False, default_factory=Comparison)
     lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
+    planner: Planner | None = field(repr=False, default=None)  # None: loaded, not yet bound
+    wish: Wish | None = None  # what `what_if` was asked for; None: another made the plan
 
     @classmethod
     def of(cls, plan: PlanData, comparison: Comparison | None = None) -> Plan:
@@ -78,6 +102,73 @@ class Plan(PlanData):
         """
         self.comparison.figures()
         return self
+
+    def explain(self, path: str) -> Explanation:
+        """Why an argument lies as it does: what the step costs if it lies otherwise, and what forced the choice.
+
+        The step is formulated and solved again with the argument lying each other way, so this takes some seconds.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from autoshard import plan
+        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        >>> found = plan(lambda w, x: x @ w, jnp.ones((12, 12)), jnp.ones((64, 12)), mesh=mesh, topology="cpu:8")
+        >>> found.explain("w").reasons[-1]
+        "Dim 1 has 12 elements: 'data' (8 devices) does not divide it, but divides 8 and 16."
+
+        Args:
+            path: of an argument, as the printed plan has it; the end of a path or a glob will do, and stands for the
+                first argument that it fits.
+
+        Raises:
+            PlanError: no argument has this path, or the plan was loaded and is not bound to a step.
+        """
+        return self._asked().explain(self, path)
+
+    def diff(self, other: PlanData) -> Difference:
+        """What differs between this plan and another, printable: layouts, seconds, bytes and collectives.
+
+        Either may have been loaded. The difference is false if nothing differs.
+        """
+        return Difference.of(self, other)
+
+    def what_if(
+        self,
+        *,
+        fixed: Mapping[str, PartitionSpec] | None = None,
+        memory: str | float | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        topology: Topology | str | None = None,
+        time_limit: float | None = None,
+    ) -> Plan:
+        """The plan of the same step under another wish; printed, it says what the wish costs.
+
+        What was asked for before still holds where the wish says nothing else. The search begins with this plan, unless
+        the wish is for another mesh or machine. The result can be verified, saved and given to `autoshard(plan=...)`.
+        Only then its compiled program is held against the memory limit.
+
+        Args:
+            fixed: as for `autoshard`, on top of what is fixed.
+            memory: bytes per device, as for `autoshard`.
+            mesh: another mesh, for the same program.
+            topology: what its machine costs; by default as this plan's was found.
+            time_limit: seconds of the search; by default as for this plan.
+
+        Raises:
+            MemoryLimitError: no sharding fits.
+            PlanError: the plan was loaded and is not bound to a step.
+            ConflictError: the wish contradicts itself, or what the step says.
+            MeshError: the wish does not fit the mesh.
+        """
+        wish = {"fixed": fixed, "memory": memory, "mesh": mesh, "topology": topology, "time_limit": time_limit}
+        return self._asked().what_if(self, wish)
+
+    def _asked(self) -> Planner:
+        if self.planner is None:
+            raise PlanError(
+                "a plan that was loaded from a file, or moved to another mesh, knows no step to plan again.\n"
+                "Give it to autoshard(step, mesh=..., plan=...) and ask `.plan(...)` of that."
+            )
+        return self.planner
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, to be committed or loaded again."""
@@ -121,7 +212,7 @@ class Plan(PlanData):
         Raises:
             PlanError: the mesh has other axes.
         """
-        return replace(super().on(mesh), lowering=None)
+        return replace(super().on(mesh), lowering=None, planner=None)
 
     def verify(self, target: str | None = None) -> Verification:
         """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
@@ -151,7 +242,13 @@ class Plan(PlanData):
         return verification(predicted, found.named(self.lowering.program), mesh)
 
     def __str__(self) -> str:
-        return text_of(plan_sections(self, self.comparison.known))
+        return text_of(self._sections())
+
+    def _sections(self) -> list[Section]:
+        sections = plan_sections(self, self.comparison.known)
+        if self.wish is not None:
+            sections.insert(1, wish_section(self.wish.text, self.predicted, self.wish.before))
+        return sections
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.layout import spec_text
-from autoshard.report.section import ArrayCount, Bytes, Names, Phrase, Piece, Seconds, Section, Share, Spec
-from autoshard.report.units import bytes_text, seconds_text
+from autoshard.report.section import ArrayCount, Bytes, Change, Names, Phrase, Piece, Seconds, Section, Share, Spec
+from autoshard.report.units import bytes_text, change_text, seconds_text
 
 WIDTH = 110  # columns
 
@@ -61,6 +61,8 @@ def _written(piece: Piece | Phrase) -> str:
             return seconds_text(seconds)
         case Share(share):
             return f"{share:.2%}"
+        case Change(figure, other):
+            return change_text(figure, other)
         case ArrayCount(count):
             return f"x{count}" if count > 1 else ""
         case Spec(layout):
