@@ -19,14 +19,15 @@ from autoshard.jaxprs import CONSTRAINTS
 from autoshard.layout import Layout, MeshShape, shards, spec_text
 from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Reader
-from autoshard.model.search_policy import solve_for_plan
+from autoshard.model.search_policy import goal_of, solve_for_plan
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.plan import PlanData
 from autoshard.program import Program, Value
-from autoshard.replanning.near_choices import REACHES, agreeing, enough_gap, near
+from autoshard.replanning.near_choices import REACHES, agreeing, enough_gap, is_small, near
 from autoshard.report.explanation import PricedLayout
 from autoshard.report.units import bytes_text, change_text, seconds_text
+from autoshard.solver import solve
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
@@ -74,7 +75,7 @@ class ArgumentQuestion:
     def choice(self) -> tuple[int, ...]:
         """The plan, as a choice."""
         held = {node: options for node, options in self.before.items() if options}
-        return _unlimited(self.formulation.problem.restrict(held)).choice
+        return _quick(self.formulation.problem.restrict(held)).choice
 
     @cached_property
     def chosen(self) -> PricedLayout:
@@ -101,7 +102,7 @@ class ArgumentQuestion:
 
         def quick(problem: Problem) -> Solution | None:
             try:
-                return _unlimited(problem)
+                return _quick(problem)
             except SolverError:
                 return None
 
@@ -134,8 +135,9 @@ class ArgumentQuestion:
             except SolverError:
                 return None
 
-        for found in near(self.formulation, self.before, allowed, within):
-            yield replace(found, bound=0.0)
+        if not is_small(self.formulation.problem):
+            for found in near(self.formulation, self.before, allowed, within):
+                yield replace(found, bound=0.0)
         whole = within(self.formulation.problem.restrict(allowed))
         if whole is not None:
             yield whole
@@ -255,6 +257,12 @@ def point_text(program: Program, point: int) -> str:
         return "at the end of the step"
     equation = program.equations[point]
     return f"at {equation.source or 'unknown line'} ({equation.primitive})"
+
+
+def _quick(problem: Problem) -> Solution:
+    """The cheapest solution, whatever it holds."""
+    goal = replace(goal_of(problem), prefers_lean=False)
+    return solve(replace(problem, limit=None, lives=(), checked=True), time_limit=_QUICK, goal=goal)
 
 
 def _unlimited(problem: Problem) -> Solution:

@@ -63,7 +63,12 @@ def near(formulation: Formulation, before: Options, allowed: Options, solve: Sol
 
 def enough_gap(problem: Problem, plan: PlanData) -> float:
     """The gap with which a plan near another is good enough: that of the other, or of the planner."""
-    return max(plan.gap if plan.bound > 0 else 0.0, CLOSE_GAP if count_options(problem) > _FEW else OPTIMAL_GAP)
+    return max(plan.gap if plan.bound > 0 else 0.0, OPTIMAL_GAP if is_small(problem) else CLOSE_GAP)
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether the whole is solved as fast as a part of it."""
+    return count_options(problem) <= _FEW
 
 
 def _distances(problem: Problem, origins: Collection[int]) -> dict[int, int]:
