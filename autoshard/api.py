@@ -243,7 +243,7 @@ def evaluate(
     made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
     made = Plan.of(made, comparison_of(formulate_anew))
     planner = Planner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
-    return lowered(program, replace(made, memory=options.memory, planner=planner), compile_keywords(jit_keywords))
+    return planner.bound(lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords)))
 
 
 def verify(

@@ -51,6 +51,7 @@ class _PlannedStep:
     plan: Plan
     program: Program
     context: Any  # of tracing; kept, so that no other context gets its address
+    planner: Planner
     is_checked: bool = False  # whether its compiled program has been held against the memory limit
 
     @property
@@ -230,7 +231,7 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
         before = None if self._given else self._planned_before
         plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before)
-        made = replace(compiled, plan=replace(plan, planner=compiled.plan.planner), is_checked=True)
+        made = replace(compiled, plan=compiled.planner.bound(plan), is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
@@ -242,8 +243,8 @@ class ShardedFunction(Generic[Parameters, Result]):
             plan = planned(program, self._options, self._jit_keywords, self._planned_before)
         is_given = self._given is not None
         planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
-        plan = replace(lowered(program, plan, self._jit_keywords), planner=planner)
-        return _PlannedStep(plan, program, context())
+        plan = planner.bound(lowered(program, plan, self._jit_keywords))
+        return _PlannedStep(plan, program, context(), planner)
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:

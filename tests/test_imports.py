@@ -32,7 +32,8 @@ ROOMS = {
     "user_plan": ["autoshard.user_plan"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
-        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
+        *("autoshard.api", "autoshard.__init__"),
     ],
 }
 

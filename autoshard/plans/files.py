@@ -14,6 +14,7 @@ from autoshard.mesh.collectives import Collective
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
+from autoshard.plans.shown_json import shown_from_json, shown_to_json
 from autoshard.program.trees import Tree
 
 _FORMAT = 4
@@ -63,7 +64,8 @@ def _of_some_plans(plan: PlanData) -> dict:
     """What is left out of the file of a plan that has none of it, so that this file is as older versions wrote it."""
     captured = [_placed_to_json(placed) for placed in plan.captured]
     return ({"captured": captured} if captured else {}) | (
-        {"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {}
+        ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
+        | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
 
@@ -126,6 +128,7 @@ def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         axis_types=_axis_types(content.get("axis_types")),
         compiled_peak=content.get("compiled_peak"),
         captured=tuple(_placed_from_json(entry) for entry in content.get("captured", ())),
+        **(shown_from_json(content["shown"]) if "shown" in content else {}),
     )
     return Contents(plan, alternatives)
 

@@ -17,6 +17,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.formulation import Formulation
 from autoshard.options import Options, options_of
 from autoshard.planning import cheapest, checked_rules, comparison_of, formulated, lowered, remarks, solved
+from autoshard.plans.activations import activations_of
 from autoshard.plans.making import make_plan
 from autoshard.program import Program
 from autoshard.replanning.explaining import ArgumentQuestion
@@ -53,6 +54,16 @@ class Planner:
         """The problem in which these arguments lie as the user says."""
         rules = checked_rules(self.program, dict(self.options.mesh.shape))
         return formulated(self.program, rules, self.options, fixed)
+
+    def bound(self, plan: Plan) -> Plan:
+        """The plan, which can be asked again."""
+        given = self.options.given_topology
+        chip = self.options.backend.chip
+        machine = (
+            given if isinstance(given, str) else f"a topology of your own, with {chip}'s compiler" if given else chip
+        )
+        inside = activations_of(self.program, plan.annotations, dict(plan.mesh.shape))
+        return replace(plan, planner=self, machine=machine, activations=inside)
 
     # Explanations.
 
@@ -126,10 +137,9 @@ class Planner:
         asked = replace(
             Plan.of(made, comparison_of(anew)),
             memory=other.options.memory,
-            planner=replace(other, is_given=False),
             wish=Wish(_text_of(wish), plan.predicted),
         )
-        return lowered(other.program, asked, other.jit_keywords)
+        return replace(other, is_given=False).bound(lowered(other.program, asked, other.jit_keywords))
 
     def under(self, wish: Mapping[str, Any]) -> Planner:
         """The same with a wish on top of what was asked for before.

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from autoshard.layout import spec_text
-from autoshard.report.section import ArrayCount, Bytes, Change, Names, Phrase, Piece, Seconds, Section, Share, Spec
+from autoshard.report.section import (
+    ArrayCount,
+    Bytes,
+    Change,
+    Column,
+    Names,
+    Phrase,
+    Piece,
+    Seconds,
+    Section,
+    Share,
+    Spec,
+)
 from autoshard.report.units import bytes_text, change_text, seconds_text
 
-WIDTH = 110  # columns
+WIDTH = 110  # columns; a table whose paths and figures need more is as wide as that
+_WORDS = 30  # columns for what is wrapped, at least
+_TITLE = 40  # columns of a title that stands above the first column though all that is there is shorter
 
 
 def text_of(sections: Iterable[Section]) -> str:
@@ -28,13 +42,23 @@ def _section_text(section: Section) -> str:
 
 
 def _table_text(section: Section) -> str:
-    """A table without lines: figures to the right, all else to the left."""
+    """A table without lines: figures to the right, all else to the left. Only words of the last column are wrapped."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    table.add_column(_written(section.title), overflow="fold")
-    for column in section.columns:
-        table.add_column(column.heading, justify="right" if column.is_number else "left", overflow="fold")
-    for row in section.rows:
-        table.add_row(*(Text(_written(cell)) for cell in row))
+    cells = [[_written(cell) for cell in row] for row in section.rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    title = _written(section.title)
+    above = [title] if len(title) > max(widths[0], _TITLE) else []
+    headings = ["" if above else title, *(column.heading for column in section.columns)]
+    widths = [max(width, len(heading)) for width, heading in zip(widths, headings, strict=True)]
+    for heading, column in zip(headings, [Column(""), *section.columns], strict=True):
+        wraps = column is section.columns[-1] and not column.is_number
+        justify: Literal["right", "left"] = "right" if column.is_number else "left"
+        table.add_column(Text(heading), justify=justify, no_wrap=not wraps, overflow="fold")
+    words = max((len(word) for row in cells for word in row[-1].split()), default=0)
+    last = widths[-1] if section.columns[-1].is_number else max(min(widths[-1], _WORDS), words)
+    needed = sum(widths[:-1]) + 2 * len(widths) + last
+    for row in cells:
+        table.add_row(*map(Text, row))
     plain: dict[str, Any] = {
         "color_system": None,
         "force_terminal": False,
@@ -42,9 +66,9 @@ def _table_text(section: Section) -> str:
         "legacy_windows": False,
     }
     printed = io.StringIO()
-    console = Console(file=printed, width=WIDTH, **plain)
+    console = Console(file=printed, width=max(WIDTH, needed), **plain)
     console.print(table)
-    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+    return "\n".join([*above, *(line.rstrip() for line in printed.getvalue().splitlines())])
 
 
 def _written(piece: Piece | Phrase) -> str:
