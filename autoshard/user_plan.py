@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from html import escape
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -21,9 +21,15 @@ from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.report.difference import Difference, wish_section
 from autoshard.report.explanation import Explanation
-from autoshard.report.plan_sections import plan_sections
+from autoshard.report.html.elements import Html
+from autoshard.report.html.page import page, plan_html
+from autoshard.report.plan_sections import plan_sections, repr_text
+from autoshard.report.plot import plan_figure
 from autoshard.report.section import Section
 from autoshard.report.text import text_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Figures = Mapping[str, Prediction | str]  # of other ways to shard a step, or why one has none
 
@@ -245,13 +251,46 @@ class Plan(PlanData):
         return text_of(self._sections())
 
     def _sections(self) -> list[Section]:
-        sections = plan_sections(self, self.comparison.known)
-        if self.wish is not None:
-            sections.insert(1, wish_section(self.wish.text, self.predicted, self.wish.before))
-        return sections
+        first, *others = plan_sections(self, self.comparison.known)
+        return [first, *self._wishes(), *others]
+
+    def _wishes(self) -> list[Section]:
+        return [] if self.wish is None else [wish_section(self.wish.text, self.predicted, self.wish.before)]
+
+    def __repr__(self) -> str:
+        return repr_text(self)
+
+    def show(self, path: str | Path | None = None) -> Path:
+        """Writes the report as one HTML file, which needs no network, and returns where it is.
+
+        It shows what the printed report says, memory over the step, and the arguments as a tree that folds. As the
+        printed report it searches for nothing: after `compare()` it has the alternatives, too.
+
+        Args:
+            path: where to write it; by default a new file in the folder for temporary ones.
+        """
+        text = page(f"{self.name}: plan", self._html())
+        if path is None:
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".html", delete=False) as file:
+                file.write(text)
+            return Path(file.name)
+        Path(path).write_text(text, encoding="utf-8")
+        return Path(path)
+
+    def plot(self) -> Figure:
+        """A figure of matplotlib: memory over the step by what holds it, and the step beside its alternatives.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        figure: Figure = plan_figure(self, self.comparison.known)
+        return figure
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        return self._html()
+
+    def _html(self) -> Html:
+        return plan_html(self, self.comparison.known, self._wishes())
 
 
 def _unreadable(where: str, error: Exception) -> str:

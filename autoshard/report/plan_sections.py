@@ -12,6 +12,7 @@ from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.report.folding import folded
 from autoshard.report.section import ArrayCount, Bytes, Column, Names, Phrase, Piece, Row, Seconds, Section, Share, Spec
+from autoshard.report.units import bytes_text, seconds_text
 
 _MAX_ARRAYS = 40  # rows of arguments or results; all further arrays share one row
 _MAX_COLLECTIVES = 12  # rows of collectives; all further ones share one row
@@ -35,6 +36,14 @@ def plan_sections(plan: PlanData, alternatives: Alternatives) -> list[Section]:
     ]
 
 
+def repr_text(plan: PlanData) -> str:
+    """A plan in one line, whatever its size."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+    predicted = plan.predicted
+    figures = f"{seconds_text(predicted.step_seconds)} per step, {bytes_text(predicted.peak_bytes)} per device"
+    return f"<Plan of {plan.name!r} on ({mesh}): {len(plan.arguments)} arguments, {figures}, {plan.status}>"
+
+
 def summary(plan: PlanData) -> Section:
     """The step and its mesh; time, memory and proof of the plan."""
     axes: list[Piece] = []
@@ -48,13 +57,14 @@ def summary(plan: PlanData) -> Section:
             (plan.name, " on ", plan.mesh.size, " devices (", *axes, ")", machine),
             (
                 *(Seconds(predicted.step_seconds), " per step, ", Bytes(predicted.peak_bytes), *limit),
-                *(" per device; ", *_proof(plan)),
+                *(" per device; ", *proof(plan)),
             ),
         )
     )
 
 
-def _proof(plan: PlanData) -> Phrase:
+def proof(plan: PlanData) -> Phrase:
+    """How good the plan is proven to be."""
     if plan.status == "optimal":
         return ("optimal on this mesh: no sharding of this step is predicted to be faster",)
     if plan.bound <= 0:

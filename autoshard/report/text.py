@@ -37,16 +37,16 @@ def text_of(sections: Iterable[Section]) -> str:
 
 
 def _section_text(section: Section) -> str:
-    title = [_table_text(section)] if section.rows else [_written(section.title)] if section.title else []
-    return "\n".join([*title, *map(_written, section.lines)])
+    title = [_table_text(section)] if section.rows else [written(section.title)] if section.title else []
+    return "\n".join([*title, *map(written, section.lines)])
 
 
 def _table_text(section: Section) -> str:
     """A table without lines: figures to the right, all else to the left. Only words of the last column are wrapped."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    cells = [[_written(cell) for cell in row] for row in section.rows]
+    cells = [[written(cell) for cell in row] for row in section.rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    title = _written(section.title)
+    title = written(section.title)
     above = [title] if len(title) > max(widths[0], _TITLE) else []
     headings = ["" if above else title, *(column.heading for column in section.columns)]
     widths = [max(width, len(heading)) for width, heading in zip(widths, headings, strict=True)]
@@ -71,14 +71,15 @@ def _table_text(section: Section) -> str:
     return "\n".join([*above, *(line.rstrip() for line in printed.getvalue().splitlines())])
 
 
-def _written(piece: Piece | Phrase) -> str:
-    """
-    >>> _written(("at most ", Share(0.0123), " slower, ", Bytes(1536)))
+def written(piece: Piece | Phrase) -> str:
+    """A piece or phrase as words.
+
+    >>> written(("at most ", Share(0.0123), " slower, ", Bytes(1536)))
     'at most 1.23% slower, 1.5 KiB'
     """
     match piece:
         case tuple():
-            return "".join(map(_written, piece))
+            return "".join(map(written, piece))
         case Bytes(size):
             return bytes_text(size)
         case Seconds(seconds):
