@@ -16,6 +16,7 @@ from autoshard.errors import (
     ConflictError,
     MemoryLimitError,
     MeshError,
+    MissingPackageError,
     PlanError,
     RuleError,
     SolverError,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from autoshard.mesh import Collective, Link, Topology, topology
     from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
+    from autoshard.report.difference import Difference
+    from autoshard.report.explanation import Explanation
     from autoshard.user_plan import Plan
 
 __all__ = [
@@ -36,10 +39,13 @@ __all__ = [
     "CacheWarning",
     "Collective",
     "ConflictError",
+    "Difference",
+    "Explanation",
     "Link",
     "MemoryLimitError",
     "MemoryWarning",
     "MeshError",
+    "MissingPackageError",
     "Plan",
     "PlanError",
     "Prediction",
@@ -65,6 +71,8 @@ _HOMES = {
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
     "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
+    "autoshard.report.difference": ("Difference",),
+    "autoshard.report.explanation": ("Explanation",),
     "autoshard.user_plan": ("Plan",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

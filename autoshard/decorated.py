@@ -36,6 +36,7 @@ from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
 from autoshard.replanning.planner import Planner
+from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
 
@@ -217,7 +218,8 @@ class ShardedFunction(Generic[Parameters, Result]):
             raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
         if compiled is None:
             with uncollected():
-                program, used = self._trace(static, dynamic, types)
+                with LiveLine(f"tracing {getattr(self._fn, '__name__', 'the step')}"):
+                    program, used = self._trace(static, dynamic, types)
                 if not program.closes_over_tracers:
                     compiled = self._compiled.get((*key, used))
                 if compiled is None:
@@ -240,7 +242,9 @@ class ShardedFunction(Generic[Parameters, Result]):
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
-            plan = planned(program, self._options, self._jit_keywords, self._planned_before)
+            with LiveLine(f"planning {program.name}") as line:
+                options = replace(self._options, progress=line.tell)
+                plan = planned(program, options, self._jit_keywords, self._planned_before)
         is_given = self._given is not None
         planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
         plan = planner.bound(lowered(program, plan, self._jit_keywords))

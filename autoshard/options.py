@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
+from autoshard.solver.progress import Progress
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -43,6 +44,7 @@ class Options:
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
+    progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
 
 
 def options_of(

@@ -30,6 +30,7 @@ from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.progress import Progress
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts
 from autoshard.user_plan import Comparison, Plan
@@ -233,18 +234,24 @@ def solved(program: Program, formulation: Formulation, options: Options) -> Solu
         MemoryLimitError: there is none.
     """
     try:
-        return cheapest(formulation, options.time_limit)
+        return cheapest(formulation, options.time_limit, options.progress)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
 
-def cheapest(formulation: Formulation, time_limit: float) -> Solution:
-    """The cheapest solution found within the memory limit, with no more hidden than there is compute."""
+def cheapest(
+    formulation: Formulation, time_limit: float, progress: Callable[[Progress], None] | None = None
+) -> Solution:
+    """The cheapest solution found within the memory limit, with no more hidden than there is compute.
+
+    Args:
+        progress: told what is known, as by `solve`.
+    """
 
     def solve(problem: Problem) -> Solution:
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS)
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, progress)
 
-    return with_limited_overlap(formulation, solve_within(formulation, time_limit), solve)
+    return with_limited_overlap(formulation, solve_within(formulation, time_limit, progress), solve)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

@@ -42,6 +42,7 @@ def plan_figure(plan: PlanData, alternatives: Alternatives) -> Any:
         axes[0].set(
             ylabel="MiB on one device", xlabel=f"over the step; peak at {_plain(use.lines[use.peak])}", xticks=[]
         )
+        axes[0].margins(x=0)
         axes[0].set_title(_plain(plan.name))
         axes[0].legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     found: dict[str, Prediction] = {"this plan": plan.predicted}

@@ -98,13 +98,6 @@ def test_what_is_empty_is_left_out():
     assert text_of([Section(), said, Section(("only a title",))]) == "Title\na line of 50.00%"
 
 
-def test_notebooks_show_the_same_text():
-    plan = PLANS["one_device"]()
-    html = plan._repr_html_()
-    assert html.startswith("<pre>mlp on 1 devices") and "P(&quot;" not in str(plan)
-    assert html.count("\n") == str(plan).count("\n")
-
-
 @pytest.mark.parametrize("size, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (14 * 2**30, "14.0 GiB")])
 def test_bytes(size, text):
     assert bytes_text(size) == text

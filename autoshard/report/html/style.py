@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 AXES = 6  # mesh axes that have a colour of their own; further ones begin anew
-PARTS = 14  # parts of memory that have one
 
 _LIGHT = """
   --ink: #1c2733; --soft: #5b6875; --faint: #e3e8ed; --paper: #ffffff; --card: #f5f7f9; --bar: #c9d3dd;
@@ -18,7 +17,7 @@ _DARK = """
 
 # Arguments in cool colours, values that the step makes in warm ones; both are read on light and on dark ground.
 _COOL = ("#2f5d9b", "#4f86c6", "#7fadde", "#2c8c8c", "#5bb3ae", "#93d0c9", "#6b74b8", "#9aa1d6", "#8a97a5")
-_WARM = ("#d9822b", "#e8a94f", "#c9573c", "#e07f67", "#b08a3c")
+_WARM = ("#d9822b", "#e8b04f", "#c9573c", "#e58e76", "#9c6b30", "#c7b299")
 
 STYLE = f"""
 .autoshard {{ {_LIGHT} }}

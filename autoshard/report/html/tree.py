@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autoshard.plans.plan import PlacedArray
 from autoshard.report.folding import folded
 from autoshard.report.html.elements import Html, element
-from autoshard.report.html.tables import Colours, spec_html
+from autoshard.report.html.tables import Colours, axis_html, spec_html
 from autoshard.report.units import bytes_text
 
 _OPEN = 2  # levels that are open at first, as long as they have few branches
@@ -20,6 +20,7 @@ class _Branch:
     """A key of paths, and what stands below it."""
 
     bytes: int = 0  # per device
+    axes: dict[str, None] = field(default_factory=dict)  # mesh axes that split something below
     branches: dict[str, _Branch] = field(default_factory=dict)
     leaves: list[tuple[str, list[PlacedArray]]] = field(default_factory=list)
 
@@ -31,10 +32,11 @@ def tree_html(placed: Sequence[PlacedArray], colours: Colours) -> Html:
         *keys, last = name.split("/")
         size = sum(one.local_bytes for one in alike)
         branch = root
-        branch.bytes += size
+        axes = dict.fromkeys(axis for axes in alike[0].layout for axis in axes)
         for key in keys:
             branch = branch.branches.setdefault(key, _Branch())
             branch.bytes += size
+            branch.axes |= axes
         branch.leaves.append((last, alike))
     return element("div", *_below(root, colours, 0), class_="tree")
 
@@ -50,6 +52,7 @@ def _below(branch: _Branch, colours: Colours, depth: int) -> Iterable[Html]:
         summary = element(
             "summary",
             element("span", key, class_="path"),
+            element("span", *(axis_html(axis, colours) for axis in colours if axis in below.axes)),
             element("span", bytes_text(below.bytes), class_="size soft"),
         )
         yield element("details", summary, *_below(below, colours, depth + 1), open=depth < _OPEN and few)
