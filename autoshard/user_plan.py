@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -15,6 +15,7 @@ from autoshard.compiled.verification import Verification, compiled, verification
 from autoshard.errors import MeshError, PlanError
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
+from autoshard.plans.arrays import init, shard_batch
 from autoshard.plans.files import from_json, to_json
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
@@ -122,6 +123,44 @@ class Plan(PlanData):
             PlanError: the mesh has other axes.
         """
         return replace(super().on(mesh), lowering=None)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """The state that `init_fn` makes, born as the plan has it: no device ever holds more than its shards.
+
+        >>> model_state = plan.init(model.init, jax.random.key(0), tokens)  # doctest: +SKIP
+
+        Which of the plan's arguments the result is for follows from its keys, shapes and dtypes. It may be one
+        argument, a part of one (``params`` of a train state), or a tuple of such. What is no array, as an activation
+        function in an equinox module, stays as it is.
+
+        Args:
+            init_fn: a function that makes arrays, as `model.init` or `optimizer.init`. It is traced, as by `jax.jit`.
+            *args: what `init_fn` takes. Arrays are traced; all else is passed on as it is.
+
+        Returns:
+            What `init_fn` returns, its arrays on the mesh.
+
+        Raises:
+            ArgumentError: no part of the arguments holds the same arrays, or several do that lie in different ways.
+            MeshError: the plan's mesh has no devices.
+        """
+        return init(self, init_fn, args)
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Global arrays, as the plan has its arguments, from those that this process has loaded.
+
+        Of a dim that is split over processes, each passes the rows that its devices hold. With one process that is the
+        whole array. An array of the whole shape is taken as what every process has.
+
+        Args:
+            batch: an argument of the step or a part of one, or a tuple of arguments: NumPy arrays or jax Arrays. Which
+                one follows from keys, shapes and dtypes.
+
+        Raises:
+            ArgumentError: no argument of the plan is like this batch.
+            MeshError: the plan's mesh has no devices.
+        """
+        return shard_batch(self, batch)
 
     def verify(self, target: str | None = None) -> Verification:
         """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
