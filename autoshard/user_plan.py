@@ -16,6 +16,7 @@ from autoshard.errors import MeshError, PlanError
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
 from autoshard.plans.arrays import init, shard_batch
+from autoshard.plans.difference import changes_of, text_of_changes
 from autoshard.plans.files import from_json, to_json
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
@@ -116,6 +117,31 @@ class Plan(PlanData):
             raise PlanError(_unreadable(where, error)) from error
         return cls.of(content.plan, Comparison(found=content.alternatives))
 
+    def assert_same(self, path: str | Path) -> None:
+        """Checks this plan against a golden one: a file that `save` wrote, and that is committed beside the code.
+
+        The same are mesh, arguments, results, how they and inner values lie, and the collectives. Predicted seconds and
+        peaks may differ, since they change with what autoshard knows of machines.
+
+        Raises:
+            PlanError: the plans differ; the message has a line for each difference. Or the file is no plan.
+        """
+        try:
+            text = Path(path).read_text()
+        except FileNotFoundError:
+            raise PlanError(
+                f"there is no golden plan {path}.\nplan.save({str(path)!r}) writes it; commit it."
+            ) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(_unreadable(str(path), error)) from error
+        changes = changes_of(Plan.loads(text, _mesh_in(text, str(path)), where=str(path)), self)
+        if changes:
+            listed = text_of_changes(changes, "in the file", "now")
+            raise PlanError(
+                f"{self.name} is planned otherwise than {path} has it:\n{listed}\n"
+                f"If that is meant, write the file anew: plan.save({str(path)!r})."
+            )
+
     def on(self, mesh: Mesh | AbstractMesh) -> Self:
         """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.
 
@@ -194,6 +220,15 @@ class Plan(PlanData):
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def _mesh_in(text: str, where: str) -> AbstractMesh:
+    """The mesh that a plan in a file was made for."""
+    try:
+        shape = json.loads(text)["mesh"]
+        return AbstractMesh(tuple(shape.values()), tuple(shape))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PlanError(_unreadable(where, error)) from error
 
 
 def _unreadable(where: str, error: Exception) -> str:
