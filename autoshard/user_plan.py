@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.compiled.verification import Verification, compiled, verification, without_dropped
-from autoshard.errors import MeshError, PlanError
+from autoshard.errors import ArgumentError, MeshError, PlanError
+from autoshard.export.shardings_code import shardings_code
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
 from autoshard.plans.arrays import init, shard_batch
@@ -141,6 +142,23 @@ class Plan(PlanData):
                 f"{self.name} is planned otherwise than {path} has it:\n{listed}\n"
                 f"If that is meant, write the file anew: plan.save({str(path)!r})."
             )
+
+    def to_code(self, style: Literal["specs", "explicit"] = "specs") -> str:
+        """The plan as source code that runs without autoshard.
+
+        Args:
+            style: ``"specs"``: Python that defines ``in_shardings(mesh)`` and ``out_shardings(mesh)``, the trees that
+                `jax.jit` takes, and ``constrained(step, mesh)``, the step with the layouts of its inner values.
+                ``"explicit"``: the same on Explicit axes, and ``explicit(step, mesh)``, which takes and returns arrays
+                that have these shardings as types.
+
+        Raises:
+            ArgumentError: there is no such style.
+        """
+        if style not in ("specs", "explicit"):
+            raise ArgumentError(f"style={style!r}; 'specs' or 'explicit' is needed")
+        program = None if self.lowering is None else self.lowering.program
+        return shardings_code(self, program, explicit=style == "explicit")
 
     def on(self, mesh: Mesh | AbstractMesh) -> Self:
         """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.

@@ -29,6 +29,7 @@ ROOMS = {
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
+    "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
