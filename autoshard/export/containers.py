@@ -140,7 +140,7 @@ def literal(value: Any, modules: set[str] | None = None) -> str:
         return f"{{{', '.join(f'{inside(key)}: {inside(one)}' for key, one in value.items())}}}"
     if isinstance(value, Mapping) and modules is not None:
         return _mapping(value, modules)
-    return ANY
+    return ANY if modules is None else _sentinel(value, modules)
 
 
 def _mapping(value: Mapping[Any, Any], modules: set[str]) -> str:
@@ -152,6 +152,16 @@ def _mapping(value: Mapping[Any, Any], modules: set[str]) -> str:
         return ANY
     modules.add(module)
     return f"{module}.{name}({literal(dict(value), modules)})" if same else ANY
+
+
+def _sentinel(value: Any, modules: set[str]) -> str:
+    """An object that stands in the module of its class, as libraries keep what is one of its kind; else `ANY`."""
+    module = type(value).__module__
+    for name, one in vars(sys.modules.get(module, object)).items():
+        if one is value and module not in ("builtins", "__main__"):
+            modules.add(module)
+            return f"{module}.{name}"
+    return ANY
 
 
 def home_of(kind: type) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.tree_util import PyTreeDef
 
 from autoshard.export import standalone
-from autoshard.export.containers import Expression, Line, UnwritableError, expression_of
+from autoshard.export.containers import Expression, Line, UnwritableError, expression_of, literal
 from autoshard.export.inner_layouts import InnerLayouts, inner_layouts
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
@@ -170,16 +170,17 @@ def shardings_code(plan: PlanData, program: Program | None, *, explicit: bool = 
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
         trees.insert(1, _Trees("keyword_shardings", says, keyword, arguments, "keywords"))
     table = None if program is None else inner_layouts(program, plan)
+    wraps = explicit and plan.axis_types is None  # a step of explicit mode needs no other one around it
     pasted = _PASTED if table is not None and table.rows else ()
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
     parts = [
-        _docstring(plan, program, table, trees, explicit),
+        _docstring(plan, program, table, trees, wraps),
         _imports(modules, pasted),
         *(one.text() for one in trees),
         _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
-        _EXPLICIT.format(inner="constrained(step, mesh)" if table is not None else "step") if explicit else "",
+        _EXPLICIT.format(inner="constrained(step, mesh)" if table is not None else "step") if wraps else "",
         f"def _table():\n{table.text()}" if table is not None and pasted else "",
         _TYPES_ON.format(types=_types(plan)) if explicit or plan.axis_types else _SHARDINGS_ON,
         _NODE if needs_node else "",
@@ -190,7 +191,10 @@ def shardings_code(plan: PlanData, program: Program | None, *, explicit: bool = 
 
 def _leaf(array: PlacedArray) -> str:
     kind = f', memory_kind="{HOST}"' if array.on_host else ""
-    return f"put({spec_text(array.layout)}{kind}{', is_type=True' if array.typed else ''})"
+    if not array.typed:
+        return f"put({spec_text(array.layout)}{kind})"
+    entries = (literal(axes if len(axes) > 1 else axes[0] if axes else None) for axes in array.layout)
+    return f"put(P({', '.join(entries)}){kind}, is_type=True)"  # with an entry per dim, as types have it
 
 
 def _types(plan: PlanData) -> str:
@@ -200,7 +204,7 @@ def _types(plan: PlanData) -> str:
 
 
 def _docstring(
-    plan: PlanData, program: Program | None, table: InnerLayouts | None, trees: Sequence[_Trees], explicit: bool
+    plan: PlanData, program: Program | None, table: InnerLayouts | None, trees: Sequence[_Trees], wraps: bool
 ) -> str:
     mesh, donated = dict(plan.mesh.shape), _donated(program)
     donating = f", donate_argnums={donated}" if donated else ""
@@ -210,7 +214,7 @@ def _docstring(
         f"How {plan.name} is sharded over the mesh {mesh}. Written by autoshard {_version()}; needs JAX alone.",
         "",
     ]
-    if explicit:
+    if wraps:
         lines += [f"    step = jax.jit(explicit(step, mesh){donating})", ""]
     else:
         lines += [

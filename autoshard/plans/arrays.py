@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
 from autoshard.plans.plan import PlanData
-from autoshard.plans.subtrees import Keys, Leaf, Part, argument_leaves, best_of, keys_of, parts_like
+from autoshard.plans.subtrees import Leaf, Part, argument_leaves, best_of, common_end, keys_of, parts_like
 
 _LISTED = 5  # arrays or parts that a message names at most
 
@@ -184,7 +183,7 @@ def _only(plan: PlanData, parts: Sequence[Part], what: str) -> Part:
 
 def _not_found(there: Sequence[Leaf], wanted: Sequence[Leaf], what: str, plan: PlanData) -> str:
     """What does not fit: an array that has a namesake of another type, or else all."""
-    namesakes = [(_common_end(one.keys, other.keys), one, other) for one in wanted for other in there]
+    namesakes = [(common_end(one.keys, other.keys), one, other) for one in wanted for other in there]
     depth, one, other = max(
         ((depth, one, other) for depth, one, other in namesakes if not one.is_like(other)),
         key=lambda pair: pair[0],
@@ -201,12 +200,6 @@ def _not_found(there: Sequence[Leaf], wanted: Sequence[Leaf], what: str, plan: P
         f"{what} {listed}. No part of the arguments of {plan.name} ({known}) holds the same arrays under the same "
         "keys.\nMake what the step takes: one argument, a part of one, or a tuple of such."
     )
-
-
-def _common_end(some: Keys, others: Keys) -> int:
-    """How many keys two paths share from the inside out."""
-    pairs = zip(reversed(some), reversed(others), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _devices_of(plan: PlanData) -> Mesh:

@@ -6,6 +6,7 @@ of containers do not count, so that a plan of a file, whose containers are dicts
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -120,3 +121,9 @@ def best_of(parts: Iterable[Part], *ranks: Callable[[Part], bool]) -> list[Part]
     for rank in ranks:
         found = [part for part in found if rank(part)] or found
     return found
+
+
+def common_end(some: Sequence[str], others: Sequence[str]) -> int:
+    """How many keys two paths share from the inside out."""
+    pairs = zip(reversed(some), reversed(others), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

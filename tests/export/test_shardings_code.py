@@ -137,6 +137,40 @@ def test_another_step_is_refused():
         jax.jit(constrain(lambda x: jnp.sin(jnp.sin(x)), mesh_of(), table))(jnp.ones(8))
 
 
+def test_explicit_style_takes_and_returns_types(plan):
+    found, mesh = defined(plan.to_code("explicit")), mesh_of()
+    arguments = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), carried_steps.arguments())
+    with jax.set_mesh(found["typed_mesh"](mesh)):
+        placed = jax.device_put(arguments, found["in_shardings"](mesh))
+        step = jax.jit(found["explicit"](carried_steps.train_step, mesh))
+        made = jax.eval_shape(step, *placed)
+        compiled = step.lower(*placed).compile()
+    for one, planned in ((placed[0], plan.in_shardings[0]), (made[0], plan.out_shardings[0])):
+        specs = [jax.typeof(leaf).sharding.spec if isinstance(leaf, jax.Array) else leaf.sharding.spec
+                 for leaf in jax.tree.leaves(one)]  # fmt: skip
+        assert [P(*spec) for spec in specs] == [
+            P(*sharding.spec, *[None] * (len(spec) - len(sharding.spec)))
+            for spec, sharding in zip(specs, jax.tree.leaves(planned), strict=True)
+        ]
+    assert collectives(compiled.as_text()) == collectives(plan.lowering().compile().as_text())
+
+
+def test_a_step_of_explicit_mode_keeps_its_types():
+    mesh = mesh_of(AxisType.Explicit)
+
+    def step(w, x):
+        return jax.sharding.reshard(w, P("data", None)) * 2.0, jnp.sum(x)
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones((16, 8)), P("data", None))
+        plan = autoshard.plan(step, w, jnp.ones((8, 16)), mesh=mesh)
+        found = defined(plan.to_code())
+        assert found["in_shardings"](mesh)[0] == plan.in_shardings[0]
+        made, _ = jax.jit(step, in_shardings=found["in_shardings"](mesh))(w, jnp.ones((8, 16)))
+    assert jax.typeof(made).sharding.spec == P("data", None)
+    assert "explicit mode" in plan.to_code()
+
+
 def test_classes_that_no_module_names_are_taken_from_the_arguments():
     class Local(carried_steps.NamedTuple):
         w: object
