@@ -31,7 +31,7 @@ from autoshard.user_plan import Plan
 def autoshard(
     fn: Callable[Parameters, Result],
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh,
     memory: str | float | None = None,
     topology: Topology | str | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
@@ -50,7 +50,7 @@ def autoshard(
 def autoshard(
     fn: None = None,
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh,
     memory: str | float | None = None,
     topology: Topology | str | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
@@ -62,6 +62,18 @@ def autoshard(
     like: Plan | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
+) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
+
+
+@overload
+def autoshard(
+    fn: Callable[Parameters, Result], *, like: Plan, **options: Any
+) -> ShardedFunction[Parameters, Result]: ...
+
+
+@overload
+def autoshard(
+    fn: None = None, *, like: Plan, **options: Any
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
 
 
