@@ -18,6 +18,7 @@ from autoshard.errors import (
     MeshError,
     PlanError,
     RuleError,
+    ScheduleError,
     SolverError,
 )
 
@@ -45,6 +46,7 @@ __all__ = [
     "Prediction",
     "Propagation",
     "RuleError",
+    "ScheduleError",
     "SolverError",
     "Topology",
     "UnknownPrimitiveWarning",

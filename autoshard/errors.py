@@ -42,3 +42,7 @@ class SolverError(AutoshardError):
 
 class PlanError(AutoshardError):
     """A plan used with another mesh, another program, or other arguments than it was made for."""
+
+
+class ScheduleError(AutoshardError):
+    """A pipeline schedule that deadlocks, or whose orders miss, repeat or misplace a task."""
