@@ -17,6 +17,7 @@ from autoshard.errors import (
     MemoryLimitError,
     MeshError,
     PlanError,
+    ProcessError,
     RuleError,
     SolverError,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "ProcessError",
     "Propagation",
     "RuleError",
     "SolverError",

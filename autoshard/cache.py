@@ -41,8 +41,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         for rule in rules
     ]
     said = (
-        _version("autoshard"),
-        jax.__version__,
+        *versions(),
         program.fingerprint,
         rule_texts,
         dict(options.mesh.shape),
@@ -57,6 +56,11 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def versions() -> tuple[str, str]:
+    """Those of autoshard and JAX."""
+    return _version("autoshard"), jax.__version__
 
 
 def _constants(part: Any) -> Any:

@@ -32,6 +32,7 @@ ROOMS = {
     "user_plan": ["autoshard.user_plan"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
+        *("autoshard.processes", "autoshard.agreement"),
         *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
     ],
 }
