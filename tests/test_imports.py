@@ -19,7 +19,7 @@ PACKAGE = Path(autoshard.__file__).parent
 
 # Rooms in the order of the way of the data. A room imports only rooms written before it, and itself.
 ROOMS = {
-    "base": ["autoshard.errors", "autoshard.layout"],
+    "base": ["autoshard.errors", "autoshard.files", "autoshard.layout"],
     "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
     "mesh": ["autoshard.mesh"],
