@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -236,6 +236,8 @@ def _placed_from_json(entry: Node, axes: MeshShape) -> PlacedArray:
 def _prediction(node: Node, axes: MeshShape) -> Prediction:
     kinds = {one.name: one.type for one in fields(Prediction)}
     node.only(kinds)
+    for name in (one.name for one in fields(Prediction) if one.default is MISSING and node.get(one.name) is None):
+        raise node.wrong(f"a prediction with {name}")
     said: dict[str, Any] = {
         name: (Node.count if kinds[name] == "int" else Node.number)(one)
         for name, one in node.entries()

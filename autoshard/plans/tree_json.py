@@ -1,12 +1,13 @@
 """Pytrees of numbers in plain containers to JSON, and back.
 
 A key of a dict is written as it is if JSON has its type, else as an object: ``{"tuple": [0, "w"]}``, ``{"bytes":
-"6b65"}``, or ``{"text": "Color.RED"}`` for a key of a class that a file cannot name. Such a key comes back as its text,
-and so do all other keys of its dict, since JAX sorts them.
+"6b65"}``. A key of a class that a file cannot name is written as its text, and so are all other keys of its dict, since
+JAX sorts them.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -25,7 +26,7 @@ def tree_to_json(tree: Any) -> Any:
     {'tuple': [0, {'dict': [['w', {'list': [1, None]}], [{'tuple': [2, {'bytes': '6b'}]}, 3]]}]}
     """
     if isinstance(tree, dict):
-        return {"dict": [[key, tree_to_json(child)] for key, child in zip(_keys(tree), tree.values(), strict=True)]}
+        return {"dict": [[key, tree_to_json(child)] for key, child in _items(tree)]}
     if isinstance(tree, tuple | list):
         return {type(tree).__name__: list(map(tree_to_json, tree))}
     return tree
@@ -43,11 +44,12 @@ def tree_from_json(node: Node, leaves: int) -> Tree:
     return tree
 
 
-def _keys(tree: dict) -> list[Any]:
-    """The keys of a dict as JSON, all different."""
+def _items(tree: dict) -> list[tuple[Any, Any]]:
+    """The keys of a dict as JSON, all different and in the order of the keys that are read, and what stands there."""
     if all(map(_is_plain, tree)):
-        return list(map(_key, tree))
-    return [{"text": text} for text in distinct(printable(_ADDRESS.sub("", str(key))) for key in tree)]
+        return [(_key(key), child) for key, child in tree.items()]
+    texts = distinct(printable(_ADDRESS.sub("", str(key))) for key in tree)
+    return sorted(zip(texts, tree.values(), strict=True), key=operator.itemgetter(0))
 
 
 def _is_plain(key: Any) -> bool:
@@ -83,8 +85,6 @@ def _key_of(node: Node) -> Any:
     ((kind, below),) = _only_field(node)
     if kind == "tuple":
         return tuple(map(_key_of, below.parts()))
-    if kind == "text":
-        return below.name()
     if kind == "bytes":
         return bytes.fromhex(below.name())
     raise node.wrong("the key of a dict")
