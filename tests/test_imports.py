@@ -20,7 +20,7 @@ PACKAGE = Path(autoshard.__file__).parent
 
 # Rooms in the order of the way of the data. A room imports only rooms written before it, and itself.
 ROOMS = {
-    "base": ["autoshard.errors", "autoshard.layout"],
+    "base": ["autoshard.errors", "autoshard.files", "autoshard.layout"],
     "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
     "mesh": ["autoshard.mesh"],
@@ -35,6 +35,7 @@ ROOMS = {
     "pipeline": ["autoshard.pipeline"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
+        *("autoshard.processes", "autoshard.agreement"),
         *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
     ],
 }
