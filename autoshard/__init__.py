@@ -18,7 +18,9 @@ from autoshard.errors import (
     MeshError,
     MissingPackageError,
     PlanError,
+    ProcessError,
     RuleError,
+    ScheduleError,
     SolverError,
 )
 
@@ -49,8 +51,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "ProcessError",
     "Propagation",
     "RuleError",
+    "ScheduleError",
     "SolverError",
     "Topology",
     "UnknownPrimitiveWarning",

@@ -17,6 +17,7 @@ from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
+from autoshard.plans.plan import PlanData
 from autoshard.solver.progress import Progress
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
@@ -43,6 +44,7 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    like: PlanData | None = None  # of another step, as whose the arguments lie that both take
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
 
@@ -95,7 +97,7 @@ def options_of(
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    folder = None if cache is None else Path(cache).expanduser()
+    folder = None if cache is None else _folder(cache)
     return Options(
         mesh,
         topology,
@@ -110,8 +112,15 @@ def options_of(
         _turns(trips),
         given_mesh,
         memory is not None,
-        given_topology,
+        given_topology=given_topology,
     )
+
+
+def _folder(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # of a user that is not known
+        return Path(path)
 
 
 def _turns(trips: Any) -> dict[str, int]:

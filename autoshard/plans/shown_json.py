@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from autoshard.layout import MeshShape
 from autoshard.plans.activations import Activation
 from autoshard.plans.memory_use import MemoryPart, MemoryUse
+from autoshard.plans.nodes import Node, number_of
 from autoshard.plans.plan import PlanData
 
 
@@ -34,34 +36,44 @@ def shown_to_json(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def shown_from_json(entry: Any) -> dict[str, Any]:
+def shown_from_json(node: Node, axes: MeshShape) -> dict[str, Any]:
     """The fields of a plan that `shown_to_json` wrote.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: it is not what that wrote.
+        ValueError: it is not what that wrote; the message says where.
     """
-    parts = tuple(
-        MemoryPart(str(part["name"]), str(part["kind"]), tuple(map(int, part["bytes"].split())))
-        for part in entry["memory_parts"]
-    )
-    lines = tuple(map(str, entry["memory_lines"]))
-    if any(len(part.bytes) != len(lines) for part in parts) or (lines and not parts):
-        raise ValueError("the use of memory has not as many moments as lines")
-    machine = entry["machine"]
-    activations = tuple(
-        Activation(
-            line=str(one["line"]),
-            primitive=str(one["primitive"]),
-            shape=tuple(map(int, one["shape"])),
-            dtype=str(one["dtype"]),
-            layout=tuple(tuple(map(str, axes)) for axes in one["spec"]),
-            local_bytes=int(one["local_bytes"]),
-            count=int(one["count"]),
-        )
-        for one in entry["activations"]
-    )
+    node.only(("machine", "activations", "memory_lines", "memory_parts"))
+    lines = node["memory_lines"].items(Node.name)
+    parts = node["memory_parts"].items(lambda one: _part(one, len(lines)))
+    if bool(lines) != bool(parts):
+        raise node["memory_parts"].wrong("what is held at each of the lines")
     return {
-        "machine": None if machine is None else str(machine),
-        "activations": activations,
+        "machine": node["machine"].optional(Node.name),
+        "activations": node["activations"].items(lambda one: _activation(one, axes)),
         "memory_use": MemoryUse(lines, parts) if lines else None,
     }
+
+
+def _part(node: Node, moments: int) -> MemoryPart:
+    node.only(("name", "kind", "bytes"))
+    sizes = tuple(number_of(word, node["bytes"].path) for word in node["bytes"].text().split())
+    if len(sizes) != moments:
+        raise node["bytes"].wrong(f"{moments} sizes")
+    return MemoryPart(node["name"].name(), node["kind"].one_of(("argument", "value")), sizes)
+
+
+def _activation(node: Node, axes: MeshShape) -> Activation:
+    node.only(("line", "primitive", "shape", "dtype", "spec", "local_bytes", "count"))
+    layout = node["spec"].items(lambda dim: dim.items(lambda axis: axis.one_of(axes)))
+    shape = node["shape"].items(Node.count)
+    if len(layout) != len(shape):
+        raise node["spec"].wrong(f"a layout of {len(shape)} dims")
+    return Activation(
+        line=node["line"].name(),
+        primitive=node["primitive"].name(),
+        shape=shape,
+        dtype=node["dtype"].name(),
+        layout=layout,
+        local_bytes=node["local_bytes"].count(),
+        count=node["count"].count(),
+    )

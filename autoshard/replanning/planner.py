@@ -16,7 +16,16 @@ from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulation import Formulation
 from autoshard.options import Options, options_of
-from autoshard.planning import cheapest, checked_rules, comparison_of, formulated, lowered, remarks, solved
+from autoshard.planning import (
+    cheapest,
+    checked_rules,
+    comparison_of,
+    formulated,
+    lowered,
+    remarks,
+    solved,
+    wished_layouts,
+)
 from autoshard.plans.activations import activations_of
 from autoshard.plans.making import make_plan
 from autoshard.program import Program
@@ -47,7 +56,7 @@ class Planner:
     @classmethod
     def of(cls, program: Program, options: Options, jit_keywords: Mapping[str, Any], *, is_given: bool) -> Planner:
         """That of a plan under these options."""
-        fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
+        fixed = wished_layouts(program, options)
         return cls(program, options, jit_keywords, fixed, patterns_of(program, options.fixed), is_given)
 
     def formulation(self, fixed: Mapping[int, Layout]) -> Formulation:
@@ -89,6 +98,10 @@ class Planner:
         said = []
         if argument in self.patterns:
             said.append(f"The user says so: fixed[{self.patterns[argument]!r}]. The other layouts are without it.")
+        elif argument in self.fixed and self.options.like is not None:
+            said.append(
+                f"like= says so: it lies as in the plan of {self.options.like.name}. The others are without it."
+            )
         elif argument in self.fixed:
             said.append("The user says so: in_shardings. The other layouts are without it.")
         if argument in self.program.ordered_arguments:
@@ -176,6 +189,7 @@ class Planner:
             time_limit=asked.time_limit,
             cache=None,
             refine=1,
+            like=old.like,
         )
         shape = dict(options.mesh.shape)
         fixed = fixed_layouts(self.program, asked.fixed, shape)

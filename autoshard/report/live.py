@@ -9,6 +9,7 @@ import time
 from types import TracebackType
 from typing import Self, TextIO
 
+from autoshard.program.paths import printable
 from autoshard.report.units import seconds_text
 from autoshard.solver.progress import Progress
 
@@ -56,7 +57,7 @@ class LiveLine:
             if math.isfinite(known.gap) and known.bound > 0:
                 found += f", gap {known.gap:.2%}"
         seconds = time.monotonic() - self.start
-        return (f"{self.what}:{found}; {seconds:.0f} s" if found else f"{self.what}: {seconds:.0f} s")[:_WIDTH]
+        return printable(f"{self.what}:{found}; {seconds:.0f} s" if found else f"{self.what}: {seconds:.0f} s")[:_WIDTH]
 
     def __enter__(self) -> Self:
         if self._thread is not None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.layout import spec_text
+from autoshard.program.paths import printable
 from autoshard.report.section import (
     ArrayCount,
     Bytes,
@@ -91,8 +92,8 @@ def written(piece: Piece | Phrase) -> str:
         case ArrayCount(count):
             return f"x{count}" if count > 1 else ""
         case Spec(layout):
-            return spec_text(layout)
+            return printable(spec_text(layout))
         case Names(names):
-            return ", ".join(names)
+            return printable(", ".join(names))
         case _:
-            return str(piece)
+            return printable(str(piece), kept="\n")
