@@ -12,6 +12,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 PROMISED = {  # notebook -> a pattern for each promised piece of what its cells print
     "01_quickstart": [
+        r"(?m) In\[\d+\]:\d+ ",  # lines of cells by the numbers of the cells
         r"Predicted +per step",  # the plan, its tables in the text where print puts them
         r"peak memory +[\d.]+ [KM]iB +[\d.]+ [KM]iB\n",  # no "differs" behind the figures
         r"step  40 +8 devices (\d\.\d{3})\d* +one device \1",
