@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import threading
 import types
@@ -38,9 +39,12 @@ from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
 from autoshard.replanning.planner import Planner
+from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
+
+_LOG = logging.getLogger("autoshard")  # says at INFO what is planned
 
 Parameters = ParamSpec("Parameters")  # of a step
 Rest = ParamSpec("Rest")  # of a method, less the instance
@@ -264,7 +268,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group)
         if self._group is not None:
             self._group.round += 1
-        made = replace(compiled, plan=compiled.planner.bound(plan), is_checked=True)
+        plan = replace(compiled.planner.bound(plan), remark=compiled.plan.remark)
+        made = replace(compiled, plan=plan, is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
@@ -279,6 +284,9 @@ class ShardedFunction(Generic[Parameters, Result]):
         is_given = self._given is not None
         planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
         plan = planner.bound(lowered(program, plan, self._jit_keywords))
+        if (last := next(reversed(self._compiled.values()), None)) is not None:
+            plan = replace(plan, remark=signature_remark(plan, last.plan))
+        _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
         return _PlannedStep(plan, program, context(), planner)
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:

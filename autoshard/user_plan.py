@@ -82,6 +82,7 @@ class Plan(PlanData):
     comparison: Comparison = field(repr=False, default_factory=Comparison)
     lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
     planner: Planner | None = field(repr=False, default=None)  # None: loaded, not yet bound
+    remark: str = ""  # what changes where the step was planned for another signature before
     wish: Wish | None = None  # what `what_if` was asked for; None: another made the plan
 
     @classmethod
@@ -344,7 +345,10 @@ class Plan(PlanData):
         return [first, *self._wishes(), *others]
 
     def _wishes(self) -> list[Section]:
-        return [] if self.wish is None else [wish_section(self.wish.text, self.predicted, self.wish.before)]
+        said = [Section(lines=((self.remark,),))] if self.remark else []
+        if self.wish is not None:
+            said.append(wish_section(self.wish.text, self.predicted, self.wish.before))
+        return said
 
     def __repr__(self) -> str:
         return repr_text(self)

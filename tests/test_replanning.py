@@ -19,6 +19,7 @@ from autoshard import Link, Plan, PlanError, Topology
 from autoshard.layout import layout_of
 from autoshard.plans.chosen import prediction_of
 from autoshard.replanning.near_choices import agreeing
+from autoshard.replanning.signatures import signature_remark
 from autoshard.report.difference import Difference
 from autoshard.solver import solve
 
@@ -214,3 +215,18 @@ def test_arrays_that_only_one_plan_has():
     other = autoshard.plan(lambda w: w * 2.0, jnp.ones((8, 8)), mesh=MESH, topology=CHIP)
     text = str(free().diff(other))
     assert "is compared with" in text and "(none)" in text
+
+
+def test_another_signature_says_what_changes():
+    step = autoshard.autoshard(mlp, mesh=MESH, topology=CHIP, donate_argnums=0)
+    first, same = step.plan(*arguments()), step.plan(*arguments())
+    second = step.plan(*arguments(batch=2048))
+    assert not first.remark and not same.remark
+    assert "batch/x is float32[2048, 64], before float32[1024, 64]" in str(second)
+    moved = sum(
+        a.layout != b.layout for a, b in zip(first.arguments, second.arguments, strict=True) if "batch" not in a.name
+    )
+    assert ("State lies as in the plan before" in second.remark) == (moved == 0)
+    planted = replace(first.arguments[0], layout=(("data",),))
+    remark = signature_remark(second, replace(first, arguments=(planted, *first.arguments[1:])))
+    assert "1 arrays of state lie otherwise" in remark and planted.name in remark and "like=" in remark
