@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -342,7 +343,18 @@ class Plan(PlanData):
 
     def _sections(self) -> list[Section]:
         first, *others = plan_sections(self, self.comparison.known)
-        return [first, *self._wishes(), *others]
+        return [first, *self._wishes(), *others, *self._notes()]
+
+    def _notes(self) -> list[Section]:
+        """What to know before seconds on this mesh are measured."""
+        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
+        sharing = Counter(device.process_index for device in devices if device.platform == "cpu")
+        count = max(sharing.values(), default=0)
+        said = (
+            f"Note: {count} CPU devices share the cores of one machine, so a step on them is hardly faster than on "
+            "one. Seconds that are measured there say nothing of accelerators."
+        )
+        return [Section(lines=((said,),))] if count > 1 else []
 
     def _wishes(self) -> list[Section]:
         said = [Section(lines=((self.remark,),))] if self.remark else []
@@ -383,7 +395,7 @@ class Plan(PlanData):
         return self._html()
 
     def _html(self) -> Html:
-        return plan_html(self, self.comparison.known, self._wishes())
+        return plan_html(self, self.comparison.known, self._wishes(), self._notes())
 
 
 def _mesh_in(text: str, where: str) -> AbstractMesh:

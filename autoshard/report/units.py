@@ -31,9 +31,11 @@ def seconds_text(seconds: float) -> str:
 def change_text(figure: float, other: float) -> str:
     """How much more a figure is than another.
 
-    >>> change_text(1.1, 1.0), change_text(0.5, 1.0), change_text(2.0, 2.0), change_text(1.0, 0.0)
-    ('+10.00%', '-50.00%', 'same', 'more')
+    >>> change_text(1.1, 1.0), change_text(0.5, 1.0), change_text(2.0, 2.0), change_text(300.0, 2.0)
+    ('+10.00%', '-50.00%', 'same', '150 times')
     """
     if figure == other:
         return "same"
-    return f"{figure / other - 1:+.2%}" if other else "more"
+    if not other:
+        return "more"
+    return f"{figure / other - 1:+.2%}" if figure < 10 * other else f"{figure / other:.0f} times"

@@ -83,6 +83,16 @@ def test_printing_searches_for_nothing(monkeypatch):
     assert str(plan).count("tensor parallel") == 1 and len(searches) == 3
 
 
+def test_cpu_devices_are_said_to_share_their_cores():
+    mesh = jax.make_mesh((8,), ("data",))
+    plan = autoshard.plan(lambda w, x: w + x.sum(), np.ones(8, np.float32), np.ones(8, np.float32), mesh=mesh)
+    note = "8 CPU devices share the cores of one machine"
+    assert note in str(plan) and note in plan._repr_html_()
+    one = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    assert "share the cores" not in str(autoshard.plan(lambda w: w + 1, np.ones(8, np.float32), mesh=one))
+    assert "share the cores" not in str(PLANS["not_compared"]())
+
+
 def test_sections_are_data():
     """Figures stay figures until a renderer writes them."""
     plan = PLANS["large_batch"]()

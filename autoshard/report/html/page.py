@@ -17,11 +17,14 @@ from autoshard.report.text import written
 from autoshard.report.units import bytes_text, seconds_text
 
 
-def plan_html(plan: PlanData, alternatives: Alternatives, more: Sequence[Section] = ()) -> Html:
+def plan_html(
+    plan: PlanData, alternatives: Alternatives, more: Sequence[Section] = (), last: Sequence[Section] = ()
+) -> Html:
     """The report as a fragment, with its style.
 
     Args:
         more: sections that stand behind the head, as what a wish costs.
+        last: sections that stand at the end.
     """
     colours = {axis: i for i, axis in enumerate(plan.mesh.shape)}
     parts = [
@@ -35,6 +38,7 @@ def plan_html(plan: PlanData, alternatives: Alternatives, more: Sequence[Section
         *([section_html(activations(plan), colours)] if plan.activations else []),
         section_html(collectives(plan.predicted.collectives), colours),
         *(element("div", f"Warning: {warning}", class_="warning") for warning in plan.warnings),
+        *(section_html(section, colours) for section in last),
     ]
     return joined(element("style", Html(STYLE)), element("div", *parts, class_="autoshard"))
 
