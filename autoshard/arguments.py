@@ -15,6 +15,7 @@ from autoshard.jaxprs import HOST, is_array
 from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
 from autoshard.program.explicit import is_explicit, type_sharding
+from autoshard.program.static_leaves import static_places
 
 # Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode. A token has no
 # shape; its type is its abstract value.
@@ -83,22 +84,38 @@ def abstract(type_: ArrayType) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=sharding)
 
 
-def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> ArgumentError:
-    """The error for arguments for which `type_of` raises; static arguments are None here."""
+def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> ArgumentError | None:
+    """The error for arguments that are neither arrays nor hashable, if any; static arguments are None here."""
     try:
         named = inspect.signature(fn).bind(*args, **kwargs).arguments
     except (ValueError, TypeError):
         named = {f"argument {i}": arg for i, arg in enumerate(args)} | dict(kwargs)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(dict(named))[0]:
-        try:
-            type_of(leaf)
-        except TypeError:
+    found, structure = jax.tree_util.tree_flatten_with_path(dict(named))
+    static = static_places(structure, [leaf for _, leaf in found])
+    for place, (path, leaf) in enumerate(found):
+        if not (_is_hashable(leaf) if place in static else _has_type(leaf)):
             return ArgumentError(
-                f"{slashed(path)} is {leaf!r}, which is no array.\nMake its argument static (static_argnums, "
-                "static_argnames), or leave what is no array out of it: eqx.partition(module, eqx.is_array), "
-                "nnx.split(module), or a closure."
+                f"{slashed(path)} is {leaf!r}, which is no array{' and has no hash' * (place in static)}.\n"
+                "Make its argument static (static_argnums, static_argnames), give it a hash, turn it into an array, or "
+                "leave it out: eqx.partition(module, eqx.is_array), nnx.split(module), or a closure."
             )
-    raise AssertionError("every leaf is an array")
+    return None
+
+
+def _has_type(leaf: Any) -> bool:
+    try:
+        type_of(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> list:

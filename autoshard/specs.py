@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
+from autoshard.program.flattening import with_flat_modules
 from autoshard.program.trees import Tree
 from autoshard.propagation.rule import Rule
 
@@ -112,7 +113,9 @@ def result_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, La
     Raises:
         MeshError: the tree is no prefix, or a spec does not fit its array or the mesh.
     """
-    return dict(_from_prefix(tree, program.out_tree, program.results, mesh))
+    values = (*program.results, *program.arguments)
+    layouts = dict(_from_prefix(tree, program.out_tree, values, mesh))
+    return {i: layout for i, layout in layouts.items() if i < len(program.results)}
 
 
 def _from_prefix(
@@ -124,7 +127,7 @@ def _from_prefix(
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
     try:
-        entries = list(tree.under(prefix, is_entry))
+        entries = list(tree.under(with_flat_modules(prefix), is_entry))
     except ValueError as error:
         raise MeshError(f"the shardings are no prefix of what they are for: {error}") from None
     for entry, below in entries:

@@ -47,7 +47,7 @@ class Step:
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """What the function returns, of its leaves."""
-        return jax.tree.unflatten(self._program.out_tree.structure, leaves)
+        return self._program.out_tree.unflattened(leaves)
 
     @cached_property
     def transformed(self) -> Callable[..., tuple]:

@@ -48,7 +48,7 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
         "alternatives": figures,
         "absent": reasons,
         "argument_slots": _tree_to_json(plan.argument_tree.plain(range(len(plan.arguments)))),
-        "result_slots": _tree_to_json(plan.result_tree.plain(range(len(plan.results)))),
+        "result_slots": _tree_to_json(plan.result_tree.plain(range(len(plan.results) + len(plan.arguments)))),
         "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
         "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},

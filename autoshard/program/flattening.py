@@ -1,0 +1,97 @@
+"""The arguments of a call in; their arrays, and all else about them in a form that calls are compared by, out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from autoshard.program.signature import Arguments
+from autoshard.program.static_leaves import static_places
+
+if TYPE_CHECKING:
+    from jax.tree_util import PyTreeDef
+
+    from autoshard.program.modules import ModuleArguments
+
+
+class CallStructure(NamedTuple):
+    """Containers, static leaves and modules' graphs of a call: all but its arrays."""
+
+    tree: Hashable  # a PyTreeDef, or what `ModuleArguments` has
+    places: tuple[int, ...]  # of static leaves
+    static: tuple[tuple[type, Any], ...]  # their types, and what they are; types first: unlike values are not compared
+    has_modules: bool
+
+
+class FlatCall(NamedTuple):
+    """The arguments of one call."""
+
+    arrays: list[Any]
+    structure: CallStructure
+    modules: ModuleArguments | None  # those to which results are written, if there are any
+    is_guess: bool = False  # whether it is as the call before without another look
+
+    @property
+    def is_special(self) -> bool:
+        """Whether `jax.jit` would refuse it, or lose what the step does to it."""
+        return self.structure.has_modules or bool(self.structure.places)
+
+
+def flattened(dynamic: Arguments, before: CallStructure | None = None) -> FlatCall:
+    """The arguments taken apart.
+
+    Args:
+        before: the structure of the call before. If this call has the same containers, the same leaves are taken to be
+            static, and no leaf but these is looked at.
+    """
+    if before is None or before.has_modules:
+        modules = module_arguments(dynamic)
+        if modules is not None:
+            return FlatCall(modules.arrays, CallStructure(modules.structure, (), (), True), modules)
+    leaves, tree = jax.tree.flatten(dynamic)
+    if before is not None and before.tree == tree:
+        if not before.places:
+            return FlatCall(leaves, before, None, is_guess=True)
+        structure = before._replace(static=_static(leaves, before.places))
+        if structure.static == before.static:
+            return FlatCall(_without(leaves, before.places), before, None, is_guess=True)
+    if before is not None:
+        return flattened(dynamic)
+    return _with_static_leaves(leaves, tree)
+
+
+def _with_static_leaves(leaves: list[Any], tree: PyTreeDef) -> FlatCall:
+    places = static_places(tree, leaves)
+    return FlatCall(_without(leaves, places), CallStructure(tree, places, _static(leaves, places), False), None)
+
+
+def module_arguments(dynamic: Arguments) -> ModuleArguments | None:
+    """The arguments taken apart if there are nnx modules among them. Who has none need not have flax."""
+    if "flax.nnx" not in sys.modules:
+        return None
+    from autoshard.program import modules
+
+    return modules.ModuleArguments.of(dynamic)
+
+
+def with_flat_modules(tree: Any) -> Any:
+    """A pytree whose nnx modules are as in the `Tree` of arguments that hold such modules."""
+    if "flax.nnx" not in sys.modules:
+        return tree
+    from autoshard.program import modules
+
+    return modules.with_flat_modules(tree)
+
+
+def _static(leaves: list[Any], places: tuple[int, ...]) -> tuple[tuple[type, Any], ...]:
+    return tuple((type(leaves[place]), leaves[place]) for place in places)
+
+
+def _without(leaves: list[Any], places: tuple[int, ...]) -> list[Any]:
+    if not places:
+        return leaves
+    skipped = frozenset(places)
+    return [leaf for place, leaf in enumerate(leaves) if place not in skipped]
