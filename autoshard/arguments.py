@@ -30,11 +30,13 @@ def type_of(leaf: Any) -> ArrayType:
     """The facts that a compiled step depends on: of an array, NumPy array, Python number, ShapeDtypeStruct or token.
 
     Raises:
-        TypeError: the leaf is none of them.
+        TypeError: the leaf is none of them, or a reference to an array.
 
     >>> type_of(1.0), type_of(jax.numpy.zeros(3))
     (((), dtype('float32'), True, False, None), ((3,), dtype('float32'), False, False, None))
     """
+    if isinstance(leaf, jax.Ref):
+        raise TypeError("a Ref changes under the step, so that its layout is no part of a plan")
     if isinstance(leaf, jax.Array):
         aval = leaf.aval
     else:

@@ -52,6 +52,7 @@ class ModuleChanges:
     """
 
     graphs: tuple[nnx.GraphDef, ...]  # of the modules among the arguments
+    keeps_graphs: bool  # whether these are as they were, and hold arrays in variables alone
     items: tuple[nnx.GraphDef | None, ...]  # of what the step returned; None: it is no module
     result: PyTreeDef  # of these items
     values: PyTreeDef  # of what all graphs and items hold
@@ -70,7 +71,10 @@ class ModuleArguments:
     def of(cls, dynamic: Arguments) -> Self | None:
         """None if there are no modules among them."""
         items, tree = jax.tree.flatten(dynamic, is_leaf=is_module)
-        return cls(items, tree) if any(map(is_module, items)) else None
+        if not any(map(is_module, items)):
+            return None
+        with nnx.update_context("autoshard"):  # takes what nnx.cached_partial hands on to the next transformation
+            return cls(items, tree)
 
     def __init__(self, items: list[Any], tree: PyTreeDef) -> None:
         """
@@ -80,10 +84,13 @@ class ModuleArguments:
         self._items, self._tree = items, tree
         self._references = nnx.graph.RefMap()
         graphs, values = [], []
+        self._variables: list[Any] = []  # and arrays that modules hold without one
         for item in self._items:
             graph, inside = None, item
             if is_module(item):
-                graph, inside = nnx.flatten(item, ref_index=self._references, with_paths=False, graph=True)
+                graph, state = nnx.flatten(item, ref_index=self._references, graph=True)
+                inside = list(map(_value, state.leaves))
+                self._variables += state.leaves
             graphs.append(graph)
             values.append(inside)
         leaves, structure = jax.tree.flatten(values)
@@ -140,13 +147,22 @@ class ModuleArguments:
         for place, value in changes.static:
             leaves[place] = value
         values = jax.tree.unflatten(changes.values, leaves)
+        inside, returned = values[: len(changes.graphs)], values[len(changes.graphs) :]
         ours = nnx.graph.IndexMap.from_refmap(self._references)
-        made = nnx.graph.IndexMap()
+        if changes.keeps_graphs:
+            made = ours
+            for variable, value in zip(self._variables, itertools.chain(*inside), strict=True):
+                if _differs(variable.get_raw_value(), value):
+                    variable.set_raw_value(value)
+        else:
+            made = nnx.graph.IndexMap()
+            for graph, value in zip(changes.graphs, inside, strict=True):
+                nnx.unflatten(graph, value, index_ref=made, outer_index_outer_ref=ours)
         items = [
             value if graph is None else nnx.unflatten(graph, value, index_ref=made, outer_index_outer_ref=ours)
-            for graph, value in zip((*changes.graphs, *changes.items), values, strict=True)
+            for graph, value in zip(changes.items, returned, strict=True)
         ]
-        return jax.tree.unflatten(changes.result, items[len(changes.graphs) :])
+        return jax.tree.unflatten(changes.result, items)
 
 
 @dataclass(frozen=True)
@@ -244,6 +260,9 @@ class TracedModules:
                 result_paths.append(path)
         return results, ModuleChanges(
             graphs=tuple(modules.graphs),
+            keeps_graphs=modules.graphs == self._before.graphs
+            and jax.tree.structure(modules.values) == jax.tree.structure(self._before.values)
+            and all(isinstance(holder, nnx.Variable) for holder, _ in modules.held),
             items=tuple(items.graphs),
             result=structure,
             values=values,
@@ -310,6 +329,10 @@ def with_static(arrays: Sequence[Any], static: tuple[tuple[int, Any], ...], coun
 def _value(holder: Any) -> Any:
     """What a variable holds; an array that a module holds without one is itself."""
     return holder.get_raw_value() if isinstance(holder, nnx.Variable) else holder
+
+
+def _differs(old: Any, new: Any) -> bool:
+    return any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
 
 
 def _keys(path: tuple[Any, ...]) -> _Path:
