@@ -196,6 +196,12 @@ class _Flat:
             made.held.extend(held)
         return made
 
+    def is_like(self, other: _Flat) -> bool:
+        """Whether both hold the same, in the same variables and in nothing else."""
+        structures: list[PyTreeDef] = [jax.tree.structure(flat.values) for flat in (self, other)]
+        in_variables = all(isinstance(holder, nnx.Variable) for holder, _ in other.held)
+        return self.graphs == other.graphs and structures[0] == structures[1] and in_variables
+
 
 class TracedModules:
     """A step's arguments made of tracers, while it is traced."""
@@ -260,9 +266,7 @@ class TracedModules:
                 result_paths.append(path)
         return results, ModuleChanges(
             graphs=tuple(modules.graphs),
-            keeps_graphs=modules.graphs == self._before.graphs
-            and jax.tree.structure(modules.values) == jax.tree.structure(self._before.values)
-            and all(isinstance(holder, nnx.Variable) for holder, _ in modules.held),
+            keeps_graphs=self._before.is_like(modules),
             items=tuple(items.graphs),
             result=structure,
             values=values,

@@ -1,7 +1,9 @@
 """The leaves of a pytree in; which of them are no arrays, and so are part of the step's code, out.
 
 `jax.jit` takes numbers as arrays, `eqx.filter_jit` takes them as they are. Both kinds of users get what they expect: a
-number is an array, unless it stands in an equinox module.
+number is an array, unless it stands in an equinox module. A step that takes such modules asks its flags in Python
+(`if training:`), so beside them a bool is static wherever it stands. A counter or a rate stays an array there, since
+each of its values would be planned anew.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ def static_places(structure: PyTreeDef, leaves: Sequence[Any]) -> tuple[int, ...
         return ()
     numbers = [i for i in others if isinstance(leaves[i], _NUMBERS)]
     inside = frozenset(_places_in_modules(structure)) if numbers else frozenset()
-    return tuple(i for i in others if (i in inside if isinstance(leaves[i], _NUMBERS) else _is_static(leaves[i])))
+
+    def is_static(i: int) -> bool:
+        if isinstance(leaves[i], _NUMBERS):
+            return i in inside or (bool(inside) and isinstance(leaves[i], bool))
+        return _is_static(leaves[i])
+
+    return tuple(filter(is_static, others))
 
 
 def _is_static(leaf: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from autoshard.program.flattening import module_arguments
 from autoshard.program.paths import Places, carried_results, slashed
 from autoshard.program.program import Program
 from autoshard.program.reader import Reader, kind_of
-from autoshard.program.signature import ArgumentSelection, join, signature_without
+from autoshard.program.signature import Arguments, ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
 from autoshard.program.turns import check_places
 
@@ -65,7 +64,7 @@ def trace(
     given += [(name in donating, dynamic[1][name]) for name in sorted(dynamic[1])]
     modules = module_arguments(dynamic)
     in_tree = Tree.of(dynamic) if modules is None else modules.tree()
-    boxed = _boxes([arg for _, arg in given], leaves) if modules is None else modules.boxes(in_tree, leaves)
+    boxed = _boxes(dynamic, in_tree, leaves) if modules is None else modules.boxes(in_tree, leaves)
     flags = [is_donated for (is_donated, _), box in zip(given, boxed, strict=True) for _ in box.leaves]
     count = len(positions)
     recorded: list[ModuleChanges] = []
@@ -90,16 +89,10 @@ def trace(
     return replace(program, types=types, changes=recorded[-1] if recorded else None)
 
 
-def _boxes(arguments: Sequence[Any], leaves: Sequence[Any] | None) -> list[Box]:
-    """
-    Args:
-        leaves: what the boxes hold in the place of the arguments' arrays.
-    """
-    boxed = list(map(Box.of, arguments))
-    if leaves is None:
-        return boxed
-    left = iter(leaves)
-    return [Box(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
+def _boxes(dynamic: Arguments, in_tree: Tree, leaves: Sequence[Any] | None) -> list[Box]:
+    """Per argument its arrays, or what of `leaves` stands for them."""
+    arrays = Box.of(dynamic).leaves if leaves is None else leaves
+    return [box for side in Box.of_children(in_tree, arrays) for box in Box.of_children(side.tree, side.leaves)]
 
 
 def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr, untyped: ClosedJaxpr) -> list[str]:

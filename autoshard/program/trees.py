@@ -66,7 +66,9 @@ class Tree:
         found, start = [], 0
         for child in self.structure.children():
             end = start + child.num_leaves
-            found.append(Tree(child, tuple(path[1:] for path in self.paths[start:end]), self.order[start:end]))
+            paths = tuple(path[1:] for path in self.paths[start:end])
+            static = tuple((place - start, *rest) for place, *rest in self.static if start <= place < end)
+            found.append(Tree(child, paths, self.order[start:end], static))
             start = end
         return found
 
@@ -241,6 +243,18 @@ class Box:
     def of_list(cls, leaves: Sequence[Any], paths: Sequence[tuple]) -> Box:
         """A list whose items are called by paths."""
         return cls(Tree(jax.tree.structure([0] * len(leaves)), tuple(paths), tuple(range(len(leaves)))), leaves)
+
+    @classmethod
+    def of_children(cls, tree: Tree, leaves: Sequence[Any]) -> list[Box]:
+        """Per pytree right below the topmost container of `tree`, which holds every array once."""
+        boxes, start = [], 0
+        for child in tree.children():
+            count = sum(index is not None for index in child.order)
+            numbers = iter(range(count))
+            order = tuple(None if index is None else next(numbers) for index in child.order)
+            boxes.append(cls(Tree(child.structure, child.paths, order, child.static), leaves[start : start + count]))
+            start += count
+        return boxes
 
     def opened(self) -> Any:
         return self.tree.unflattened(self.leaves)
