@@ -14,6 +14,7 @@ from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replic
 from autoshard.program import Program, Value
 from autoshard.program.flattening import with_flat_modules
 from autoshard.program.trees import Tree
+from autoshard.program.wishes import layout_of_wish
 from autoshard.propagation.rule import Rule
 
 _LISTED = 20  # arguments that a message names at most
@@ -57,6 +58,12 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
                 f"fixed[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
             )
     return layouts
+
+
+def wished_layouts(program: Program, mesh: MeshShape) -> dict[int, Layout]:
+    """Argument index -> layout, of arguments for which flax has one that the mesh can keep."""
+    found = {i: layout_of_wish(spec, program.arguments[i].shape, mesh) for i, spec in program.wishes.items()}
+    return {i: layout for i, layout in found.items() if layout is not None}
 
 
 def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) -> None:

@@ -14,10 +14,11 @@ from typing import Any, Self
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, PyTreeDef, SequenceKey, tree_flatten_with_path
 
+from autoshard.program.flattening import static_places
 from autoshard.program.signature import Arguments
-from autoshard.program.static_leaves import static_places
 from autoshard.program.trees import Box, FlatObject, Tree
 
 _Path = tuple[Any, ...]
@@ -108,6 +109,20 @@ class ModuleArguments:
         count = itertools.count()
         numbers = [None if place in static else next(count) for place in range(self._values.num_leaves)]
         return _shown(self._tree, self._items, _Flat.of(self._items, nnx.graph.RefMap()).held, iter(numbers))
+
+    def specs(self) -> dict[int, PartitionSpec]:
+        """Index of an array -> the PartitionSpec in the metadata of its variable, logical names resolved."""
+        static = {place for place, _ in self._static}
+        found, index, place = {}, 0, 0
+        for holder, value in _Flat.of(self._items, nnx.graph.RefMap()).held:
+            spec = _spec_of(holder)
+            for _ in jax.tree.leaves(value):
+                if place not in static:
+                    if spec is not None:
+                        found[index] = spec
+                    index += 1
+                place += 1
+        return found
 
     def boxes(self, tree: Tree, leaves: Sequence[Any] | None = None) -> list[Box]:
         """Per argument its arrays; what several arguments share stands with the first of them.
@@ -337,6 +352,14 @@ def _value(holder: Any) -> Any:
 
 def _differs(old: Any, new: Any) -> bool:
     return any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
+
+
+def _spec_of(holder: Any) -> PartitionSpec | None:
+    """What a variable wishes for; None if it has no wish."""
+    if not isinstance(holder, nnx.Variable):
+        return None
+    spec = nnx.get_partition_spec(holder).get_raw_value()
+    return spec if isinstance(spec, PartitionSpec) and len(spec) else None
 
 
 def _keys(path: tuple[Any, ...]) -> _Path:

@@ -22,6 +22,7 @@ from autoshard.program.reader import Reader, kind_of
 from autoshard.program.signature import Arguments, ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
 from autoshard.program.turns import check_places
+from autoshard.program.wishes import wishes_of
 
 if TYPE_CHECKING:
     from autoshard.program.modules import ModuleArguments, ModuleChanges
@@ -46,7 +47,7 @@ def trace(
         args: its positional arguments; arrays are only looked at for shape and dtype.
         kwargs: its keyword arguments.
         leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
-        obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
+        obey: whether what is said of layouts is kept: constraints, types of explicit mode, metadata of flax.
         merges: whether equations that compute the same become one, as XLA makes them one.
         has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
         trips: line, function or glob of a loop of unknown length -> how often it turns.
@@ -86,7 +87,8 @@ def trace(
     named = list(zip(captured, _names(fn, captured, closed, untyped), strict=True))
     program = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips).program(in_tree, out_tree, places)
     check_places(trips or {}, program.loops)
-    return replace(program, types=types, changes=recorded[-1] if recorded else None)
+    wishes = wishes_of(dynamic, in_tree, modules) if obey else {}
+    return replace(program, types=types, changes=recorded[-1] if recorded else None, wishes=wishes)
 
 
 def _boxes(dynamic: Arguments, in_tree: Tree, leaves: Sequence[Any] | None) -> list[Box]:
