@@ -77,7 +77,8 @@ def trace(
     out_tree = result.tree
     if recorded:
         out_tree = recorded[-1].shown
-        places = replace(places, in_place=recorded[-1].in_place, untouched=recorded[-1].untouched)
+        donated, in_place = places.donated - recorded[-1].kept, recorded[-1].in_place
+        places = replace(places, donated=donated, in_place=in_place, untouched=recorded[-1].untouched)
     types = types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, places) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
