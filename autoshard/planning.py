@@ -36,7 +36,7 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.verify import fits
-from autoshard.specs import check_annotations, fixed_layouts
+from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
 
 
@@ -203,10 +203,11 @@ def formulated(
     """The problem of a program under the options of `autoshard`.
 
     Args:
-        fixed: how arguments lie that may not lie otherwise; None: as the options say.
+        fixed: how arguments lie that may not lie otherwise; None: as the options and flax say.
     """
     mesh_shape = dict(options.mesh.shape)
-    fixed = wished_layouts(program, options) if fixed is None else fixed
+    wished = wished_layouts(program, mesh_shape) if fixed is None else {}
+    fixed = asked_layouts(program, options) if fixed is None else fixed
     _check_types(program, fixed)
     return formulate(
         program,
@@ -214,13 +215,13 @@ def formulated(
         mesh_shape,
         options.topology,
         memory=options.memory,
-        fixed={**program.ordered_arguments, **fixed},
+        fixed={**wished, **program.ordered_arguments, **fixed},
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
 
 
-def wished_layouts(program: Program, options: Options) -> dict[int, Layout]:
+def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
     """Argument index -> how the user wants it to lie, by `fixed=` and `like=`.
 
     Raises:
@@ -375,6 +376,8 @@ def _memory_error(program: Program, error: InfeasibleError, usable: float) -> Me
     if program.ordered_arguments:
         listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
         listed += "ignore_constraints=True frees them."
+    if program.wishes:
+        listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
     needed = math.ceil(error.needed)
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
     return MemoryLimitError(

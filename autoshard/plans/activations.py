@@ -41,7 +41,7 @@ def activations_of(program: Program, annotations: Annotations, mesh: MeshShape) 
             size = value.itemsize
             for local in local_shape(value.shape, layout, mesh):
                 size *= local
-            function = f" ({equation.source.function})" if equation.source else ""
+            function = f" ({equation.source.function.rpartition('<locals>.')[2]})" if equation.source else ""
             line = f"{equation.source or 'unknown line'}{function}"
             found[Activation(line, equation.primitive, value.shape, str(value.dtype), layout, size)] += 1
     every = [replace(one, count=count) for one, count in found.items()]

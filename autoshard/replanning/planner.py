@@ -17,6 +17,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.formulation import Formulation
 from autoshard.options import Options, options_of
 from autoshard.planning import (
+    asked_layouts,
     cheapest,
     checked_rules,
     comparison_of,
@@ -24,7 +25,6 @@ from autoshard.planning import (
     lowered,
     remarks,
     solved,
-    wished_layouts,
 )
 from autoshard.plans.activations import activations_of
 from autoshard.plans.making import make_plan
@@ -35,7 +35,7 @@ from autoshard.report.explanation import Explanation
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
-from autoshard.specs import fixed_layouts, patterns_of
+from autoshard.specs import fixed_layouts, patterns_of, wished_layouts
 from autoshard.user_plan import Plan, Wish
 
 _OTHERS = 4  # layouts that an explanation shows beside the one that was chosen
@@ -56,7 +56,9 @@ class Planner:
     @classmethod
     def of(cls, program: Program, options: Options, jit_keywords: Mapping[str, Any], *, is_given: bool) -> Planner:
         """That of a plan under these options."""
-        fixed = wished_layouts(program, options)
+        wished = wished_layouts(program, dict(options.mesh.shape))
+        kept = {i: layout for i, layout in wished.items() if i not in program.ordered_arguments}
+        fixed = kept | asked_layouts(program, options)
         return cls(program, options, jit_keywords, fixed, patterns_of(program, options.fixed), is_given)
 
     def formulation(self, fixed: Mapping[int, Layout]) -> Formulation:
@@ -98,6 +100,8 @@ class Planner:
         said = []
         if argument in self.patterns:
             said.append(f"The user says so: fixed[{self.patterns[argument]!r}]. The other layouts are without it.")
+        elif argument in self.program.wishes and argument in self.fixed:
+            said.append("The metadata of flax says so; ignore_constraints=True frees it. The others are without it.")
         elif argument in self.fixed and self.options.like is not None:
             said.append(
                 f"like= says so: it lies as in the plan of {self.options.like.name}. The others are without it."
