@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from autoshard.mesh import Collective, Link, Topology, topology
     from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
+    from autoshard.together.planning import plan_together
     from autoshard.user_plan import Plan
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "autoshard",
     "evaluate",
     "plan",
+    "plan_together",
     "propagate",
     "register_rule",
     "topology",
@@ -65,6 +67,7 @@ _HOMES = {
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
     "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
+    "autoshard.together.planning": ("plan_together",),
     "autoshard.user_plan": ("Plan",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

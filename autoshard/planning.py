@@ -153,6 +153,7 @@ def formulated(program: Program, rules: Sequence[Rule], options: Options) -> For
     fixed = fixed_layouts(program, options.fixed, mesh_shape)
     if options.like is not None:
         fixed = _with_shared(program, fixed, options.like)
+    fixed = {**options.pinned, **fixed}
     _check_types(program, fixed)
     return formulate(
         program,

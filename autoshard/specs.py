@@ -173,6 +173,12 @@ def whole(program: Program) -> dict[int, Layout]:
     return {i: replicated(len(value.shape)) for i, value in enumerate(program.arguments)}
 
 
+def fitting(program: Program, fixed: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """The entries whose paths or globs fit some argument."""
+    names = [value.name for value in program.arguments]
+    return {pattern: spec for pattern, spec in fixed.items() if any(_fits(pattern, name) for name in names)}
+
+
 def _fits(pattern: str, name: str) -> bool:
     keys = name.split("/")
     return any(fnmatch.fnmatchcase("/".join(keys[i:]), pattern) for i in range(len(keys)))

@@ -33,7 +33,8 @@ ROOMS = {
     "user_plan": ["autoshard.user_plan"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
-        *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.together"),
+        "autoshard.__init__",
     ],
 }
 
