@@ -163,8 +163,8 @@ class _Search:
             except MemoryLimitError as error:
                 refused[step.name] = error
         if refused:
-            name, error = max(refused.items(), key=lambda one: one[1].needed)
-            raise MemoryLimitError(f"{name}: {error}", budget=error.budget, needed=error.needed) from error
+            name, worst = max(refused.items(), key=lambda one: one[1].needed)
+            raise MemoryLimitError(f"{name}: {worst}", budget=worst.budget, needed=worst.needed) from worst
         return plans
 
     def is_close(self, total: float) -> bool:
