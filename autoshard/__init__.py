@@ -17,7 +17,9 @@ from autoshard.errors import (
     MemoryLimitError,
     MeshError,
     PlanError,
+    ProcessError,
     RuleError,
+    ScheduleError,
     SolverError,
 )
 
@@ -44,8 +46,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "ProcessError",
     "Propagation",
     "RuleError",
+    "ScheduleError",
     "SolverError",
     "Topology",
     "UnknownPrimitiveWarning",

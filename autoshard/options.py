@@ -94,7 +94,7 @@ def options_of(
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    folder = None if cache is None else Path(cache).expanduser()
+    folder = None if cache is None else _folder(cache)
     return Options(
         mesh,
         topology,
@@ -110,6 +110,13 @@ def options_of(
         given_mesh,
         memory is not None,
     )
+
+
+def _folder(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # of a user that is not known
+        return Path(path)
 
 
 def _turns(trips: Any) -> dict[str, int]:

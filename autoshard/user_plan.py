@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from html import escape
@@ -14,13 +13,15 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.compiled.verification import Verification, compiled, verification, without_dropped
 from autoshard.errors import ArgumentError, MeshError, PlanError
 from autoshard.export.shardings_code import shardings_code
+from autoshard.files import write_whole
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
 from autoshard.plans.arrays import init, shard_batch
 from autoshard.plans.difference import changes_of, text_of_changes
-from autoshard.plans.files import from_json, to_json
+from autoshard.plans.files import from_json, from_text, to_json, to_text
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
+from autoshard.program.paths import printable
 from autoshard.report.plan_sections import plan_sections
 from autoshard.report.text import text_of
 
@@ -83,12 +84,16 @@ class Plan(PlanData):
         return self
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON, to be committed or loaded again."""
-        Path(path).write_text(self.dumps())
+        """Writes the plan as JSON, to be committed or loaded again.
+
+        Raises:
+            OSError: it cannot be written; what was there still is.
+        """
+        write_whole(path, self.dumps())
 
     def dumps(self) -> str:
         """The plan as JSON: what `save` writes."""
-        return json.dumps(to_json(self, self.comparison.found), indent=1) + "\n"
+        return to_text(to_json(self, self.comparison.found))
 
     @classmethod
     def load(cls, path: str | Path, mesh: Mesh | AbstractMesh) -> Plan:
@@ -98,12 +103,13 @@ class Plan(PlanData):
         `autoshard(plan=...)`, the plan's trees are the step's own again.
 
         Raises:
-            PlanError: the file is no plan, or one for another mesh.
+            PlanError: the file is no plan, is damaged, or is one for another mesh.
         """
         try:
-            return cls.loads(Path(path).read_text(), mesh, where=str(path))
-        except (OSError, UnicodeDecodeError) as error:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError: it is no text, or the path is none
             raise PlanError(_unreadable(str(path), error)) from error
+        return cls.loads(text, mesh, where=str(path))
 
     @classmethod
     def loads(cls, text: str, mesh: Mesh | AbstractMesh, where: str = "the text") -> Plan:
@@ -113,8 +119,8 @@ class Plan(PlanData):
             where: what messages call the text.
         """
         try:
-            content = from_json(json.loads(text), mesh, where=where)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            content = from_json(from_text(text), mesh, where=printable(where))
+        except (ValueError, RecursionError) as error:
             raise PlanError(_unreadable(where, error)) from error
         return cls.of(content.plan, Comparison(found=content.alternatives))
 
@@ -243,11 +249,15 @@ class Plan(PlanData):
 def _mesh_in(text: str, where: str) -> AbstractMesh:
     """The mesh that a plan in a file was made for."""
     try:
-        shape = json.loads(text)["mesh"]
+        shape = from_text(text)["mesh"]
         return AbstractMesh(tuple(shape.values()), tuple(shape))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise PlanError(_unreadable(where, error)) from error
 
 
 def _unreadable(where: str, error: Exception) -> str:
-    return f"{where} is not a plan that this version of autoshard can read: {error!r}.\nSave the plan anew."
+    reason = printable(str(error) or type(error).__name__)
+    return (
+        f"{printable(where)} is not a plan that this version of autoshard can read: {reason}.\n"
+        "Take the file from where it was committed, or save the plan anew."
+    )
