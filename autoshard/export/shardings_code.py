@@ -18,13 +18,13 @@ from jax.tree_util import PyTreeDef
 
 from autoshard.export import standalone
 from autoshard.export.containers import Expression, Line, UnwritableError, expression_of, literal
-from autoshard.export.inner_layouts import InnerLayouts, inner_layouts
+from autoshard.export.inner_layouts import InnerLayouts, inner_layouts, why_none
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
 from autoshard.lower import reduce_scatter, xla_faults
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
-from autoshard.program.trees import Tree
+from autoshard.program.trees import Tree, holds_flat_objects
 
 _PASTED = (reduce_scatter, xla_faults, standalone)
 
@@ -118,23 +118,29 @@ class _Trees:
     example: str  # what it takes where classes of the user's cannot be written
 
     @cached_property
-    def leaves(self) -> list[Line]:
-        return [Line(_leaf(array), f"{array.name} {array.type}") for array in self.tree.placed(self.arrays)]
+    def parts(self) -> tuple[PyTreeDef, list[Line]]:
+        """The structure, and the line of each leaf. Static leaves are None, as `eqx.partition` leaves them out."""
+        structure, order = self.tree.structure, self.tree.order
+        if None in order or holds_flat_objects(structure):
+            found, structure = jax.tree.flatten(self.tree.filled([_Leaf(i) for i in range(len(self.arrays))]))
+            order = tuple(leaf.index for leaf in found)
+        arrays = [self.arrays[index] for index in order if index is not None]
+        return structure, [Line(_leaf(array), f"{array.name} {array.type}") for array in arrays]
 
     @cached_property
     def expression(self) -> Expression | None:
         """The tree; None if some class of it cannot be written."""
         try:
-            found = expression_of(self.tree.structure, self.leaves)
+            found = expression_of(*self.parts)
         except UnwritableError:
             return None
-        return found if not found.nodes or _fits(found, self.tree.structure) else None
+        return found if not found.nodes or _fits(found, self.parts[0]) else None
 
     def text(self) -> str:
         if self.expression is not None:
             body = self.expression.text(1, "return ")
             return f'def {self.name}(mesh):\n    """{self.says}"""\n    put = _shardings_on(mesh)\n{body}\n'
-        lines = "".join(f"        {line.text},  # {line.comment}\n" for line in self.leaves)
+        lines = "".join(f"        {line.text},  # {line.comment}\n" for line in self.parts[1])
         example = self.example
         return (
             f"def {self.name}(mesh, {example}=None):\n"
@@ -156,7 +162,6 @@ def shardings_code(plan: PlanData, program: Program | None, *, explicit: bool = 
         explicit: whether arguments and results have types of explicit mode.
     """
     positional, keyword = plan.argument_tree.children()
-    count = len(positional.paths)
     arguments, results = plan.arguments, plan.results
     if explicit:
         arguments, results = (tuple(replace(x, typed=True) for x in arrays) for arrays in (arguments, results))
@@ -164,9 +169,9 @@ def shardings_code(plan: PlanData, program: Program | None, *, explicit: bool = 
     of_results = f"The tree of the result of {plan.name}, for jax.jit."
     trees = [
         _Trees("in_shardings", of_arguments, positional, arguments, "args"),
-        _Trees("out_shardings", of_results, plan.result_tree, results, "result"),
+        _Trees("out_shardings", of_results, plan.result_tree, (*results, *arguments), "result"),
     ]
-    if count < len(plan.arguments):
+    if keyword.paths:
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
         trees.insert(1, _Trees("keyword_shardings", says, keyword, arguments, "keywords"))
     table = None if program is None else inner_layouts(program, plan)
@@ -223,7 +228,8 @@ def _docstring(
             "",
         ]
     if table is None:
-        lines += [_why_no_table(program)]
+        why = "the plan comes from a file and knows no step; bind it to one" if program is None else why_none(program)
+        lines += [f"Layouts of inner values are left out: {why}."]
     else:
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
@@ -235,20 +241,12 @@ def _docstring(
     return f'"""{text}\n"""\n'
 
 
-def _why_no_table(program: Program | None) -> str:
-    if program is None:
-        return "Layouts of inner values are left out: the plan comes from a file and knows no step. Bind it to one."
-    if program.types is not None:
-        return "Layouts of inner values are left out: the step is a program of explicit mode."
-    return "Layouts of inner values are left out: the step closes over large arrays."
-
-
 def _donated(program: Program | None) -> tuple[int, ...]:
     """Positional arguments whose arrays are all donated."""
     if program is None:
         return ()
     found: dict[int, list[bool]] = {}
-    for i, path in enumerate(program.in_tree.paths):
+    for i, path in enumerate(program.in_tree.array_paths):
         if path[0].idx == 0:
             found.setdefault(path[1].idx, []).append(i in program.donated)
     return tuple(position for position, flags in found.items() if all(flags))
@@ -289,7 +287,7 @@ def _source_of(module: ModuleType) -> str:
 def _fits(expression: Expression, structure: PyTreeDef) -> bool:
     """Whether the expression, run, is a tree of this structure."""
     imports = "\n".join(f"import {module}" for module in sorted(expression.modules))
-    namespace: dict[str, Any] = {"jax": jax, "P": jax.sharding.PartitionSpec, "put": lambda spec, **_: _Leaf()}
+    namespace: dict[str, Any] = {"jax": jax, "P": jax.sharding.PartitionSpec, "put": lambda spec, **_: _Leaf(0)}
     try:
         exec(f"{imports}\n{_NODE}\ntree = (\n{expression.text(1)}\n)", namespace)
         return bool(jax.tree.structure(namespace["tree"]) == structure)
@@ -297,5 +295,8 @@ def _fits(expression: Expression, structure: PyTreeDef) -> bool:
         return False
 
 
+@dataclass(frozen=True)
 class _Leaf:
-    """Stands for a sharding in a tree that is only looked at."""
+    """Stands for the sharding of an array in a tree that is only looked at."""
+
+    index: int
