@@ -37,6 +37,7 @@ ROOMS = {
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
         *("autoshard.processes", "autoshard.agreement"),
         *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.together"),
+        "autoshard.padding",
         "autoshard.__init__",
     ],
 }
