@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.layout import with_auto_axes
+from autoshard.layout import Layout, with_auto_axes
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
@@ -47,6 +47,7 @@ class Options:
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
+    pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
 
 
 def options_of(

@@ -228,7 +228,9 @@ def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
         ConflictError: the two contradict each other, or themselves.
     """
     fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
-    return fixed if options.like is None else _with_shared(program, fixed, options.like)
+    if options.like is not None:
+        fixed = _with_shared(program, fixed, options.like)
+    return {**options.pinned, **fixed}
 
 
 def _with_shared(program: Program, fixed: Mapping[int, Layout], like: PlanData) -> dict[int, Layout]:
