@@ -84,13 +84,14 @@ def test_eager_1f1b_hides_transfers():
     assert (plain, eager) == (17.0, 12.0)
 
 
+@pytest.mark.parametrize("overlap", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("p, m", SIZES)
-def test_dualpipe_with_overlap(p, m):
-    """F&B of 2 instead of 3 seconds. The README's figure is of the devices that fuse all pairs: those outside."""
-    timeline = simulate(schedule("dualpipe", p, m), 1, 1, 1, overlap=1.0)
-    assert timeline.makespan - min(timeline.work) == pytest.approx((p / 2 - 1) * (2 + 2 - 3))
-    timeline = simulate(schedule("dualpipe_v", p, m), 1, 1, 1, overlap=1.0)
-    assert timeline.makespan - min(timeline.work) == pytest.approx((p - 1) * (2 + 2 - 3) / 2)
+def test_dualpipe_with_overlap(p, m, overlap):
+    """The README's figure is of the outer devices, which fuse all pairs. F&B takes 3 seconds less the overlap."""
+    timeline = simulate(schedule("dualpipe", p, m), 1, 1, 1, overlap=overlap)
+    assert timeline.makespan - min(timeline.work) == pytest.approx((p / 2 - 1) * (3 - overlap + 2 - 3))
+    timeline = simulate(schedule("dualpipe_v", p, m), 1, 1, 1, overlap=overlap)
+    assert timeline.makespan - min(timeline.work) == pytest.approx((p - 1) * (3 - overlap + 2 - 3) / 2)
 
 
 @pytest.mark.parametrize("p, m", SIZES)
