@@ -20,7 +20,7 @@ PACKAGE = Path(autoshard.__file__).parent
 
 # Rooms in the order of the way of the data. A room imports only rooms written before it, and itself.
 ROOMS = {
-    "base": ["autoshard.errors", "autoshard.layout"],
+    "base": ["autoshard.errors", "autoshard.files", "autoshard.layout"],
     "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
     "mesh": ["autoshard.mesh"],
@@ -30,10 +30,12 @@ ROOMS = {
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
+    "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
     "pipeline": ["autoshard.pipeline"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
+        *("autoshard.processes", "autoshard.agreement"),
         *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
     ],
 }

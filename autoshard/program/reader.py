@@ -30,7 +30,7 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.program.captured import CapturedArray
-from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
+from autoshard.program.paths import ArrayKind, carried_results, parameter_names, printable, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
 from autoshard.program.turns import HAND_ON, UNKNOWN_TURNS, LoopLength, bounds, said_turns
@@ -75,7 +75,7 @@ class Reader:
         closed = self.closed
         names = parameter_names(closed.jaxpr.debug_info, in_tree.paths)
         sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
-        names += [name for _, name in self.captured]
+        names += [printable(name) for _, name in self.captured]
         arguments = tuple(
             self.value(var.aval, name=name, at=_Place((), 1, source))
             for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
@@ -86,7 +86,7 @@ class Reader:
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
         results = tuple(self.body(closed.jaxpr, env, _Place((), 1, None)))
         return Program(
-            name=closed.jaxpr.debug_info.func_name,
+            name=printable(closed.jaxpr.debug_info.func_name),
             equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,

@@ -7,7 +7,8 @@ If that fails, plain containers take its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,8 +120,22 @@ def _plain(structure: PyTreeDef, leaves: list[tuple[tuple, Any]], below: Callabl
         return dict(zip(data, children, strict=True))
     if len(keys) == 1 and keys[0] in VALUE_KEYS:
         return children[0]
-    named = ((keystr((key,), simple=True), child) for key, child in zip(keys, children, strict=True) if key is not None)
-    return dict(sorted(named, key=lambda item: item[0]))
+    held = [(key, child) for key, child in zip(keys, children, strict=True) if key is not None]
+    names = distinct(keystr((key,), simple=True) for key, _ in held)
+    return dict(sorted(zip(names, (child for _, child in held), strict=True), key=lambda item: item[0]))
+
+
+def distinct(texts: Iterable[str]) -> list[str]:
+    """Texts of keys that differ, though they may be written alike.
+
+    >>> distinct(["1", "w", "1"])
+    ['1', 'w', '1#1']
+    """
+    found: dict[str, None] = {}
+    for text in texts:
+        numbered = (f"{text}#{i}" for i in itertools.count(1))
+        found[text if text not in found else next(one for one in numbered if one not in found)] = None
+    return list(found)
 
 
 @dataclass(frozen=True)
