@@ -93,7 +93,8 @@ def _decided(problem: OrderProblem, known: float) -> np.ndarray:
     # i before j would take longer than the known makespan: j is before i.
     too_long = heads[:, None] + seconds[:, None] + seconds[None, :] + tails[None, :] > known
     same = np.equal.outer(problem.devices, problem.devices) & ~np.eye(count, dtype=bool)
-    return before | (too_long.T & same & ~before.T)
+    decided: np.ndarray = before | (too_long.T & same & ~before.T)
+    return decided
 
 
 def _sorted_by(direct: np.ndarray) -> list[int]:
