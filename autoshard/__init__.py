@@ -19,6 +19,7 @@ from autoshard.errors import (
     PlanError,
     ProcessError,
     RuleError,
+    ScheduleError,
     SolverError,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "ProcessError",
     "Propagation",
     "RuleError",
+    "ScheduleError",
     "SolverError",
     "Topology",
     "UnknownPrimitiveWarning",

@@ -17,6 +17,7 @@ from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
+from autoshard.plans.plan import PlanData
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -42,6 +43,7 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    like: PlanData | None = None  # of another step, as whose the arguments lie that both take
 
 
 def options_of(

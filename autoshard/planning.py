@@ -26,6 +26,8 @@ from autoshard.options import Options
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
 from autoshard.plans.making import make_plan
+from autoshard.plans.plan import PlanData
+from autoshard.plans.shared_arguments import shared_layouts
 from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
@@ -198,6 +200,8 @@ def formulated(program: Program, rules: Sequence[Rule], options: Options) -> For
     """The problem of a program under the options of `autoshard`."""
     mesh_shape = dict(options.mesh.shape)
     fixed = fixed_layouts(program, options.fixed, mesh_shape)
+    if options.like is not None:
+        fixed = _with_shared(program, fixed, options.like)
     _check_types(program, fixed)
     return formulate(
         program,
@@ -209,6 +213,22 @@ def formulated(program: Program, rules: Sequence[Rule], options: Options) -> For
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
+
+
+def _with_shared(program: Program, fixed: Mapping[int, Layout], like: PlanData) -> dict[int, Layout]:
+    """What the user fixed, and the arguments that lie as those of another step.
+
+    Raises:
+        ConflictError: the two contradict each other.
+    """
+    shared = shared_layouts(program, like)
+    for i, layout in shared.items():
+        if fixed.get(i, layout) != layout:
+            raise ConflictError(
+                f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, the plan of {like.name}, which like= "
+                f"names, has it {spec_of(layout)}.\nDrop one of them, or plan {like.name} with this fixed=."
+            )
+    return {**shared, **fixed}
 
 
 def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
