@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import threading
 import types
@@ -28,6 +29,7 @@ from autoshard.arguments import (
 )
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import calls_back
+from autoshard.layout import shares_cores
 from autoshard.lower import Step, named_refusals
 from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
@@ -39,6 +41,8 @@ from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
+
+_LOG = logging.getLogger("autoshard")
 
 Parameters = ParamSpec("Parameters")  # of a step
 Rest = ParamSpec("Rest")  # of a method, less the instance
@@ -94,6 +98,20 @@ class _Call(NamedTuple):
     compiled: _PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
+    if shares_cores(mesh):
+        _say_that_cores_are_shared()
+
+
+@functools.cache  # once in a process
+def _say_that_cores_are_shared() -> None:
+    _LOG.warning(
+        "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
+        "makes no call faster. What a plan is worth on devices of their own, its report predicts: print(step.plan(...))."
+    )
 
 
 class _Lock:
@@ -253,6 +271,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
+        if runs:
+            _say_if_cores_are_shared(compiled.plan.mesh)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
