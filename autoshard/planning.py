@@ -35,7 +35,7 @@ from autoshard.refine import refined
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.verify import fits
-from autoshard.specs import check_annotations, fixed_layouts
+from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
 
 
@@ -203,13 +203,14 @@ def formulated(program: Program, rules: Sequence[Rule], options: Options) -> For
     if options.like is not None:
         fixed = _with_shared(program, fixed, options.like)
     _check_types(program, fixed)
+    wished = wished_layouts(program, mesh_shape)
     return formulate(
         program,
         rules,
         mesh_shape,
         options.topology,
         memory=options.memory,
-        fixed={**program.ordered_arguments, **fixed},
+        fixed={**wished, **program.ordered_arguments, **fixed},
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
@@ -345,6 +346,8 @@ def _memory_error(program: Program, error: InfeasibleError, usable: float) -> Me
     if program.ordered_arguments:
         listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
         listed += "ignore_constraints=True frees them."
+    if program.wishes:
+        listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
     needed = math.ceil(error.needed)
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
     return MemoryLimitError(

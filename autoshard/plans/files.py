@@ -54,7 +54,7 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
         "alternatives": figures,
         "absent": reasons,
         "argument_slots": tree_to_json(plan.argument_tree.plain(range(len(plan.arguments)))),
-        "result_slots": tree_to_json(plan.result_tree.plain(range(len(plan.results)))),
+        "result_slots": tree_to_json(plan.result_tree.plain(range(len(plan.results) + len(plan.arguments)))),
         "homes": {str(value): _words(layout, mesh) for value, layout in annotations.homes.items()},
         "copies": {str(value): _words(layout, mesh) for value, layout in annotations.copies.items()},
         "wants": {f"{e}/{operand}": _words(layout, mesh) for (e, operand), layout in annotations.wants.items()},
@@ -155,7 +155,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         warnings=node["warnings"].items(Node.text),
         annotations=annotations,
         argument_tree=_argument_tree(node["argument_slots"], len(arguments)),
-        result_tree=tree_from_json(node["result_slots"], len(results)),
+        result_tree=tree_from_json(node["result_slots"], len(results) + len(arguments)),
         axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
         compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
         captured=captured,
@@ -181,8 +181,10 @@ def _alternatives(found: Node, absent: Node | None, axes: MeshShape) -> dict[str
     }
 
 
-def _argument_tree(node: Node, leaves: int) -> Tree:
-    tree = tree_from_json(node, leaves)
+def _argument_tree(node: Node, arrays: int) -> Tree:
+    tree = tree_from_json(node, arrays)
+    if len(tree.array_paths) != arrays:
+        raise node.wrong(f"a tree of {arrays} arrays")
     kinds = [child.structure.node_data() for child in tree.children()]
     if [kind and kind[0] for kind in kinds] != [tuple, dict]:
         raise node.wrong("a tuple of positional and a dict of keyword arguments")

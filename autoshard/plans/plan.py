@@ -70,7 +70,7 @@ class PlanData:
     warnings: tuple[str, ...]
     annotations: Annotations = field(repr=False)
     argument_tree: Tree = field(repr=False)  # of (args, kwargs), static arguments left out
-    result_tree: Tree = field(repr=False)
+    result_tree: Tree = field(repr=False)  # of the results, and of the arguments that modules it returns still hold
     axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
     captured: tuple[PlacedArray, ...] = ()  # the large arrays that the step closes over
     # Bytes per device by XLA's account of the compiled program; None: that was not asked, or ran out of memory.
@@ -123,7 +123,7 @@ class PlanData:
     @property
     def out_shardings(self) -> Any:
         """A pytree of NamedSharding that mirrors the step's result."""
-        return self.result_tree.filled(self.flat_out_shardings)
+        return self.result_tree.filled((*self.flat_out_shardings, *self.flat_in_shardings))
 
     def abstract(self, argnum: int) -> Any:
         """An argument as ShapeDtypeStructs with shardings: what a checkpoint restores into.

@@ -79,7 +79,7 @@ def named_leaves(tree: Tree, arrays: Sequence[tuple[str, tuple[int, ...], str]])
         arrays: name (``"state/params/w"``), shape and dtype of each array.
     """
     found: list[Leaf | None] = [None] * len(arrays)
-    for path, index in zip(tree.paths, tree.order, strict=True):
+    for index, path in enumerate(tree.array_paths):
         name, shape, dtype = arrays[index]
         below = keys_of(path[2:])
         found[index] = Leaf((name.removesuffix("/" + "/".join(below)), *below) if below else (name,), shape, dtype)

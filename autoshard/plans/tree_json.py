@@ -32,15 +32,15 @@ def tree_to_json(tree: Any) -> Any:
     return tree
 
 
-def tree_from_json(node: Node, leaves: int) -> Tree:
-    """What `tree_to_json` made of a tree with so many leaves.
+def tree_from_json(node: Node, arrays: int) -> Tree:
+    """What `tree_to_json` made of a tree of some of so many arrays.
 
     Raises:
         ValueError: it is no such tree.
     """
     tree = Tree.of_indices(_tree(node))
-    if sorted(tree.order) != list(range(leaves)):
-        raise ValueError(f"{node.path} does not hold each of {leaves} arrays once")
+    if any(index is not None and index >= arrays for index in tree.order):
+        raise ValueError(f"{node.path} holds more than {arrays} arrays")
     return tree
 
 

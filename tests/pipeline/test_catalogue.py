@@ -14,8 +14,8 @@ WHOLE = [(1.0, 2.0, 0.0), (1.0, 1.0, 0.0), (3.0, 4.0, 0.0)]  # seconds of F and 
 SPLIT = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8)]
 EQUAL = [(1.0, 1.0, 1.0)]
 
-# Name, chunks, seconds at which it holds, bubble, and peak of the device that holds most. The last two are functions of p
-# stages, m microbatches, v chunks and seconds f, b, w. A "span" is from a device's own first task to its last.
+# Name, chunks, seconds at which it holds, bubble, and peak of the device that holds most. The last two are functions of
+# p stages, m microbatches, v chunks and seconds f, b, w. A "span" is from a device's own first task to its last.
 PUBLISHED = [
     ("gpipe", 1, WHOLE, lambda p, m, v, f, b, w: (p - 1) * (f + b), lambda p, m, v: m),
     ("1f1b", 1, WHOLE, lambda p, m, v, f, b, w: (p - 1) * (f + b), lambda p, m, v: min(p, m)),
