@@ -118,7 +118,7 @@ def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
 def _say_that_cores_are_shared() -> None:
     _LOG.warning(
         "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
-        "makes no call faster. What a plan is worth on devices of their own, its report predicts: print(step.plan(...))."
+        "makes no call faster. What a plan is worth elsewhere, its report predicts: print(step.plan(...))."
     )
 
 

@@ -33,7 +33,7 @@ SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
 
 
-def solve_within(formulation: Formulation, time_limit: float) -> Solution:
+def solve_within(formulation: Formulation, time_limit: float, until: float = math.inf) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
     What a resharding holds depends on two choices at once, so no problem has it at first. Small values may hold less
@@ -44,6 +44,10 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     If that finds nothing within the limit, or something far from its bound, lean choices are looked at. The problem may
     say of such a choice that it does not fit. All rounds share one budget, so that a busy machine finds the same
     solution, unless the clock ends the search. Ctrl-C ends it with the best solution by then.
+
+    Args:
+        time_limit: seconds to spend.
+        until: when the clock ends the search, if that is before the time limit has passed.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.
@@ -56,7 +60,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
-    budget = Budget.of(time_limit)
+    budget = Budget.of(time_limit, until)
     reshardings: dict[Resharding, None] = {}
     best = None
 
