@@ -36,10 +36,10 @@ def with_limited_overlap(
         formulation: the problem is its `problem`.
         solution: the cheapest solution of that.
         solve: solves a problem of the same nodes, options and memory.
-        is_late: whether no time is left for another one.
+        is_late: whether no time is left to solve another one.
     """
     best = at_its_price(solution, prediction_of(formulation, solution.choice))
-    if best.cost <= solution.cost:
+    if best.cost <= solution.cost or is_late():
         return best
     problem, waits = formulation.problem, formulation.waits()
     behind, beside = _both(problem, waits, solution), None  # costs of choices that hide too much, and that do not
