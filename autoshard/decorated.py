@@ -29,6 +29,7 @@ from autoshard.arguments import (
 )
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import calls_back
+from autoshard.layout import shares_cores
 from autoshard.lower import Step, named_refusals
 from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
@@ -109,6 +110,20 @@ class _Call(NamedTuple):
     compiled: _PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
+    if shares_cores(mesh):
+        _say_that_cores_are_shared()
+
+
+@functools.cache  # once in a process
+def _say_that_cores_are_shared() -> None:
+    _LOG.warning(
+        "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
+        "makes no call faster. What a plan is worth elsewhere, its report predicts: print(step.plan(...))."
+    )
 
 
 class _Lock:
@@ -273,6 +288,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
+        if runs:
+            _say_if_cores_are_shared(compiled.plan.mesh)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:

@@ -44,6 +44,7 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    until: float | None = None  # when the time limit ends, as `time.monotonic` has it; None: it has not begun
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
