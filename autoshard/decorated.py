@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
 from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
+from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal, trace
 from autoshard.program.explicit import is_explicit, type_sharding
 from autoshard.program.flattening import FlatCall, flattened
@@ -102,6 +104,22 @@ class _Call(NamedTuple):
     sentinels: tuple[int, ...]
 
 
+class _Lock:
+    """A lock that one thread may take several times. A copy is another lock, so that what has one can be copied."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[_Lock], tuple[()]]:
+        return _Lock, ()
+
+
 def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
     return tuple(type(value) for _, value in static)
 
@@ -130,6 +148,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
+        self._group = Group.of(options.mesh)
+        self._lock = _Lock()
         self._compiled: dict[tuple[Any, ...], _PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
         # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
@@ -220,6 +240,11 @@ class ShardedFunction(Generic[Parameters, Result]):
             runs: whether it is about to run. Then its compiled program is held against the memory limit, as it is
                 anyway if the user gave one.
         """
+        # Threads that call the step first plan it once; processes that share its mesh know of each other.
+        with self._lock if self._group is None else self._group.joined(runs=runs):
+            return self._prepared(static, dynamic, flat, runs)
+
+    def _prepared(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall, runs: bool) -> _PlannedStep:
         types = self._types(flat.arrays, static, dynamic)
         key = static, _kinds(static), flat.structure, id(context())
         try:
@@ -236,13 +261,17 @@ class ShardedFunction(Generic[Parameters, Result]):
                     compiled = self._planned_anew(program)
             if not program.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, used] = compiled
-        if not compiled.is_checked and (runs or self._options.is_memory_given):
+        # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
+        asked = self._options.is_memory_given and self._group is None
+        if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
         before = None if self._given else self._planned_before
-        plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before)
+        plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group)
+        if self._group is not None:
+            self._group.round += 1
         made = replace(compiled, plan=plan, is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
@@ -252,7 +281,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
-            plan = planned(program, self._options, self._jit_keywords, self._planned_before)
+            plan = planned(program, self._options, self._jit_keywords, self._planned_before, self._group)
         return _PlannedStep(lowered(program, plan, self._jit_keywords), program, context())
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:

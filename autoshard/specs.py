@@ -13,6 +13,7 @@ from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
 from autoshard.program.flattening import with_flat_modules
+from autoshard.program.paths import printable
 from autoshard.program.trees import Tree
 from autoshard.program.wishes import layout_of_wish
 from autoshard.propagation.rule import Rule
@@ -23,7 +24,8 @@ _LISTED = 20  # arguments that a message names at most
 def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: MeshShape) -> dict[int, Layout]:
     """Argument index -> layout, from paths and globs.
 
-    A pattern fits an argument if it fits the end of its path from some key on: "params/w" fits "state/params/w".
+    A pattern fits an argument if it fits the end of its path from some key on: "params/w" fits "state/params/w". A
+    pattern that is the end of some path is that path, even if it holds the characters of a glob: "layers[0]".
 
     Raises:
         ConflictError: a pattern fits no argument, a spec does not fit its array, or two contradict each other.
@@ -31,7 +33,7 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
     layouts: dict[int, Layout] = {}
     fixed_by: dict[int, str] = {}
     for pattern, spec in fixed.items():
-        matches = [i for i, value in enumerate(program.arguments) if _fits(pattern, value.name)]
+        matches = _matches(pattern, program)
         if not matches:
             known = _names(program)
             raise ConflictError(f"fixed: no argument of {program.name} fits {pattern!r}; its arguments are {known}")
@@ -181,6 +183,14 @@ def _check_jit_takes(layout: Layout, value: Value, mesh: MeshShape) -> None:
 def whole(program: Program) -> dict[int, Layout]:
     """The layouts that keep every argument whole."""
     return {i: replicated(len(value.shape)) for i, value in enumerate(program.arguments)}
+
+
+def _matches(pattern: str, program: Program) -> list[int]:
+    """The arguments that a path or glob fits."""
+    pattern = printable(pattern)  # as names are
+    named = [(i, value.name) for i, value in enumerate(program.arguments)]
+    exact = [i for i, name in named if f"/{name}".endswith(f"/{pattern}")]
+    return exact or [i for i, name in named if _fits(pattern, name)]
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -25,7 +25,26 @@ def parameter_names(debug_info: Any, paths: Iterable[tuple]) -> list[str]:
 
 def slashed(path: tuple) -> str:
     """A key path as one reads it: ``params/0/w``."""
-    return keystr(_without_value(path), simple=True, separator="/")
+    return printable(_ADDRESS.sub("", keystr(_without_value(path), simple=True, separator="/")))
+
+
+_ADDRESS = re.compile(
+    r" at 0x[0-9a-f]+"
+)  # in the text of an object that has none of its own: another one in each process
+
+
+def printable(text: str, kept: str = "") -> str:
+    """A text that a terminal shows as it is: its control characters, and others that nobody sees, are written out.
+
+    >>> printable("layer\x1b[31m"), printable("größer"), printable("a\nb", kept="\n")
+    ('layer\\x1b[31m', 'größer', 'a\nb')
+
+    Args:
+        kept: characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in kept else one.encode("unicode_escape").decode() for one in text)
 
 
 def _without_value(path: tuple) -> tuple:

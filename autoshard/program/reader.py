@@ -30,7 +30,7 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.program.captured import CapturedArray
-from autoshard.program.paths import ArrayKind, Places, carried_results, parameter_names, slashed
+from autoshard.program.paths import ArrayKind, Places, carried_results, parameter_names, printable, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
 from autoshard.program.turns import HAND_ON, UNKNOWN_TURNS, LoopLength, bounds, said_turns
@@ -75,7 +75,7 @@ class Reader:
         closed = self.closed
         names = parameter_names(closed.jaxpr.debug_info, places.arguments)
         sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
-        names += [name for _, name in self.captured]
+        names += [printable(name) for _, name in self.captured]
         arguments = tuple(
             self.value(var.aval, name=name, at=_Place((), 1, source))
             for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
@@ -89,7 +89,7 @@ class Reader:
         carried = carried_results(places, list(map(_kind, own)), kinds)
         replaced = {result: names[argument] for argument, result in places.in_place.items()}
         return Program(
-            name=closed.jaxpr.debug_info.func_name,
+            name=printable(closed.jaxpr.debug_info.func_name),
             equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,

@@ -7,7 +7,8 @@ If that fails, plain containers take its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -96,6 +97,12 @@ class Tree:
         """Leaves as the structure lists them, with None in the place of static ones."""
         return [None if index is None else leaves[index] for index in self.order]
 
+    def indices(self) -> list[int | None]:
+        """Per leaf that JAX finds in the user's pytree, which array it is; None for a static leaf."""
+        if not _holds_objects(self.structure):
+            return list(self.order)
+        return jax.tree.leaves(self.filled(range(1 + max(index for index in self.order if index is not None))))
+
     def under(self, prefix: Any, is_entry: Callable[[Any], bool]) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Every entry of a pytree that is a prefix of this one, and the indices of the leaves below it.
 
@@ -154,8 +161,22 @@ def _plain(structure: PyTreeDef, leaves: list[tuple[tuple, Any]], below: Callabl
         return dict(zip(data, children, strict=True))
     if len(keys) == 1 and keys[0] in VALUE_KEYS:
         return children[0]
-    named = ((keystr((key,), simple=True), child) for key, child in zip(keys, children, strict=True) if key is not None)
-    return dict(sorted(named, key=lambda item: item[0]))
+    held = [(key, child) for key, child in zip(keys, children, strict=True) if key is not None]
+    names = distinct(keystr((key,), simple=True) for key, _ in held)
+    return dict(sorted(zip(names, (child for _, child in held), strict=True), key=lambda item: item[0]))
+
+
+def distinct(texts: Iterable[str]) -> list[str]:
+    """Texts of keys that differ, though they may be written alike.
+
+    >>> distinct(["1", "w", "1"])
+    ['1', 'w', '1#1']
+    """
+    found: dict[str, None] = {}
+    for text in texts:
+        numbered = (f"{text}#{i}" for i in itertools.count(1))
+        found[text if text not in found else next(one for one in numbered if one not in found)] = None
+    return list(found)
 
 
 def _nested(recipe: Recipe, structure: PyTreeDef, leaves: list[Any], below: Callable[[PyTreeDef, list], Any]) -> Any:
@@ -215,6 +236,11 @@ class FlatObject:
     @classmethod
     def tree_unflatten(cls, recipe: Recipe, values: Sequence[Any]) -> FlatObject:
         return cls(recipe, values)
+
+
+def _holds_objects(structure: PyTreeDef) -> bool:
+    node = structure.node_data()
+    return node is not None and (node[0] is FlatObject or any(map(_holds_objects, structure.children())))
 
 
 def _restored(tree: Any) -> Any:
