@@ -33,7 +33,10 @@ class Net(nn.Module):
         return nn.Dense(8, kernel_init=nn.with_logical_partitioning(init, ("a", "b")), use_bias=False)(x)
 
 
-def make(optimizer=optax.sgd(0.1, momentum=0.9)):
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+def make(optimizer=SGD):
     module = Net()
     params = module.init(jax.random.key(0), X)["params"]
     return TrainState.create(apply_fn=module.apply, params=params, tx=optimizer)
