@@ -83,7 +83,8 @@ def test_factored_moments_keep_no_names_of_dims_that_they_lack():
 
 def test_a_limit_that_wishes_break_says_how_to_free_them():
     with pytest.raises(MemoryLimitError, match="metadata of flax"):
-        autoshard.plan(step, make(), X, memory="1KiB", **OPTIONS)
+        boxed = nn.Partitioned(np.ones((8, 8), np.float32), ("data", None))
+        autoshard.plan(lambda box, x: x @ box.value, boxed, X, memory=100, **OPTIONS)
 
 
 WISHES = [  # what flax has, the array, what of it is kept
