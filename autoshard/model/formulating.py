@@ -63,8 +63,8 @@ from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import widths_of
-from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule

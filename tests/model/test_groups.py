@@ -18,8 +18,8 @@ from autoshard.model.groups import Group
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import widths_of
-from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value, trace
 from autoshard.program.turns import UNKNOWN_TURNS
 from autoshard.propagation import rules_for

@@ -39,7 +39,8 @@ class GroupWork:
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        if (group.only_moves and not group.sunk) or group.equations[0].primitive in _CROSSINGS:
+        is_free = group.only_moves and not (group.sunk or group.copied)
+        if is_free or group.equations[0].primitive in _CROSSINGS:
             return [0.0] * len(strategies)
         pieces = {
             factor: np.array([shards(strategy.axes.get(factor, ()), self.arrays.mesh) for strategy in strategies])
@@ -59,8 +60,9 @@ class GroupWork:
         )
         moved = np.broadcast_to(through, work.shape)
         dtype = compute_dtype(group.equations)
+        least = self.arrays.backend.operations.seconds(group)
         both = zip(work.tolist(), moved.tolist(), strict=True)
-        return [compute_seconds(done, through, dtype, self.topology) for done, through in both]
+        return [least + compute_seconds(done, through, dtype, self.topology) for done, through in both]
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""
@@ -82,7 +84,7 @@ class GroupWork:
                 2
                 * written
                 * padding
-                / (self.arrays.backend.slicing.loop_bandwidth_share if first.primitive == "scan_slice" else 1.0)
+                / (self.arrays.backend.operations.slice_bandwidth_share if first.primitive == "scan_slice" else 1.0)
             )
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]

@@ -20,12 +20,12 @@ from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.fusion import Fusion
 from autoshard.model.xla.gathers import Gathers
 from autoshard.model.xla.loop_memory import LoopMemory
+from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.products import VectorProducts
 from autoshard.model.xla.recopies import Recopies
 from autoshard.model.xla.rounding import Rounding
 from autoshard.model.xla.scatters import Scatters
-from autoshard.model.xla.slicing import Slicing
 from autoshard.model.xla.sums import Sums
 from autoshard.model.xla.tiles import Tile
 from autoshard.primitives import primitives_where
@@ -52,7 +52,7 @@ class Backend:
     recopies: Recopies = field(default_factory=Recopies)
     rounding: Rounding = field(default_factory=Rounding)
     scatters: Scatters = field(default_factory=Scatters)
-    slicing: Slicing = field(default_factory=Slicing)
+    operations: Operations = field(default_factory=Operations)
     sums: Sums = field(default_factory=Sums)
     vector_products: VectorProducts = field(default_factory=VectorProducts)
 
@@ -121,7 +121,7 @@ V5E = Backend(
     recopies=Recopies(pieces=2, image_pieces=4),
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
     scatters=Scatters(over_all_devices=False),
-    slicing=Slicing(least_seconds=1.2e-6, loop_bandwidth_share=0.5),  # loops: slices of 2 to 32 MiB
+    operations=Operations(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
     sums=Sums(hoists=True, adds_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
 )
