@@ -141,6 +141,7 @@ class _Formulator:
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
+        self.on_chip: list[Live] = []  # of these: what the chip's own memory may hold
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
@@ -176,6 +177,7 @@ class _Formulator:
             readers=self.readers,
             reshardings=self.reshardings,
             problem=problem,
+            on_chip=self.on_chip,
         )
 
     # Arguments.
@@ -466,10 +468,11 @@ class _Formulator:
         """Counts what terms of memory hold; temporaries with the gaps between them."""
         for part in held:
             (start, end), usage = part.span, part.usage
-            if not part.in_heap:
-                self.lives.append(Live(part.node, start, end, usage))
-            elif start < end and usage.any():
-                self.lives.append(Live(part.node, start, end, usage * HEAP))
+            if part.in_heap and not (start < end and usage.any()):
+                continue
+            self.lives.append(Live(part.node, start, end, usage * HEAP if part.in_heap else usage))
+            if part.in_heap and part.may_be_on_chip:
+                self.on_chip.append(self.lives[-1])
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
         if i == j:  # a loop that hands a carry on untouched

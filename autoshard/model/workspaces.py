@@ -212,8 +212,20 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
         "svd": copied_and_results,
     },
-    "tpu": {
+    "tpu": {  # of what does not lie in the chip's own memory
         "sort": lambda shards: sum(shards.operands),
         "top_k": lambda shards: shards.operands[0],
+    },
+}
+
+# Numbers that an operation of XLA for TPU works with and puts into memory, each a temporary of its own
+# (`Backend.number_bytes`): flags, counters, the words of a key.
+NUMBERS: Mapping[str, Mapping[str, int]] = {
+    "tpu": {
+        **dict.fromkeys(("argmax", "argmin", "sort"), 3),
+        "cholesky": 2,
+        "random_gamma": 23,
+        **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 6),
+        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "rng_bit_generator"), 9),
     },
 }

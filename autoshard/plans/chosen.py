@@ -211,7 +211,7 @@ class ChosenOptions:
             Collective(kind, axes, size, count, source, why, is_per_turn)
             for (kind, axes, source, why, is_per_turn), (size, count) in found.items()
         )
-        peak = self.formulation.peak_bytes(self.choice)
+        peak = self.formulation.peak_outside_chip(self.choice)
         exposed = communication - min(hidden, compute)
         return Prediction(
             step_seconds=compute + exposed,

@@ -41,6 +41,10 @@ class Backend:
     measured_on: str  # the chip whose programs the constants were read from: a key of BACKENDS
     usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
     slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
+    on_chip_bytes: float = (
+        0.0  # of temporaries, up to which all lie in the chip's own memory, which is no part of the peak
+    )
+    number_bytes: int = 0  # that a temporary of one element takes, which lies outside the chip; 0: what it has
     tile: Tile | None = None  # to which the two minor dims of an array are padded
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     combining: Combining = field(default_factory=Combining)
@@ -108,7 +112,9 @@ V5E = Backend(
     lowers_as="tpu",
     chip="v5e",
     measured_on="v5e",
+    number_bytes=2**14,
     tile=(8, 128),
+    on_chip_bytes=48 * 2**20,  # of 128 MiB; a grouped convolution of 51 MB leaves none outside, softmaxes of 64 MiB do
     combining=Combining(below_bytes=2**26),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
     gathers=Gathers(several_dims_at_once=True, summed_up_to_bytes=2**24),
@@ -129,6 +135,7 @@ V5P = replace(
     V5E,
     chip="v5p",
     measured_on="v5p",
+    on_chip_bytes=24 * 2**20,  # of 64 MiB
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
