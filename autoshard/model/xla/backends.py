@@ -41,9 +41,7 @@ class Backend:
     measured_on: str  # the chip whose programs the constants were read from: a key of BACKENDS
     usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
     slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
-    on_chip_bytes: float = (
-        0.0  # of temporaries, up to which all lie in the chip's own memory, which is no part of the peak
-    )
+    on_chip_bytes: float = 0.0  # temporaries of no more lie in the chip's own memory, which is no part of the peak
     number_bytes: int = 0  # that a temporary of one element takes, which lies outside the chip; 0: what it has
     tile: Tile | None = None  # to which the two minor dims of an array are padded
     transposes_operands: bool = False  # products want some operands in another order, and copy them
