@@ -151,7 +151,8 @@ def _leading_to_results(
         aside[group.index] = all(user is group or aside[user.index] for user in read) and not any(
             id(made.value) in carried for made in group.made
         )
-        late[group.index] = all(user is group or (user.fuses and late[user.index]) for user in read)
+        decides = not read and any(made.value.trips > 1 for made in group.made)  # whether a loop goes on
+        late[group.index] = not decides and all(user is group or (user.fuses and late[user.index]) for user in read)
     return aside, late
 
 
