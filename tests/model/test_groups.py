@@ -644,3 +644,11 @@ def test_loops_wait_for_what_weights_are_made_of_that_they_read():
     found = entering_loops(groups, made_of_state(program, groups))
     assert {value.name for value in program.arguments if value.id in found} == {"ws", "w"}
     assert entering_loops(groups, frozenset()).isdisjoint(value.id for value in program.arguments)
+
+
+def test_a_loop_waits_for_its_flag():
+    """What decides whether a loop goes on is read by no equation, and still is no sum that can end late."""
+    program = traced(lambda x: jax.lax.while_loop(lambda c: c.max() > 0, lambda c: c - 1, x), f32(8, 16))
+    groups = groups_of(program, rules_for(program), V5E)
+    late = {group.equations[-1].primitive: group.late for group in groups}
+    assert late["reduce_max"] is False and late["gt"] is False
