@@ -17,9 +17,12 @@ from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulating import formulate
-from autoshard.model.given_layouts import as_propagated
+from autoshard.model.partitioner.choosing import as_given
+from autoshard.model.partitioner.reshards import partitioned
+from autoshard.model.xla.scatters import merges_slices
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, comparison_of, lowered, remarks
+from autoshard.plans.annotations import Annotations
 from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Value
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts
@@ -228,18 +231,22 @@ def evaluate(
     rules = checked_rules(program, mesh_shape)
     layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
-    ends = {
-        result.id: layout
-        for i, layout in result_layouts(program, out_shardings, mesh_shape).items()
-        if i not in program.carried.values() and isinstance(result := program.results[i], Value)
-    }
+    ends = result_layouts(program, out_shardings, mesh_shape)
+    ends |= {result: layouts[i] for i, result in program.carried.items()}
+    fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
+    propagated = propagate_layouts(program, rules, mesh_shape, fixed, ends).values
+    several = {axis: size for axis, size in mesh_shape.items() if size > 1}
+    backend = options.backend
+    found = partitioned(program, rules, propagated, several, functools.partial(merges_slices, mesh=several, backend=backend))
+    formulation = formulate(
+        found.program, found.rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
+    )
+    solution = as_given(formulation, found.layouts, found.wants)
     formulate_anew = functools.partial(
         formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
     )
-    formulation = formulate_anew()
-    fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
-    solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
     made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
+    made = replace(made, fingerprint=program.fingerprint, annotations=Annotations({}, {}, {}))
     made = Plan.of(made, comparison_of(formulate_anew))
     return lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords))
 

@@ -78,7 +78,7 @@ class StartingLayout:
 class Operation:
     """An equation, or the broadcast before one, as propagation sees it."""
 
-    equation: Equation
+    equation: Equation | None  # None: a result that is returned in a layout of its own
     sizes: Mapping[str, int]  # factor -> size
     ids: tuple[int, ...]  # of the operands, then of the results; literals and scalars have no part
     dims: tuple[Dims, ...]  # of each of them
@@ -107,7 +107,9 @@ class Operations:
     A tensor is an id: the id of its value in the program, or a negative id for a tensor that only XLA has.
     """
 
-    def __init__(self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout]):
+    def __init__(
+        self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout], ends: Mapping[int, Layout]
+    ):
         self.spreading: list[Operation] = []  # in program order
         self.constant: list[Operation] = []  # that make constants, in program order: they follow their readers
         self.given = {id_: StartingLayout(layout, frozenset(), id_) for id_, layout in fixed.items()}
@@ -122,6 +124,8 @@ class Operations:
         reads = self._reads(program)
         for equation, rule in zip(program.equations, rules, strict=True):
             self._add(equation, rule, reads)
+        returned = ((program.results[i], layout) for i, layout in ends.items())
+        self.ends = [self._end(x, layout) for x, layout in returned if isinstance(x, Value) and self.read_as(x) is not None]
 
     def seen_as(self, value: Value) -> int:
         """The id that has the layout of a value."""
@@ -206,6 +210,23 @@ class Operations:
                     if isinstance(value, Value):
                         reads[self._read(value, equation)] += times
         return reads
+
+    def _end(self, value: Value, layout: Layout) -> Operation:
+        """What a result is returned by: it lies as said, whatever the value does."""
+        factors = tuple(map(str, range(len(value.shape))))
+        returned, dims = self._new(tuple((factor,) for factor in factors))
+        self.given[returned] = StartingLayout(layout, frozenset(), value.id)
+        return Operation(
+            equation=None,
+            sizes=dict(zip(factors, value.shape, strict=True)),
+            ids=(self._read(value), returned),
+            dims=(dims, dims),
+            operands=1,
+            passing=factors,
+            kind="keeps_dims",
+            alone=False,
+            elementwise=False,
+        )
 
     def _new(self, dims: Dims) -> Tensor:
         id_ = -1 - len(self.ndims)
