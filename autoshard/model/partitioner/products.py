@@ -16,79 +16,39 @@ XLA's windowed einsums are taken to be the collectives that these stand for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
-from autoshard.layout import Layout, MeshShape, axes_of, local_shape, shards
-from autoshard.mesh.resharding import reshard
-from autoshard.propagation.projection import factors_of_layout, layout_of_factors
-from autoshard.propagation.rule import Rule
-
-Split = Mapping[str, tuple[str, ...]]  # factor -> the mesh axes that split it
+from autoshard.layout import MeshShape, axes_of, shards
+from autoshard.model.partitioner.placed import PlacedEquation, Split
 
 BATCH, CONTRACTED, LEFT, RIGHT = "batch", "contracted", "left", "right"
 
 
-@dataclass(frozen=True)
 class Product:
-    """One product: its rule, what it works on, and where."""
+    """A product: left operand, right operand, result."""
 
-    rule: Rule
-    shapes: tuple[tuple[int, ...], ...]  # of the left operand, the right one, and the result
-    layouts: tuple[Layout, ...]  # of these
-    itemsizes: tuple[int, ...]  # bytes per element
-    mesh: MeshShape
-
-    @cached_property
-    def kinds(self) -> Mapping[str, str]:
-        """Factor -> its kind."""
-        left, right, made = ({factor for dim in dims for factor in dim} for dims in self.dims)
-        found = dict.fromkeys(left & right & made, BATCH) | dict.fromkeys((left & right) - made, CONTRACTED)
-        return found | dict.fromkeys((left & made) - right, LEFT) | dict.fromkeys((right & made) - left, RIGHT)
-
-    @property
-    def dims(self) -> tuple:
-        return (*self.rule.operands[:2], self.rule.results[0])
-
-    def splits(self) -> tuple[Split, ...]:
-        """How each tensor is split."""
-        pairs = zip(self.dims, self.layouts, strict=True)
-        return tuple(factors_of_layout(dims, layout, self.rule.sizes, self.mesh) for dims, layout in pairs)
-
-    def local_bytes(self, tensor: int, layout: Layout) -> int:
-        count = 1
-        for size in local_shape(self.shapes[tensor], layout, self.mesh):
-            count *= size
-        return count * self.itemsizes[tensor]
+    def __init__(self, placed: PlacedEquation):
+        self.placed, self.mesh, self.splits = placed, placed.mesh, placed.splits
+        left, right, made = ({factor for dim in tensor.dims for factor in dim} for tensor in placed.tensors)
+        self.kinds: Mapping[str, str] = {  # of each factor
+            **dict.fromkeys(left & right & made, BATCH),
+            **dict.fromkeys((left & right) - made, CONTRACTED),
+            **dict.fromkeys((left & made) - right, LEFT),
+            **dict.fromkeys((right & made) - left, RIGHT),
+        }
 
     def size(self, tensor: int) -> int:
         """Bytes of the whole tensor."""
-        return self.local_bytes(tensor, ((),) * len(self.shapes[tensor]))
+        return self.placed.tensors[tensor].bytes
 
-    def cost(self, split: Split) -> tuple[float, float]:
-        """Bytes that are made and bytes that are moved on one device, if the product is split so."""
-        made = moved = 0.0
-        for tensor, layout in enumerate(self.layouts):
-            found = layout_of_factors(self.dims[tensor], split, self.rule.sizes, self.mesh)
-            if found is None:
-                return float("inf"), float("inf")
-            source, target = (found, layout) if tensor == 2 else (layout, found)
-            if tensor == 2:
-                made += self.local_bytes(2, found)
-                if any(self.kinds.get(factor) == CONTRACTED for factor in split):
-                    made, moved = made + self.local_bytes(2, found), moved + self.local_bytes(2, found)
-            if source != target:
-                steps = reshard(self.shapes[tensor], self.itemsizes[tensor], source, target, self.mesh)
-                moved += sum(step.bytes for step in steps)
-                made += sum(step.bytes for step in steps[:-1]) + self.local_bytes(tensor, target)
-        return made, moved
+    def of_kind(self, split: Split, kind: str) -> Split:
+        return {factor: axes for factor, axes in split.items() if self.kinds.get(factor) == kind}
 
 
-def product_split(product: Product) -> Split:
+def product_split(placed: PlacedEquation) -> Split:
     """The factors that XLA splits of a product, and over which axes."""
-    splits = product.splits()
-    used = {axis for split in splits for axes in split.values() for axis in axes}
-    return _settled(product, splits, frozenset(axis for axis in product.mesh if axis in used))
+    product = Product(placed)
+    used = frozenset().union(*map(_axes, product.splits))
+    return _settled(product, product.splits, used)
 
 
 def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) -> Split:
@@ -103,7 +63,7 @@ def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) ->
         for first in _matches(product, splits)
     ]
     if ways:
-        return min(ways, key=product.cost)
+        return min(ways, key=product.placed.cost)
     left, right, made = splits
     if not left and not right and made and _axes(made) != axes:
         return _settled(product, splits, _axes(made))
@@ -117,7 +77,7 @@ def _at_once(product: Product, splits: Sequence[Split], axes: frozenset[str], ma
     left, right, made = splits
 
     def only(split: Split, kind: str) -> bool:
-        return bool(split) and all(product.kinds.get(factor) == kind for factor in split)
+        return bool(split) and product.of_kind(split, kind) == split
 
     if only(left, BATCH) and left == right:
         return left
@@ -143,12 +103,10 @@ def _matches(product: Product, splits: Sequence[Split]) -> Iterator[Split]:
     """What may be settled first: factors of one kind that two tensors split."""
     left, right, made = splits
 
-    def of(split: Split, kind: str) -> Split:
-        return {factor: axes for factor, axes in split.items() if product.kinds.get(factor) == kind}
-
     def pieces(split: Split) -> int:
         return shards(tuple(_axes(split)), product.mesh)
 
+    of = product.of_kind
     batches = [of(split, BATCH) for split in splits]
     if batches[2] and pieces(batches[2]) in (pieces(batches[0]), pieces(batches[1])):
         yield batches[0] if batches[0] == batches[1] else batches[2]
@@ -173,8 +131,7 @@ def _matches(product: Product, splits: Sequence[Split]) -> Iterator[Split]:
 def _cheaper_side(product: Product, sides: Sequence[tuple[Split, Split]]) -> int:
     """Which operand stays as it is: the one for which less of the other is gathered."""
     gathered = [
-        shards(tuple(_axes(sides[side][0])), product.mesh)
-        * product.local_bytes(1 - side, product.layouts[1 - side])
+        shards(tuple(_axes(sides[side][0])), product.mesh) * product.placed.tensors[1 - side].local_bytes(product.mesh)
         for side in (0, 1)
     ]
     return 0 if gathered[0] < gathered[1] else 1

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, even_axes, evened
-from autoshard.model.partitioner.splits import Split, split_of
+from autoshard.model.partitioner.placed import Split
+from autoshard.model.partitioner.splits import split_of
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.projection import layout_of_factors

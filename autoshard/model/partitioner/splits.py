@@ -1,22 +1,24 @@
 """An equation and the layouts around it in, the factors that XLA's SPMD partitioner splits out.
 
-The partitioner decides operation by operation (openxla/xla, xla/service/spmd/spmd_partitioner.cc):
+The partitioner decides operation by operation (openxla/xla, xla/service/spmd):
 
 - A matrix product or a convolution: `products.py`.
-- A reduction works on its operands as they lie, those after the first as the first does. The partial results are
-  reduced, and the result then goes where it should.
-- Everything else is computed in the layout of its result: operands go there first.
+- A reduction works on its operand as it lies. The partial results are reduced, and then go where they should.
+- What picks from an array or adds into one, at given places, is split as one of its arrays is: as makes the fewest
+  bytes, then as moves the fewest.
+- Everything else is computed in the layout of its results: operands go there first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from autoshard.layout import Layout, MeshShape
 from autoshard.model.equations import contracts
-from autoshard.model.partitioner.products import Product, Split, product_split
-from autoshard.program import Equation, Value
-from autoshard.propagation.projection import factors_of_layout
+from autoshard.model.partitioner.placed import PlacedEquation, Split
+from autoshard.model.partitioner.products import product_split
+from autoshard.program import Equation
 from autoshard.propagation.rule import Rule
 
 
@@ -31,25 +33,26 @@ def split_of(
     """
     if rule.given:
         return rule.given
-    if contracts(equation) and operands[0] is not None and operands[1] is not None:
-        tensors = *equation.inputs[:2], equation.outputs[0]
-        shapes = tuple(value.shape for value in tensors)
-        layouts = operands[0], operands[1], results[0]
-        sizes = tuple(value.itemsize if isinstance(value, Value) else value.dtype.itemsize for value in tensors)
-        return product_split(Product(rule, shapes, layouts, sizes, mesh))
-    if rule.reduction:
-        return _of_tensors(zip(rule.operands, operands, strict=True), rule, mesh)
-    return _of_tensors(zip(rule.results, results, strict=True), rule, mesh)
+    placed = PlacedEquation.of(equation, rule, operands, results, mesh)
+    read, made = placed.splits[: len(placed.operands)], placed.splits[len(placed.operands) :]
+    if not any(placed.splits):
+        return {}
+    if contracts(equation) and len(placed.tensors) == 3:
+        return product_split(placed)
+    if not rule.reduction:
+        return _first(made, rule)
+    if len(read) == 1:
+        return _first(read, rule)
+    ways = [_first(order, rule) for order in itertools.permutations(placed.splits)]
+    return min(ways, key=placed.cost)
 
 
-def _of_tensors(tensors, rule: Rule, mesh: MeshShape) -> Split:
-    """The factors that tensors split, the first ones first; what must be whole is left out."""
+def _first(splits: Iterable[Split], rule: Rule) -> Split:
+    """The factors that tensors split, the first tensors first; what must be whole is left out."""
     found: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
-    for dims, layout in tensors:
-        if layout is None:
-            continue
-        for factor, axes in factors_of_layout(dims, layout, rule.sizes, mesh).items():
+    for split in splits:
+        for factor, axes in split.items():
             if factor in found or factor not in rule.splittable | rule.exchanged or not taken.isdisjoint(axes):
                 continue
             found[factor] = axes
