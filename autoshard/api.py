@@ -239,7 +239,13 @@ def evaluate(
     backend = options.backend
     found = partitioned(program, rules, propagated, several, functools.partial(merges_slices, mesh=several, backend=backend))
     formulation = formulate(
-        found.program, found.rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
+        found.program,
+        found.rules,
+        mesh_shape,
+        options.topology,
+        fixed=layouts,
+        backend=options.backend,
+        moves_views=True,
     )
     solution = as_given(formulation, found.layouts, found.wants)
     formulate_anew = functools.partial(

@@ -82,6 +82,7 @@ def formulate(
     beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
     waits_only: bool = False,
+    moves_views: bool = False,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -95,6 +96,7 @@ def formulate(
         beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
         waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
+        moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
     """
     again = functools.partial(formulate, program, rules, mesh, topology, memory=memory, fixed=fixed, beside=beside)
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
@@ -119,8 +121,8 @@ def formulate(
         images=image_dims(program),
         waits_only=waits_only,
     )
-    found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}).formulation(memory)
-    waits = functools.partial(again, backend=backend, waits_only=True)
+    found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}, moves_views).formulation(memory)
+    waits = functools.partial(again, backend=backend, waits_only=True, moves_views=moves_views)
     return replace(found, fingerprint=traced.fingerprint, waits=functools.cache(lambda: waits().problem))
 
 
@@ -133,8 +135,9 @@ class _Formulator:
         fixed: Mapping[int, Layout],
         backend: Backend,
         beside: Mapping[int, frozenset[str]],
+        moves_views: bool,
     ):
-        self.beside = beside
+        self.beside, self.moves_views = beside, moves_views
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
@@ -363,7 +366,7 @@ class _Formulator:
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
             table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
-        if group.is_view:  # what it views can as well be resharded, and is counted
+        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
             stays = self.prices.stays(value, leaves, wants)
             if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
