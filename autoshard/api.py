@@ -226,7 +226,7 @@ def evaluate(
     """
     options = options_of(mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints, trips=trips)
     check_jit_keywords(jit_keywords)
-    program = ShardedFunction(fn, options=options, jit_keywords=jit_keywords).trace(*args, **(kwargs or {}))
+    program = ShardedFunction(fn, options=options, jit_keywords=jit_keywords, merges=False).trace(*args, **(kwargs or {}))
     mesh_shape = dict(options.mesh.shape)
     rules = checked_rules(program, mesh_shape)
     layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)

@@ -106,12 +106,12 @@ def propagate_layouts(
     for round_ in range(_ROUNDS):
         spread.to_fixed_point(round_)
     spread.lay_out_constants()
-    seen_as = {value.id: spread.operations.seen_as(value) for value in program.values}
-    values = {id_: tuple(_joined(axes, parts) for axes in spread.layouts[seen]) for id_, seen in seen_as.items()}
+    laid_as = {value.id: spread.operations.laid_as(value) for value in program.values}
+    values = {id_: tuple(_joined(axes, parts) for axes in spread.layouts[laid]) for id_, laid in laid_as.items()}
     return Layouts(
         values=values,
         results=tuple(_result(x, spread, values, mesh) for x in program.results),
-        origins={id_: spread.origins_of(seen, values[id_], program) for id_, seen in seen_as.items()},
+        origins={id_: spread.origins_of(laid, values[id_], program) for id_, laid in laid_as.items()},
     )
 
 
