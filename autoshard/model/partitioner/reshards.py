@@ -76,18 +76,20 @@ class _Rewriting:
     values: list[Value] = field(default_factory=list)  # those that are new
     wants: dict[tuple[int, int], Layout] = field(default_factory=dict)
     instead: dict[int, Value] = field(default_factory=dict)  # value -> what all its readers read
-    copies: dict[tuple[int, Layout], Value] = field(default_factory=dict)  # a value and a layout -> its copy there
+    copies: dict[tuple, Value] = field(default_factory=dict)  # (value, layout, barrier) -> the copy there
     places: list[int] = field(default_factory=list)  # equation of the program -> its place here
 
     def add(self, equation: Equation, rule: Rule) -> None:
-        inputs = [self.instead.get(x.id, x) if isinstance(x, Value) else x for x in equation.inputs]
+        inputs = [self.read(x, equation) if isinstance(x, Value) else x for x in equation.inputs]
         operands = [self.layouts.get(x.id) if isinstance(x, Value) else None for x in inputs]
         results = [self.layouts[made.id] for made in equation.outputs]
         split = split_of(equation, rule, operands, results, self.mesh)
         wants = [self.layout(dims, split, rule) for dims in rule.operands]
         fuses = _may_fuse(equation, rule)
         for i, (x, lies, want) in enumerate(zip(inputs, operands, wants, strict=True)):
-            if fuses and isinstance(x, Value) and None not in (lies, want) and lies != want:
+            if not isinstance(x, Value) or lies is None or want is None or lies == want:
+                continue
+            if fuses or (x.from_outside and _adds(want, lies) is None):
                 inputs[i] = self.resharded(x, want, equation)
         read = {i: want for i, want in enumerate(wants) if want is not None and operands[i] is not None}
         self.wants |= {(len(self.equations), i): want for i, want in read.items()}
@@ -96,6 +98,18 @@ class _Rewriting:
         if not facts_of(equation.primitive).is_boundary and not rule.given:
             for made, dims in zip(equation.outputs, rule.results, strict=True):
                 self.finish(made, self.layout(dims, split, rule), rule, split, equation)
+
+    def read(self, value: Value, equation: Equation) -> Value:
+        """What an equation reads of a value: what it was resharded to, and a copy of its own from behind a barrier."""
+        value = self.instead.get(value.id, value)
+        if value.id not in self.program.guarded:
+            return value
+        maker = self.program.makers.get(value.id)
+        for end in range(1, len(equation.path)):
+            barrier = equation.path[:end]
+            if barrier in self.program.barriers and (maker is None or maker.path[:end] != barrier):
+                value = self.resharded(value, self.layouts[value.id], equation, barrier)
+        return value
 
     def layout(self, dims, split: Split, rule: Rule) -> Layout | None:
         return layout_of_factors(dims, split, rule.sizes, self.mesh)
@@ -111,18 +125,18 @@ class _Rewriting:
         self.layouts[made.id] = left
         self.instead[made.id] = self.resharded(made, wanted, equation)
 
-    def resharded(self, value: Value, layout: Layout, near: Equation) -> Value:
-        """The copy of a value in a layout, made here if there is none."""
-        if (value.id, layout) not in self.copies:
+    def resharded(self, value: Value, layout: Layout, near: Equation, barrier: tuple = ()) -> Value:
+        """The copy of a value in a layout, made here if there is none; behind a barrier it is one of its own."""
+        if (value.id, layout, barrier) not in self.copies:
             copy = replace(value, id=len(self.program.values) + len(self.values), name="", source=near.source)
             self.values.append(copy)
             self.layouts[copy.id] = layout
-            self.copies[value.id, layout] = copy
+            self.copies[value.id, layout, barrier] = copy
             rule = dimwise([value.shape], [value.shape])
             given = {factor: axes for dim, axes in zip(rule.results[0], layout, strict=True) for factor in dim}
             made = replace(near, primitive=_RESHARDS, params={}, inputs=(value,), outputs=(copy,), loop=None)
             self.append(made, replace(rule, given=given))
-        return self.copies[value.id, layout]
+        return self.copies[value.id, layout, barrier]
 
     def append(self, equation: Equation, rule: Rule) -> None:
         self.equations.append(replace(equation, index=len(self.equations)))
