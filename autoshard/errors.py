@@ -42,3 +42,11 @@ class SolverError(AutoshardError):
 
 class PlanError(AutoshardError):
     """A plan used with another mesh, another program, or other arguments than it was made for."""
+
+
+class ScheduleError(AutoshardError):
+    """A pipeline schedule that deadlocks, or whose orders miss, repeat or misplace a task."""
+
+
+class ProcessError(AutoshardError):
+    """Processes that share a mesh and do not run the same step, or of which one has failed or ended."""
