@@ -17,17 +17,16 @@ from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulating import formulate
-from autoshard.model.partitioner.choosing import as_given
-from autoshard.model.partitioner.reshards import partitioned
-from autoshard.model.xla.scatters import merges_slices
+from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
-from autoshard.planning import checked_rules, comparison_of, lowered, remarks
+from autoshard.planning import checked_rules, lowered, remarks
+from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Value
-from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts
+from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.user_plan import Plan
+from autoshard.user_plan import Comparison, Plan
 
 
 @overload
@@ -252,35 +251,22 @@ def evaluate(
     """
     options = options_of(mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints, trips=trips)
     check_jit_keywords(jit_keywords)
-    program = ShardedFunction(fn, options=options, jit_keywords=jit_keywords, merges=False).trace(*args, **(kwargs or {}))
-    mesh_shape = dict(options.mesh.shape)
+    traced = functools.partial(ShardedFunction, fn, options=options, jit_keywords=jit_keywords)
+    program = traced().trace(*args, **(kwargs or {}))
+    as_written = traced(merges=False).trace(*args, **(kwargs or {}))  # Shardy comes before XLA merges anything
+    mesh_shape, machine = dict(options.mesh.shape), (options.topology, options.backend)
     rules = checked_rules(program, mesh_shape)
     layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
     ends = result_layouts(program, out_shardings, mesh_shape)
-    ends |= {result: layouts[i] for i, result in program.carried.items()}
-    fixed = {program.arguments[i].id: layout for i, layout in layouts.items()}
-    propagated = propagate_layouts(program, rules, mesh_shape, fixed, ends).values
-    several = {axis: size for axis, size in mesh_shape.items() if size > 1}
-    backend = options.backend
-    found = partitioned(program, rules, propagated, several, functools.partial(merges_slices, mesh=several, backend=backend))
-    formulation = formulate(
-        found.program,
-        found.rules,
-        mesh_shape,
-        options.topology,
-        fixed=layouts,
-        backend=options.backend,
-        moves_views=True,
-    )
-    solution = as_given(formulation, found.layouts, found.wants)
-    formulate_anew = functools.partial(
+    formulation, solution = as_jitted(as_written, rules_for(as_written), mesh_shape, *machine, layouts, ends)
+    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
+    made = replace(made, fingerprint=program.fingerprint, annotations=Annotations({}, {}, {}), memory=options.memory)
+    planned = functools.partial(
         formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
     )
-    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
-    made = replace(made, fingerprint=program.fingerprint, annotations=Annotations({}, {}, {}))
-    made = Plan.of(made, comparison_of(formulate_anew))
-    return lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords))
+    comparison = Comparison(lambda: with_inner_layouts_planned(made.predicted, planned()))
+    return lowered(program, Plan.of(made, comparison), compile_keywords(jit_keywords))
 
 
 def verify(

@@ -123,7 +123,7 @@ def formulate(
     )
     found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}, moves_views).formulation(memory)
     waits = functools.partial(again, backend=backend, waits_only=True, moves_views=moves_views)
-    return replace(found, fingerprint=traced.fingerprint, waits=functools.cache(lambda: waits().problem))
+    return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=functools.cache(lambda: waits().problem))
 
 
 class _Formulator:
@@ -170,6 +170,7 @@ class _Formulator:
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
             program=self.program,
+            rules=(),
             mesh=self.prices.mesh,
             prices=self.prices,
             groups=self.groups,

@@ -33,6 +33,7 @@ from autoshard.model.pricing.prices import PricedStrategies, Prices
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups
 from autoshard.model.xla.rounding import Readers
 from autoshard.program import Program, Value
+from autoshard.propagation.rule import Rule
 from autoshard.solver.problem import Problem
 
 
@@ -55,6 +56,7 @@ class Formulation:
     """The problem, and what each of its nodes and options means."""
 
     program: Program
+    rules: Sequence[Rule]  # one per equation
     mesh: Mapping[str, int]  # without axes of one device
     prices: Prices
     groups: Sequence[Group]
