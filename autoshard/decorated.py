@@ -25,9 +25,10 @@ from autoshard.arguments import (
     whole_type,
     without_type,
 )
-from autoshard.errors import ArgumentError, MeshError
+from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, MicrobatchError
 from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
+from autoshard.microbatches.batch import in_microbatches
 from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
 from autoshard.program import Program, context, named_refusal, trace
@@ -219,7 +220,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not program.closes_over_tracers:
                     compiled = self._compiled.get((*key, used))
                 if compiled is None:
-                    compiled = self._planned_anew(program)
+                    compiled = self._planned_to_fit(program, static, dynamic, types)
             if not program.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, used] = compiled
         if not compiled.is_checked and (runs or self._options.is_memory_given):
@@ -233,6 +234,24 @@ class ShardedFunction(Generic[Parameters, Result]):
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
+
+    def _planned_to_fit(
+        self, program: Program, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+    ) -> _PlannedStep:
+        """The step planned, in as few microbatches as fit if the user leaves that open."""
+        try:
+            return self._planned_anew(program)
+        except MemoryLimitError as error:
+            if self._options.microbatches is not None:
+                raise
+            for count in (2**power for power in range(1, 31)):
+                try:
+                    return self._planned_anew(self._trace(static, dynamic, types, count)[0])
+                except MemoryLimitError:
+                    continue
+                except MicrobatchError as refused:
+                    raise error from refused
+            raise
 
     def _planned_anew(self, program: Program) -> _PlannedStep:
         if self._given:
@@ -276,9 +295,14 @@ class ShardedFunction(Generic[Parameters, Result]):
         return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
 
     def _trace(
-        self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+        self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...], microbatches: int | None = None
     ) -> tuple[Program, tuple[Any, ...]]:
-        """The program, and the types of arguments that it was traced with."""
+        """The program, and the types of arguments that it was traced with.
+
+        Args:
+            microbatches: how many it runs in; by default as many as the user says.
+        """
+        count = microbatches or self._options.microbatches or 1
         args, kwargs = join(static, dynamic)
         obey = not self._options.ignore_constraints
         refusals: list[MeshError | None] = []
@@ -294,8 +318,9 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "merges": self._merges,
                         "has_rule": has_rule,
                         "trips": self._options.trips,
+                        "rewritten": None if count == 1 else functools.partial(in_microbatches, count=count),
                     }
-                    program = trace(self._fn, args, kwargs, **how, **self._trace_keywords)
+                    program = replace(trace(self._fn, args, kwargs, **how, **self._trace_keywords), microbatches=count)
                     return with_stencils(program) if self._merges else program, tried
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)

@@ -42,3 +42,7 @@ class SolverError(AutoshardError):
 
 class PlanError(AutoshardError):
     """A plan used with another mesh, another program, or other arguments than it was made for."""
+
+
+class MicrobatchError(AutoshardError):
+    """A step that cannot be computed microbatch by microbatch without changing what it computes."""

@@ -42,6 +42,7 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    microbatches: int | None = 1  # how many the step runs in; None: as many as it takes to fit
 
 
 def options_of(
@@ -55,6 +56,7 @@ def options_of(
     refine: Any = 1,
     ignore_constraints: Any = False,
     trips: Any = None,
+    microbatches: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -106,7 +108,21 @@ def options_of(
         _turns(trips),
         given_mesh,
         memory is not None,
+        _count(microbatches),
     )
+
+
+def _count(microbatches: Any) -> int | None:
+    """How many microbatches; None for "auto".
+
+    >>> _count(None), _count(4), _count("auto")
+    (1, 4, None)
+    """
+    if microbatches is None or microbatches == "auto":
+        return 1 if microbatches is None else None
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches!r}; how many is needed, 1 or more, or 'auto'")
+    return microbatches
 
 
 def _turns(trips: Any) -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,17 @@ from autoshard.program.trees import Box, Tree
 from autoshard.program.turns import check_places
 
 
+@dataclass(frozen=True)
+class TracedStep:
+    """A step that has been traced, and can be traced again for other shapes."""
+
+    closed: ClosedJaxpr
+    paths: Sequence[tuple]  # of keys, one per flat argument: positional or keyword, which one, and below
+    carried: Collection[int]  # arguments whose place a result takes
+    is_explicit: bool  # whether types of explicit mode say how arrays lie
+    again: Callable[[Sequence[Any]], ClosedJaxpr]  # flat ShapeDtypeStructs -> the step traced for these
+
+
 def trace(
     fn: Callable,
     args: tuple,
@@ -34,6 +45,7 @@ def trace(
     merges: bool = True,
     has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
     trips: Mapping[str, int] | None = None,
+    rewritten: Callable[[TracedStep], ClosedJaxpr] | None = None,
     **jit_keywords: Any,
 ) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
@@ -47,6 +59,7 @@ def trace(
         merges: whether equations that compute the same become one, as XLA makes them one.
         has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
         trips: line, function or glob of a loop of unknown length -> how often it turns.
+        rewritten: what is read in the place of the traced step: a jaxpr from the same arguments to the same results.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -62,16 +75,29 @@ def trace(
     flags = [donated for donated, arg in given for _ in jax.tree.leaves(arg)]
     boxed = [Box.of(arg) for _, arg in given]
     if leaves is not None:
-        left = iter(leaves)
-        boxed = [Box(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
-    count = len(positions)
-    closed, result = jax.make_jaxpr(_watched(fn, static), return_shape=True)(
-        *boxed[:count], **dict(zip(sorted(dynamic[1]), boxed[count:], strict=True))
-    )
+        boxed = _boxes_of(boxed, leaves)
+    names = sorted(dynamic[1])
+
+    def traced(boxes: Sequence[Box]) -> tuple[ClosedJaxpr, Any]:
+        by_name = dict(zip(names, boxes[len(positions) :], strict=True))
+        made: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(_watched(fn, static), return_shape=True)(
+            *boxes[: len(positions)], **by_name
+        )
+        return made
+
+    closed, result = traced(boxed)
     donated = frozenset(i for i, flag in enumerate(flags) if flag)
     in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, in_tree, result.tree, donated) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
+    if rewritten is not None:
+
+        def again(structs: Sequence[Any]) -> ClosedJaxpr:
+            others, _ = traced(_boxes_of(boxed, structs))
+            return on_auto_axes(others, None, obey=obey)
+
+        carried = _carried(closed, in_tree, result.tree, donated)
+        untyped = rewritten(TracedStep(untyped, in_tree.paths, carried, types is not None, again))
     taking, captured = with_captured(untyped)
     if captured and types is not None:
         types = replace(types, arguments=(*types.arguments, *[None] * len(captured)))
@@ -80,6 +106,12 @@ def trace(
     program = replace(reader.program(in_tree, result.tree, donated), types=types)
     check_places(trips or {}, program.loops)
     return program
+
+
+def _boxes_of(boxed: Sequence[Box], leaves: Sequence[Any]) -> list[Box]:
+    """The same trees with other leaves."""
+    left = iter(leaves)
+    return [Box(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
 
 
 def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr, untyped: ClosedJaxpr) -> list[str]:
@@ -95,13 +127,18 @@ def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr,
     ]
 
 
+def _carried(closed: ClosedJaxpr, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> dict[int, int]:
+    """Argument -> the result that takes its place in the next step."""
+    arguments = list(map(kind_of, closed.in_avals))
+    results = [None if isinstance(atom, Literal) else kind_of(atom.aval) for atom in closed.jaxpr.outvars]
+    return carried_results(in_tree.paths, arguments, out_tree.paths, results, donated)
+
+
 def _results_in_place(
     closed: ClosedJaxpr, types: Types, in_tree: Tree, out_tree: Tree, donated: frozenset[int]
 ) -> list[int]:
     """Results that take the place of an argument of their type, and so lie as it does."""
-    arguments = list(map(kind_of, closed.in_avals))
-    results = [None if isinstance(atom, Literal) else kind_of(atom.aval) for atom in closed.jaxpr.outvars]
-    carried = carried_results(in_tree.paths, arguments, out_tree.paths, results, donated)
+    carried = _carried(closed, in_tree, out_tree, donated)
     return [result for argument, result in carried.items() if types.arguments[argument] == types.results[result]]
 
 
