@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -240,18 +241,44 @@ class ShardedFunction(Generic[Parameters, Result]):
     ) -> _PlannedStep:
         """The step planned, in as few microbatches as fit if the user leaves that open."""
         try:
-            return self._planned_anew(program)
+            if program.microbatches == 1:
+                return self._planned_anew(program)
+            return self._planned_in_microbatches(program, static, dynamic, types)
         except MemoryLimitError as error:
-            if self._options.microbatches is not None:
+            if self._options.microbatches is not None or self._given is not None:
                 raise
             for count in (2**power for power in range(1, 31)):
                 try:
-                    return self._planned_anew(self._trace(static, dynamic, types, count)[0])
+                    split, _ = self._trace(static, dynamic, types, count)
+                    return self._planned_in_microbatches(split, static, dynamic, types)
                 except MemoryLimitError:
                     continue
                 except MicrobatchError as refused:
                     raise error from refused
             raise
+
+    def _planned_in_microbatches(
+        self, program: Program, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+    ) -> _PlannedStep:
+        """The cheapest of the ways to add up microbatches: over all devices in each of them, or after the last.
+
+        For the latter, each group of devices has a sum of its own. That takes more memory and communicates less.
+        """
+        sizes = self._options.mesh.shape.values()
+        found: list[_PlannedStep] = []
+        errors: list[MemoryLimitError] = []
+        for groups in sorted({1, *itertools.accumulate(sizes, operator.mul), *sizes}):
+            try:
+                if groups > 1:
+                    program, _ = self._trace(static, dynamic, types, program.microbatches, groups)
+                found.append(self._planned_anew(program))
+            except MemoryLimitError as error:
+                errors.append(error)
+            except MicrobatchError:  # the rows of a microbatch are no multiple of so many groups
+                continue
+        if not found:
+            raise errors[0]
+        return min(found, key=lambda one: one.plan.cost)
 
     def _planned_anew(self, program: Program) -> _PlannedStep:
         if self._given:
@@ -295,12 +322,18 @@ class ShardedFunction(Generic[Parameters, Result]):
         return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
 
     def _trace(
-        self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...], microbatches: int | None = None
+        self,
+        static: tuple[Any, ...],
+        dynamic: Arguments,
+        types: tuple[Any, ...],
+        microbatches: int | None = None,
+        groups: int = 1,
     ) -> tuple[Program, tuple[Any, ...]]:
         """The program, and the types of arguments that it was traced with.
 
         Args:
             microbatches: how many it runs in; by default as many as the user says.
+            groups: of rows that are run side by side in every microbatch, and summed up after the last.
         """
         count = microbatches or self._options.microbatches or 1
         args, kwargs = join(static, dynamic)
@@ -318,7 +351,9 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "merges": self._merges,
                         "has_rule": has_rule,
                         "trips": self._options.trips,
-                        "rewritten": None if count == 1 else functools.partial(in_microbatches, count=count),
+                        "rewritten": None
+                        if count == 1
+                        else functools.partial(in_microbatches, count=count, groups=groups),
                     }
                     program = replace(trace(self._fn, args, kwargs, **how, **self._trace_keywords), microbatches=count)
                     return with_stencils(program) if self._merges else program, tried

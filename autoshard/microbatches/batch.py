@@ -16,7 +16,7 @@ from autoshard.program.paths import slashed
 from autoshard.program.tracing import TracedStep
 
 
-def batch_of(traced: TracedStep, count: int) -> Microbatches:
+def batch_of(traced: TracedStep, count: int, groups: int = 1) -> Microbatches:
     """The batch of a step: the first dim of the arrays that are no state.
 
     Of several sizes that such dims have, the batch is the one that the most arguments agree on; then, the one of the
@@ -40,14 +40,14 @@ def batch_of(traced: TracedStep, count: int) -> Microbatches:
         elements[size] += math.prod(avals[i].shape)
     batch = max(elements, key=lambda size: (agreeing[size], elements[size]))
     rows = {i: 0 for i, size in dims.items() if size == batch}
-    if batch % count:
+    if batch % (count * groups):
         name = slashed(traced.paths[min(rows)][1:])
         fitting = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
         raise MicrobatchError(
             f"microbatches={count} do not divide the {batch} rows of the batch ({name or 'the first argument'} and "
             f"{len(rows) - 1} more arrays).\nUse one of {', '.join(map(str, fitting))}, or pad the batch."
         )
-    return Microbatches(count, batch, rows)
+    return Microbatches(count, batch, rows, groups)
 
 
 def _may_have_rows(aval: Any) -> bool:
@@ -57,8 +57,11 @@ def _may_have_rows(aval: Any) -> bool:
     return not (aval.shape == (2,) and aval.dtype == "uint32")
 
 
-def in_microbatches(traced: TracedStep, count: int) -> ClosedJaxpr:
+def in_microbatches(traced: TracedStep, count: int, groups: int = 1) -> ClosedJaxpr:
     """The step as a loop over so many microbatches.
+
+    Args:
+        groups: of rows that are run side by side, each with sums of its own until after the last microbatch.
 
     Raises:
         MicrobatchError: there is no batch to be split, or some line needs all of its rows at once.
@@ -68,7 +71,7 @@ def in_microbatches(traced: TracedStep, count: int) -> ClosedJaxpr:
             f"microbatches={count}: the step says in types of explicit mode how its arrays lie, and those of a "
             "microbatch would differ.\nUse a mesh of Auto axes: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
         )
-    split = batch_of(traced, count)
+    split = batch_of(traced, count, groups)
     types = [
         jax.ShapeDtypeStruct(
             (split.rows, *aval.shape[1:]) if i in split.dims else aval.shape, aval.dtype, weak_type=aval.weak_type

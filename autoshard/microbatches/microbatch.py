@@ -7,7 +7,7 @@ dropout drops what it drops in the whole step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -114,7 +114,7 @@ class Microbatch:
         values = [*map(jnp.asarray, self.place), *operands]
         called = jax.make_jaxpr(body)(*values)
         inputs = [Var(jax.typeof(value)) for value in values]
-        call = small.replace(params=capturing_call(small, called, len(self.place)), invars=inputs)
+        call = small.replace(params=capturing_call(small, called, len(self.place)), invars=[*inputs])
         kept = [var for var in small.outvars if not isinstance(var, DropVar)]
         made = iter(evaluated([call], dict(zip(inputs, values, strict=True)), kept))
         return [None if isinstance(var, DropVar) else next(made) for var in small.outvars]
@@ -155,10 +155,11 @@ class Microbatch:
 
     def cond(self, eqn: JaxprEqn, small: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         pairs = zip(eqn.params["branches"], small.params["branches"], strict=True)
-        branches = [
-            (lambda *inputs, b=b, pair=pair: self.body(pair[0], pair[1], inputs, (*path, b)))
-            for b, pair in enumerate(pairs)
-        ]
+
+        def branch(b: int, whole: ClosedJaxpr, part: ClosedJaxpr) -> Callable[..., list[Any]]:
+            return lambda *inputs: self.body(whole, part, inputs, (*path, b))
+
+        branches = [branch(b, *pair) for b, pair in enumerate(pairs)]
         return list(jax.lax.switch(operands[0], branches, *operands[1:]))
 
 
