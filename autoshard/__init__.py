@@ -17,7 +17,9 @@ from autoshard.errors import (
     MemoryLimitError,
     MeshError,
     PlanError,
+    ProcessError,
     RuleError,
+    ScheduleError,
     SolverError,
 )
 
@@ -43,8 +45,10 @@ __all__ = [
     "Plan",
     "PlanError",
     "Prediction",
+    "ProcessError",
     "Propagation",
     "RuleError",
+    "ScheduleError",
     "SolverError",
     "Topology",
     "UnknownPrimitiveWarning",

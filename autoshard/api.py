@@ -41,6 +41,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    like: Plan | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> ShardedFunction[Parameters, Result]: ...
@@ -60,15 +61,28 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    like: Plan | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
+) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
+
+
+@overload
+def autoshard(
+    fn: Callable[Parameters, Result], *, like: Plan, **options: Any
+) -> ShardedFunction[Parameters, Result]: ...
+
+
+@overload
+def autoshard(
+    fn: None = None, *, like: Plan, **options: Any
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
 
 
 def autoshard(
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | None = None,
     memory: str | float | None = None,
     topology: Topology | str | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
@@ -78,6 +92,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    like: Plan | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -98,6 +113,7 @@ def autoshard(
     Args:
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
+            That of `like` by default.
         memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
             predicted to fill at most 85% of it, on GPU 70%, since predictions can be off. Before a step runs, XLA's
             figure for its compiled program is held against the limit; where that is over, the step is planned again.
@@ -120,6 +136,8 @@ def autoshard(
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
             ``"auto"``: as few as fit.
+        like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
+            the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -131,6 +149,8 @@ def autoshard(
     Raises:
         AutoshardError: the options contradict each other or the mesh, here; or the arguments, when it is called.
     """
+    if mesh is None and isinstance(like, Plan):
+        mesh = like.typed_mesh
     options = options_of(
         mesh,
         memory=memory,
@@ -144,9 +164,8 @@ def autoshard(
         microbatches=microbatches,
     )
     check_jit_keywords(jit_keywords)
-    if plan is not None:
-        plan = plan.on(options.mesh) if isinstance(plan, Plan) else Plan.load(plan, options.mesh)
-    given = plan
+    given = _plan_on(plan, options.mesh)
+    options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         return ShardedFunction(fn, options=options, jit_keywords=jit_keywords, given=given)
@@ -154,10 +173,15 @@ def autoshard(
     return decorate if fn is None else decorate(fn)
 
 
+def _plan_on(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Plan | None:
+    """A plan that the user gave, or its file, on a mesh of the same axes."""
+    return plan.on(mesh) if isinstance(plan, Plan) else None if plan is None else Plan.load(plan, mesh)
+
+
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | None = None,
     memory: str | float | None = None,
     topology: Topology | str | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
@@ -167,6 +191,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    like: Plan | str | Path | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -195,6 +220,7 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "like": like,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))

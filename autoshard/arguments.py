@@ -15,6 +15,7 @@ from autoshard.jaxprs import HOST, is_array
 from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
 from autoshard.program.explicit import is_explicit, type_sharding
+from autoshard.program.flattening import static_places
 
 # Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode. A token has no
 # shape; its type is its abstract value.
@@ -29,11 +30,13 @@ def type_of(leaf: Any) -> ArrayType:
     """The facts that a compiled step depends on: of an array, NumPy array, Python number, ShapeDtypeStruct or token.
 
     Raises:
-        TypeError: the leaf is none of them.
+        TypeError: the leaf is none of them, or a reference to an array.
 
     >>> type_of(1.0), type_of(jax.numpy.zeros(3))
     (((), dtype('float32'), True, False, None), ((3,), dtype('float32'), False, False, None))
     """
+    if isinstance(leaf, jax.Ref):
+        raise TypeError("a Ref changes under the step, so that its layout is no part of a plan")
     if isinstance(leaf, jax.Array):
         aval = leaf.aval
     else:
@@ -83,22 +86,38 @@ def abstract(type_: ArrayType) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=sharding)
 
 
-def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> ArgumentError:
-    """The error for arguments for which `type_of` raises; static arguments are None here."""
+def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> ArgumentError | None:
+    """The error for arguments that are neither arrays nor hashable, if any; static arguments are None here."""
     try:
         named = inspect.signature(fn).bind(*args, **kwargs).arguments
     except (ValueError, TypeError):
         named = {f"argument {i}": arg for i, arg in enumerate(args)} | dict(kwargs)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(dict(named))[0]:
-        try:
-            type_of(leaf)
-        except TypeError:
+    found, structure = jax.tree_util.tree_flatten_with_path(dict(named))
+    static = static_places(structure, [leaf for _, leaf in found])
+    for place, (path, leaf) in enumerate(found):
+        if not (_is_hashable(leaf) if place in static else _has_type(leaf)):
             return ArgumentError(
-                f"{slashed(path)} is {leaf!r}, which is no array.\nMake its argument static (static_argnums, "
-                "static_argnames), or leave what is no array out of it: eqx.partition(module, eqx.is_array), "
-                "nnx.split(module), or a closure."
+                f"{slashed(path)} is {leaf!r}, which is no array{' and has no hash' * (place in static)}.\n"
+                "Make its argument static (static_argnums, static_argnames), give it a hash, turn it into an array, or "
+                "leave it out: eqx.partition(module, eqx.is_array), nnx.split(module), or a closure."
             )
-    raise AssertionError("every leaf is an array")
+    return None
+
+
+def _has_type(leaf: Any) -> bool:
+    try:
+        type_of(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> list:

@@ -8,10 +8,7 @@ is not what was written is ignored with a warning, and written anew.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -22,8 +19,11 @@ from typing import Any
 import jax
 
 from autoshard.errors import PlanError
+from autoshard.files import sweep, write_whole
+from autoshard.lower.on_shards import check_plan
 from autoshard.options import Options
 from autoshard.program import Program
+from autoshard.program.paths import printable
 from autoshard.propagation import Rule
 from autoshard.user_plan import Plan
 
@@ -41,8 +41,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         for rule in rules
     ]
     said = (
-        _version("autoshard"),
-        jax.__version__,
+        *versions(),
         program.fingerprint,
         rule_texts,
         dict(options.mesh.shape),
@@ -55,8 +54,14 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         options.ignore_constraints,
         sorted(options.trips.items()),
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
+        options.like and [(one.name, one.type, one.layout) for one in options.like.arguments],
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def versions() -> tuple[str, str]:
+    """Those of autoshard and JAX."""
+    return _version("autoshard"), jax.__version__
 
 
 def _constants(part: Any) -> Any:
@@ -69,24 +74,26 @@ def _constants(part: Any) -> Any:
 def find(folder: Path, key: str, program: Program, options: Options) -> Plan | None:
     """The plan that was kept under `key`; None if there is none.
 
+    It is checked against the program: in a folder that several users share, one may have written anything.
+
     Warns:
         CacheWarning: there is a file, but it is not what `keep` wrote.
     """
     path = folder / f"{key}.plan"
     try:
-        head, _, text = path.read_text().partition("\n")
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise PlanError("it is no file")
+        head, _, text = path.read_text(encoding="utf-8").partition("\n")
         if head != _head(key, text):
             raise PlanError("it is not what was written")
-        return Plan.loads(text, options.mesh, where=str(path)).bound_to(program)
+        found = Plan.loads(text, options.mesh, where=str(path)).bound_to(program)
+        check_plan(program, found.annotations, dict(options.mesh.shape))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, PlanError) as error:
-        warnings.warn(
-            f"the cached plan {path} cannot be used: {str(error).splitlines()[0]}.\nThe step is planned anew.",
-            CacheWarning,
-            stacklevel=2,
-        )
+    except Exception as error:  # whatever it is, the step runs without the file
+        _warn(f"the cached plan {path} cannot be used", error, "The step is planned anew.")
         return None
+    return found
 
 
 def keep(folder: Path, key: str, plan: Plan) -> None:
@@ -95,19 +102,19 @@ def keep(folder: Path, key: str, plan: Plan) -> None:
     Warns:
         CacheWarning: the folder cannot be written to.
     """
-    text = plan.dumps()
-    beside = None
     try:
+        text = plan.dumps()
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=key[:8], suffix=".part", delete=False) as file:
-            beside = file.name
-            file.write(f"{_head(key, text)}\n{text}")
-        os.replace(beside, folder / f"{key}.plan")
-    except OSError as error:
-        if beside is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
-        warnings.warn(f"the plan is not kept in {folder}: {error}", CacheWarning, stacklevel=2)
+        path = folder / f"{key}.plan"
+        write_whole(path, f"{_head(key, text)}\n{text}")
+        sweep(folder, r"[0-9a-f]+\.plan", path.stat().st_mtime)
+    except Exception as error:  # whatever it is, the step runs without the file
+        _warn(f"the plan is not kept in {folder}", error, "The step runs, and is planned again next time.")
+
+
+def _warn(what: str, error: Exception, then: str) -> None:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    warnings.warn(printable(f"{what}: {reason}.\n{then}", kept="\n"), CacheWarning, stacklevel=3)
 
 
 def _head(key: str, text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +33,10 @@ from autoshard.lower import Step, named_refusals
 from autoshard.microbatches.batch import in_microbatches
 from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
+from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal, trace
 from autoshard.program.explicit import is_explicit, type_sharding
+from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
@@ -76,6 +79,13 @@ class _PlannedStep:
         is_here = all(array.is_fully_addressable for array in self.captured)
         return self.captured if is_here else self.program.captured
 
+    def result(self, flat: FlatCall, placed: Sequence[Any], results: Sequence[Any]) -> Any:
+        """What the function returns, once its changes are in the caller's modules."""
+        if flat.modules is None:
+            return self.step.result(results)
+        assert self.program.changes is not None, "tracing with modules records them"
+        return flat.modules.written(self.program.changes, placed, results)
+
     @functools.cached_property
     def calls_back(self) -> bool:
         return calls_back(self.program.jaxpr)
@@ -83,17 +93,33 @@ class _PlannedStep:
     @functools.cached_property
     def sentinels(self) -> tuple[int, ...]:
         """One array of each donated argument: if it has been deleted, the argument was donated before."""
-        first = {self.program.in_tree.paths[i][:2]: i for i in sorted(self.program.donated, reverse=True)}
+        first = {self.program.in_tree.array_paths[i][:2]: i for i in sorted(self.program.donated, reverse=True)}
         return tuple(first.values())
 
 
 class _Call(NamedTuple):
     """What a call was made with, and ran."""
 
-    signature: tuple[Any, ...]  # types of static arguments, static arguments, containers of the other arguments
+    signature: tuple[Any, ...]  # types of static arguments, static arguments, structure of the other arguments
     compiled: _PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
+
+
+class _Lock:
+    """A lock that one thread may take several times. A copy is another lock, so that what has one can be copied."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[_Lock], tuple[()]]:
+        return _Lock, ()
 
 
 def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
@@ -124,6 +150,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
+        self._group = Group.of(options.mesh)
+        self._lock = _Lock()
         self._compiled: dict[tuple[Any, ...], _PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
         # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
@@ -143,9 +171,10 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         static, dynamic = self._static.split(args, kwargs)
-        leaves, in_tree = jax.tree.flatten(dynamic)
-        signature = _kinds(static), static, in_tree  # types first: values of unlike types are never compared
         last, refused = self._last, False
+        flat = flattened(dynamic, last and last.signature[2])
+        leaves = flat.arrays
+        signature = _kinds(static), static, flat.structure  # types first: values of unlike types are never compared
         if last is not None and last.signature == signature and not any(is_deleted(leaves[i]) for i in last.sentinels):
             try:
                 with jax.no_tracing(True):  # run only what has been compiled, for arguments that lie as these do
@@ -155,22 +184,26 @@ class ShardedFunction(Generic[Parameters, Result]):
             except (RuntimeError, TypeError, ValueError):
                 refused = True
             else:
-                earlier: Result = last.compiled.step.result(results)
+                earlier: Result = last.compiled.result(flat, leaves, results)
                 return earlier
+        if flat.is_guess:
+            flat = flattened(dynamic)
+            leaves, signature = flat.arrays, (*signature[:2], flat.structure)
         if _by_hand() or _transforms_types(leaves):
-            inner: Result = jax.jit(self._fn, **self._trace_keywords)(*args, **kwargs)
+            plain = self._fn if flat.is_special else jax.jit(self._fn, **self._trace_keywords)
+            inner: Result = plain(*args, **kwargs)
             return inner
         is_transformed = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        compiled = self._prepare(static, dynamic, leaves, in_tree, runs=not is_transformed)
+        compiled = self._prepare(static, dynamic, flat, runs=not is_transformed)
         if not isinstance(compiled.plan.mesh, Mesh):
             raise MeshError(
                 f"{compiled.plan.mesh} has no devices, so the step can be planned and lowered but not run.\n"
                 "Give autoshard a mesh of devices (jax.make_mesh) to run it."
             )
-        step = compiled.step
         if is_transformed:
-            leaves += compiled.captured_for_transformations
-            traced: Result = step.result(run_transformed(step.transformed, leaves, compiled.plan.mesh))
+            taken = [*leaves, *compiled.captured_for_transformations]
+            results = run_transformed(compiled.step.transformed, taken, compiled.plan.mesh)
+            traced: Result = compiled.result(flat, leaves, results)
             return traced
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
@@ -178,7 +211,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
         self._last = _Call(signature, compiled, compiled.run, compiled.sentinels) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
-            result: Result = step.result(compiled.run(*placed))
+            result: Result = compiled.result(flat, placed, compiled.run(*placed))
             return result
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -194,14 +227,14 @@ class ShardedFunction(Generic[Parameters, Result]):
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
         static, dynamic = self._static.split(args, kwargs)
-        return self._trace(static, dynamic, self._types(jax.tree.leaves(dynamic), static, dynamic))[0]
+        return self._trace(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))[0]
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PlannedStep:
         static, dynamic = self._static.split(args, kwargs)
-        return self._prepare(static, dynamic, *jax.tree.flatten(dynamic))
+        return self._prepare(static, dynamic, flattened(dynamic))
 
     def _prepare(
-        self, static: tuple[Any, ...], dynamic: Arguments, leaves: list[Any], in_tree: Any, *, runs: bool = False
+        self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall, *, runs: bool = False
     ) -> _PlannedStep:
         """The step for arguments like these.
 
@@ -209,12 +242,18 @@ class ShardedFunction(Generic[Parameters, Result]):
             runs: whether it is about to run. Then its compiled program is held against the memory limit, as it is
                 anyway if the user gave one.
         """
-        types = self._types(leaves, static, dynamic)
-        key = static, _kinds(static), in_tree, id(context())
+        # Threads that call the step first plan it once; processes that share its mesh know of each other.
+        with self._lock if self._group is None else self._group.joined(runs=runs):
+            return self._prepared(static, dynamic, flat, runs)
+
+    def _prepared(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall, runs: bool) -> _PlannedStep:
+        types = self._types(flat.arrays, static, dynamic)
+        key = static, _kinds(static), flat.structure, id(context())
         try:
             compiled = self._compiled.get((*key, types))
         except TypeError as error:
-            raise ArgumentError(f"static arguments must be hashable, as for jax.jit: {error}") from error
+            said = f"static arguments must be hashable, as for jax.jit: {error}"
+            raise self._not_an_array(static, dynamic) or ArgumentError(said) from error
         if compiled is None:
             with uncollected():
                 program, used = self._trace(static, dynamic, types)
@@ -224,13 +263,17 @@ class ShardedFunction(Generic[Parameters, Result]):
                     compiled = self._planned_to_fit(program, static, dynamic, types)
             if not program.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, used] = compiled
-        if not compiled.is_checked and (runs or self._options.is_memory_given):
+        # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
+        asked = self._options.is_memory_given and self._group is None
+        if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
         before = None if self._given else self._planned_before
-        plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before)
+        plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group)
+        if self._group is not None:
+            self._group.round += 1
         made = replace(compiled, plan=plan, is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
@@ -284,15 +327,14 @@ class ShardedFunction(Generic[Parameters, Result]):
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
-            plan = planned(program, self._options, self._jit_keywords, self._planned_before)
+            plan = planned(program, self._options, self._jit_keywords, self._planned_before, self._group)
         return _PlannedStep(lowered(program, plan, self._jit_keywords), program, context())
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:
             types = tuple(map(type_of, leaves))
         except TypeError as error:
-            blanks = tuple((place, None) for place, _ in static)
-            raise not_an_array(self._fn, *join(blanks, dynamic)) from error
+            raise self._not_an_array(static, dynamic) or error from error
         context = jax.sharding.get_abstract_mesh()
         traced = tuple(self._as_traced(one, context) for one in types)
         if not self._options.ignore_constraints:
@@ -306,6 +348,9 @@ class ShardedFunction(Generic[Parameters, Result]):
         if not self._is_ours(context):
             return merged
         return tuple(whole_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True))
+
+    def _not_an_array(self, static: tuple[Any, ...], dynamic: Arguments) -> ArgumentError | None:
+        return not_an_array(self._fn, *join(tuple((place, None) for place, _ in static), dynamic))
 
     def _as_traced(self, type_: ArrayType, context: AbstractMesh) -> ArrayType:
         """An argument's type as the step is traced with it: on Explicit axes if `jax.jit` would trace so.

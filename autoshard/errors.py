@@ -46,3 +46,11 @@ class PlanError(AutoshardError):
 
 class MicrobatchError(AutoshardError):
     """A step that cannot be computed microbatch by microbatch without changing what it computes."""
+
+
+class ScheduleError(AutoshardError):
+    """A pipeline schedule that deadlocks, or whose orders miss, repeat or misplace a task."""
+
+
+class ProcessError(AutoshardError):
+    """Processes that share a mesh and do not run the same step, or of which one has failed or ended."""

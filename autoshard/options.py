@@ -17,6 +17,7 @@ from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
+from autoshard.plans.plan import PlanData
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -43,6 +44,7 @@ class Options:
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
     microbatches: int | None = 1  # how many the step runs in; None: as many as it takes to fit
+    like: PlanData | None = None  # of another step, as whose the arguments lie that both take
 
 
 def options_of(
@@ -93,7 +95,7 @@ def options_of(
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    folder = None if cache is None else Path(cache).expanduser()
+    folder = None if cache is None else _folder(cache)
     return Options(
         mesh,
         topology,
@@ -123,6 +125,13 @@ def _count(microbatches: Any) -> int | None:
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ArgumentError(f"microbatches={microbatches!r}; how many is needed, 1 or more, or 'auto'")
     return microbatches
+
+
+def _folder(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # of a user that is not known
+        return Path(path)
 
 
 def _turns(trips: Any) -> dict[str, int]:

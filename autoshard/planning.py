@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from autoshard.agreement import Claims, check_alike, peak_of_all, plan_of_all
 from autoshard.cache import find, keep, key_of
 from autoshard.compiled.memory_check import MemoryWarning, within_limit
 from autoshard.errors import ConflictError, MemoryLimitError, SolverError
@@ -25,13 +26,16 @@ from autoshard.options import Options
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
 from autoshard.plans.making import make_plan
+from autoshard.plans.plan import PlanData
+from autoshard.plans.shared_arguments import shared_layouts
+from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.verify import fits
-from autoshard.specs import check_annotations, fixed_layouts
+from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
 
 
@@ -51,18 +55,29 @@ def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
 
 
 def checked(
-    program: Program, plan: Plan, options: Options, jit_keywords: Mapping[str, Any], before: PlansByProgram | None
+    program: Program,
+    plan: Plan,
+    options: Options,
+    jit_keywords: Mapping[str, Any],
+    before: PlansByProgram | None,
+    group: Group | None,
 ) -> Plan:
     """A lowered plan whose compiled program is within the memory limit, as far as one is found.
 
-    What is compiled here is what a call runs.
+    What is compiled here is what a call runs. Processes that share the mesh are held against each other first.
 
     Args:
         before: plans made before, which this one joins; None if the plan is the user's, in whose place no other comes.
 
+    Raises:
+        ProcessError: another process is about to run something else, has failed or ended.
+
     Warns:
         MemoryWarning: by XLA's account the plan does not fit.
     """
+    if group is not None:
+        rules = checked_rules(program, dict(options.mesh.shape))
+        check_alike(group, Claims.of(program, rules, options, jit_keywords, None if before else plan), plan)
     if program.closes_over_tracers or not isinstance(plan.mesh, Mesh):
         return plan
     if plan.compiled_peak is None:
@@ -70,14 +85,15 @@ def checked(
         def replanned(target: float) -> Plan | None:
             if before is None:
                 return None
-            leaner = _leaner(program, before[program.fingerprint][0], options, jit_keywords, target)
+            leaner = _leaner_of_all(group, program, before[program.fingerprint][0], options, jit_keywords, target)
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
-        made = within_limit(plan, options.memory, _compiled, replanned)
+        agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
+        made = within_limit(plan, options.memory, _compiled, replanned, agreed)
         if before is not None and made is not plan:
             rules, _ = before[program.fingerprint]
             before[program.fingerprint] = rules, replace(made, lowering=None)
-            if options.cache is not None:
+            if options.cache is not None and (group is None or group.leads):
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
     if plan.compiled_peak is not None and not fits(plan.compiled_peak, options.memory):
@@ -107,6 +123,29 @@ def _leaner(
     return None
 
 
+def _leaner_of_all(
+    group: Group | None,
+    program: Program,
+    rules: Sequence[Rule],
+    options: Options,
+    jit_keywords: Mapping[str, Any],
+    target: float,
+) -> Plan | None:
+    """The same plan on all processes: the leader finds it."""
+    find_leaner = functools.partial(_leaner, program, rules, options, jit_keywords, target)
+    if group is None:
+        return find_leaner()
+    key = f"leaner/{group.round}/{target}"
+    text = group.leader_says(key, lambda: "" if (made := find_leaner()) is None else made.dumps())
+    return _of_text(text, program, rules, options) if text else None
+
+
+def _of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
+    """The leader's plan, on another process."""
+    loaded = Plan.loads(text, options.mesh, where="the plan of another process").bound_to(program)
+    return replace(loaded, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
+
+
 PlansByProgram = dict[str, tuple[tuple[Rule, ...], Plan]]  # fingerprint of a program -> its rules and plan
 
 
@@ -115,18 +154,30 @@ def lowered(program: Program, plan: Plan, jit_keywords: Mapping[str, Any]) -> Pl
     return replace(plan, lowering=Lowering(program, plan, jit_keywords))
 
 
-def planned(program: Program, options: Options, jit_keywords: Mapping[str, Any], before: PlansByProgram) -> Plan:
+def planned(
+    program: Program,
+    options: Options,
+    jit_keywords: Mapping[str, Any],
+    before: PlansByProgram,
+    group: Group | None = None,
+) -> Plan:
     """The plan of a traced program: that of an equal one planned before, or from the cache, if it is there.
 
     Args:
         jit_keywords: what plans that are compared by `refine` are compiled with.
         before: plans made before; this one joins them.
+        group: the processes that share the mesh, all of which get the plan of one of them; None if one has it alone.
     """
     rules = checked_rules(program, dict(options.mesh.shape))
     known = before.get(program.fingerprint)
     if known is not None and known[0] == rules:
         return known[1].bound_to(program)
-    made = _cached(program, rules, options, jit_keywords)
+    make = functools.partial(_cached, program, rules, options, jit_keywords)
+    if group is None:
+        made = make()
+    else:
+        claims = Claims.of(program, rules, options, jit_keywords)
+        made = plan_of_all(group, claims, make, lambda text: _of_text(text, program, rules, options))
     if not program.closes_over_tracers:
         before[program.fingerprint] = rules, made
     return made
@@ -149,17 +200,36 @@ def formulated(program: Program, rules: Sequence[Rule], options: Options) -> For
     """The problem of a program under the options of `autoshard`."""
     mesh_shape = dict(options.mesh.shape)
     fixed = fixed_layouts(program, options.fixed, mesh_shape)
+    if options.like is not None:
+        fixed = _with_shared(program, fixed, options.like)
     _check_types(program, fixed)
+    wished = wished_layouts(program, mesh_shape)
     return formulate(
         program,
         rules,
         mesh_shape,
         options.topology,
         memory=options.memory,
-        fixed={**program.ordered_arguments, **fixed},
+        fixed={**wished, **program.ordered_arguments, **fixed},
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
+
+
+def _with_shared(program: Program, fixed: Mapping[int, Layout], like: PlanData) -> dict[int, Layout]:
+    """What the user fixed, and the arguments that lie as those of another step.
+
+    Raises:
+        ConflictError: the two contradict each other.
+    """
+    shared = shared_layouts(program, like)
+    for i, layout in shared.items():
+        if fixed.get(i, layout) != layout:
+            raise ConflictError(
+                f"fixed= wants {program.arguments[i]} to be {spec_of(fixed[i])}, the plan of {like.name}, which like= "
+                f"names, has it {spec_of(layout)}.\nDrop one of them, or plan {like.name} with this fixed=."
+            )
+    return {**shared, **fixed}
 
 
 def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
@@ -277,6 +347,8 @@ def _memory_error(program: Program, error: InfeasibleError, usable: float) -> Me
     if program.ordered_arguments:
         listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
         listed += "ignore_constraints=True frees them."
+    if program.wishes:
+        listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
     needed = math.ceil(error.needed)
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
     return MemoryLimitError(

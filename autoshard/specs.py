@@ -12,7 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
+from autoshard.program.flattening import with_flat_modules
+from autoshard.program.paths import printable
 from autoshard.program.trees import Tree
+from autoshard.program.wishes import layout_of_wish
 from autoshard.propagation.rule import Rule
 
 _LISTED = 20  # arguments that a message names at most
@@ -21,7 +24,8 @@ _LISTED = 20  # arguments that a message names at most
 def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: MeshShape) -> dict[int, Layout]:
     """Argument index -> layout, from paths and globs.
 
-    A pattern fits an argument if it fits the end of its path from some key on: "params/w" fits "state/params/w".
+    A pattern fits an argument if it fits the end of its path from some key on: "params/w" fits "state/params/w". A
+    pattern that is the end of some path is that path, even if it holds the characters of a glob: "layers[0]".
 
     Raises:
         ConflictError: a pattern fits no argument, a spec does not fit its array, or two contradict each other.
@@ -29,7 +33,7 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
     layouts: dict[int, Layout] = {}
     fixed_by: dict[int, str] = {}
     for pattern, spec in fixed.items():
-        matches = [i for i, value in enumerate(program.arguments) if _fits(pattern, value.name)]
+        matches = _matches(pattern, program)
         if not matches:
             known = _names(program)
             raise ConflictError(f"fixed: no argument of {program.name} fits {pattern!r}; its arguments are {known}")
@@ -56,6 +60,12 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
                 f"fixed[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
             )
     return layouts
+
+
+def wished_layouts(program: Program, mesh: MeshShape) -> dict[int, Layout]:
+    """Argument index -> layout, of arguments for which flax has one that the mesh can keep."""
+    found = {i: layout_of_wish(spec, program.arguments[i].shape, mesh) for i, spec in program.wishes.items()}
+    return {i: layout for i, layout in found.items() if layout is not None}
 
 
 def check_annotations(program: Program, rules: Sequence[Rule], mesh: MeshShape) -> None:
@@ -112,7 +122,9 @@ def result_layouts(program: Program, tree: Any, mesh: MeshShape) -> dict[int, La
     Raises:
         MeshError: the tree is no prefix, or a spec does not fit its array or the mesh.
     """
-    return dict(_from_prefix(tree, program.out_tree, program.results, mesh))
+    values = (*program.results, *program.arguments)
+    layouts = dict(_from_prefix(tree, program.out_tree, values, mesh))
+    return {i: layout for i, layout in layouts.items() if i < len(program.results)}
 
 
 def _from_prefix(
@@ -124,7 +136,7 @@ def _from_prefix(
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
     try:
-        entries = list(tree.under(prefix, is_entry))
+        entries = list(tree.under(with_flat_modules(prefix), is_entry))
     except ValueError as error:
         raise MeshError(f"the shardings are no prefix of what they are for: {error}") from None
     for entry, below in entries:
@@ -171,6 +183,14 @@ def _check_jit_takes(layout: Layout, value: Value, mesh: MeshShape) -> None:
 def whole(program: Program) -> dict[int, Layout]:
     """The layouts that keep every argument whole."""
     return {i: replicated(len(value.shape)) for i, value in enumerate(program.arguments)}
+
+
+def _matches(pattern: str, program: Program) -> list[int]:
+    """The arguments that a path or glob fits."""
+    pattern = printable(pattern)  # as names are
+    named = [(i, value.name) for i, value in enumerate(program.arguments)]
+    exact = [i for i, name in named if f"/{name}".endswith(f"/{pattern}")]
+    return exact or [i for i, name in named if _fits(pattern, name)]
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -241,7 +241,7 @@ def test_containers_that_look_at_their_leaves():
 def test_donated_state_of_any_kind_goes_round(make):
     step, (*state, batch) = make()
     decorated = sharded(step, donate_argnums=tuple(range(len(state))))
-    expected, shardings = state, None
+    expected, shardings = jax.tree.map(lambda leaf: leaf, state), None  # a copy, as nnx modules are changed in place
     for _ in range(3):
         *state, _ = decorated(*state, batch) if len(state) > 1 else decorated(state[0], batch)
         *expected, _ = jax.jit(step)(*expected, batch)
@@ -674,12 +674,10 @@ BAD_CALLS = {
     "other devices": ({"mesh": some_devices(0, 4), "topology": None}, step,
         (jax.tree.map(lambda a: lambda: jax.device_put(a, jax.devices()[6]), WEIGHTS), BATCH), MeshError,
         "weights/down lies on devices [6], which are not in the mesh {'z': 4}.\nMove it first (jax.device_put)"),
-    "a string": ({}, lambda state, x: x, ({"names": [1, "w"]}, BATCH), ArgumentError,
-        "state/names/1 is 'w', which is no array.\nMake its argument static"),
+    "strings in an array": ({}, lambda state, x: x, ({"names": [1, np.array(["w"])]}, BATCH), ArgumentError,
+        "state/names/1 is array(['w'], dtype='<U1'), which is no array.\nMake its argument static"),
     "an object by keyword": ({}, lambda x, *, config=object: x, (BATCH, {"config": AB.items()}), ArgumentError,
         "config is dict_items("),
-    "a function in a module": ({}, lambda m: m, (eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0)),), ArgumentError,
-        "m/activation is <jax"),
     "an unhashable static argument": ({"static_argnums": 0}, lambda n: n, ([1],), ArgumentError,
         "static arguments must be hashable, as for jax.jit: unhashable type: 'list'"),
 }  # fmt: skip

@@ -13,15 +13,17 @@ from types import FunctionType
 import pytest
 
 import autoshard
+import autoshard.pipeline
 import autoshard.solver
 
 PACKAGE = Path(autoshard.__file__).parent
 
 # Rooms in the order of the way of the data. A room imports only rooms written before it, and itself.
 ROOMS = {
-    "base": ["autoshard.errors", "autoshard.layout"],
+    "base": ["autoshard.errors", "autoshard.files", "autoshard.layout"],
     "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
+    "microbatches": ["autoshard.microbatches"],
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
@@ -29,15 +31,18 @@ ROOMS = {
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
+    "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
+    "pipeline": ["autoshard.pipeline"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
+        *("autoshard.processes", "autoshard.agreement"),
         *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
     ],
 }
 
-# The room that works on plain arrays: from autoshard it imports only itself and the errors, and never JAX.
-ARRAYS_ONLY = "autoshard.solver"
+# Rooms that work on plain data: from autoshard one imports only itself and the errors, and never JAX.
+WITHOUT_JAX = ("autoshard.solver", "autoshard.pipeline")
 
 # Unstable parts of JAX, and in how many files each may be imported.
 UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1}
@@ -48,8 +53,9 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def in_core(module: str) -> bool:
-    return within(module, ARRAYS_ONLY)
+def core_of(module: str) -> str | None:
+    """The room without JAX that a module is in."""
+    return next((room for room in WITHOUT_JAX if within(module, room)), None)
 
 
 def room_of(module: str) -> int | None:
@@ -105,9 +111,9 @@ def violations(sources: dict[str, str]) -> list[str]:
         for target in sorted(inside):
             if room_of(target) is not None and room_of(target) > room_of(module):
                 problems.append(f"{module} imports {target}, a later room")
-        if in_core(module):
+        if core := core_of(module):
             jax = {target for target in imported if within(target, "jax") or within(target, "jaxlib")}
-            other = {target for target in inside if not in_core(target) and target != "autoshard.errors"}
+            other = {target for target in inside if not within(target, core) and target != "autoshard.errors"}
             problems += [f"{module} imports {target}" for target in sorted(jax | other)]
         for unstable, files in users.items():
             if any(within(target, unstable) for target in imported):
@@ -139,6 +145,7 @@ PLANTED = [  # module, its text, the one thing that the checker must say about i
     (NEW, "from autoshard import lower", "autoshard.plans.new imports autoshard.lower.__init__, a later room"),
     ("autoshard.solver.exact.new", "import jax.numpy as jnp", "autoshard.solver.exact.new imports jax.numpy"),
     ("autoshard.solver.search.new", "from autoshard.mesh import Link", "new imports autoshard.mesh.__init__"),
+    ("autoshard.pipeline.new", "from autoshard.solver import Problem", "new imports autoshard.solver.__init__"),
     (NEW, "from jax._src import core", "jax._src is imported by autoshard.plans.new; 0 file(s) may"),
     (NEW, "def text(plan):\n    from autoshard.report import text", "imports autoshard.report.text, a"),
     ("autoshard.helpers", "", "autoshard.helpers has no room"),
@@ -222,15 +229,16 @@ assert not opened, f"importing autoshard read {opened}"
 """
 
 
-SOLVER_ALONE = """
+ALONE = """
 import sys
 sys.modules["jax"] = None  # importing it raises ImportError; cvxpy does so too, and goes on without
-import autoshard.solver
+import autoshard.{room}
 """
 
 
-def test_the_solver_does_without_jax():
-    subprocess.run([sys.executable, "-c", SOLVER_ALONE], check=True, timeout=120)
+@pytest.mark.parametrize("room", ["solver", "pipeline"])
+def test_rooms_of_plain_data_do_without_jax(room):
+    subprocess.run([sys.executable, "-c", ALONE.format(room=room)], check=True, timeout=120)
 
 
 def test_names_are_there_when_asked_for():
@@ -274,6 +282,7 @@ def undocumented(module: str, names: Iterable[str]) -> list[str]:
 
 ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
 PUBLIC = [("autoshard", autoshard.__all__), ("autoshard.solver", autoshard.solver.__all__)]
+PUBLIC += [("autoshard.pipeline", [name for name in autoshard.pipeline.__all__ if name.upper() != name])]
 PUBLIC += [("autoshard.decorated", ["ShardedFunction"]), ("autoshard.errors", ERRORS)]
 
 

@@ -14,6 +14,7 @@ from documents import ROOT
 from prose import sentences
 
 import autoshard
+import autoshard.pipeline
 import autoshard.solver
 
 DOCS = ROOT / "docs"
@@ -39,7 +40,7 @@ def entries(reference: str) -> Counter:
 def faults(reference: str) -> list[str]:
     """Public names that the reference does not have exactly once."""
     found = entries(reference)
-    modules = {"autoshard": autoshard, "autoshard.solver": autoshard.solver}
+    modules = {module.__name__: module for module in (autoshard, autoshard.pipeline, autoshard.solver)}
     public = [(f"{module}.{name}", getattr(of, name)) for module, of in modules.items() for name in of.__all__]
     return [f"{name}: {found[id(value)]} entries" for name, value in public if found[id(value)] != 1]
 

@@ -36,6 +36,7 @@ def within_limit(
     limit: float,
     compiled: Callable[[AnyPlan], jax.stages.Compiled],
     replanned: Callable[[float], AnyPlan | None],
+    agreed: Callable[[int, float | None], float | None] = lambda number, peak: peak,
 ) -> AnyPlan:
     """The first of up to `1 + REPLANS` plans that fits as compiled, with its `compiled_peak`; else the leanest of them.
 
@@ -44,13 +45,15 @@ def within_limit(
         limit: bytes per device.
         compiled: compiles a plan.
         replanned: the plan whose predicted peak is at most so many bytes, or what comes closest; None if there is none.
+        agreed: takes the number of a plan and its compiled peak, and gives the peak that counts: several processes,
+            each of which compiles, have to go on alike.
 
     A plan that cannot be compiled comes back as it is. What keeps it from compiling, a call of the step says.
     """
     tried: list[tuple[AnyPlan, float]] = []
     current: AnyPlan | None = plan
     while current is not None:
-        peak = _compiled_peak(compiled, current)
+        peak = agreed(len(tried), _compiled_peak(compiled, current))
         if peak is None:
             break
         tried.append((current, peak))

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -291,20 +292,39 @@ def _last_name(name: str) -> str:
     return ", ".join(dict.fromkeys(name.rpartition("/")[2].strip("()").split(":")))
 
 
+# Of one descriptor, which all threads have: a thread that redirected it meanwhile would put it back wrong.
+_REDIRECTING = threading.Lock()
+
+
 @contextlib.contextmanager
 def _standard_error(into: list[str]) -> Iterator[None]:
-    """Collects what the process, XLA's C++ included, writes to standard error meanwhile; it is written there after."""
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
+    """Collects what the process, XLA's C++ included, writes to standard error meanwhile; it is written there after.
+
+    Threads take turns. Where there is no standard error, nothing is collected.
+    """
+    with _REDIRECTING, contextlib.ExitStack() as stack:
+        _flush()
+        try:
+            kept = os.dup(2)
+        except OSError:  # closed, as in services
+            yield
+            return
+        stack.callback(os.close, kept)
+        file = stack.enter_context(tempfile.TemporaryFile())
         try:
             os.dup2(file.fileno(), 2)
             yield
         finally:
-            sys.stderr.flush()
+            _flush()
             os.dup2(kept, 2)
-            os.close(kept)
             file.seek(0)
-            text = file.read().decode(errors="replace")
-            into.append(text)
-            os.write(2, text.encode())
+            text = file.read()
+            into.append(text.decode(errors="replace"))
+            with contextlib.suppress(OSError):  # whoever read it has gone
+                while text:
+                    text = text[os.write(2, text) :]
+
+
+def _flush() -> None:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # None, broken or closed
+        sys.stderr.flush()

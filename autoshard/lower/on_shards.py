@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +34,7 @@ from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, shards, spec_of, spec_text
 from autoshard.lower.halos import with_halos, without_halos
+from autoshard.lower.reduce_scatter import reduce_scatter
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.plans.annotations import Annotations, Scatter
@@ -45,8 +44,6 @@ from autoshard.propagation.projection import factors_of_layout, layout_of_factor
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
 from autoshard.propagation.rules.windows import STENCIL, beyond
-
-_LANES = 128  # of a TPU's vector registers: columns of a tile
 
 
 @dataclass(frozen=True)
@@ -115,7 +112,7 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
         split: how it is split.
         scatter: how its partial sums are finished, if each device gets a slice of the sum.
     """
-    local = eqn.replace(params={**eqn.params, **_local_params(equation, split)})
+    local = eqn.replace(params={**eqn.params, **local_params(equation, split)})
 
     def on_one_device(*shards: Any) -> list:
         operands = with_halos(shards, split.rule, split.axes, split.mesh, functools.partial(beyond, equation))
@@ -128,7 +125,7 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
             partial = [without_halos(one, split.rule, split.axes) for one in partial]
         if scatter is not None:
             (one,) = partial
-            return [_reduce_scatter(one, scatter)]
+            return [reduce_scatter(one, scatter.dim, scatter.stages, scatter.others)]
         return [jax.lax.psum(one, split.reduced) for one in partial] if split.reduced else partial
 
     return on_one_device
@@ -203,7 +200,7 @@ def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> boo
     return bool(scattered) and home == expected and rest == set(scatter.others) and scatter.stages in stages
 
 
-def _local_params(equation: Equation, split: Split) -> dict[str, Any]:
+def local_params(equation: Equation, split: Split) -> dict[str, Any]:
     """What differs on one device: the group counts of a convolution, the padding of windows."""
     found: dict[str, Any] = {}
     if is_grouped_convolution(equation):
@@ -267,40 +264,3 @@ def _halved(fold: Callable[[list, list], list], arrays: list[jax.Array], dims: i
         pairs = fold([x[:half] for x in arrays], [x[half : 2 * half] for x in arrays])
         arrays = [jnp.concatenate([pair, x[2 * half :]]) for pair, x in zip(pairs, arrays, strict=True)]
     return [x[0] for x in arrays]
-
-
-def _reduce_scatter(partial: jax.Array, scatter: Scatter) -> jax.Array:
-    """This device's slice of a sum, of which the device has a part.
-
-    What is scattered are the rows of a matrix that has many rows, and columns for all lanes of a TPU. TPU turns any
-    other scatter into an all_reduce. A stage scatters inside each of the slices that the stages after it make.
-    """
-    others = [dim for dim in range(partial.ndim) if dim != scatter.dim]
-    others.sort(key=lambda dim: partial.shape[dim] >= _LANES)
-    order, shape = (scatter.dim, *others), [partial.shape[dim] for dim in others]
-    count = partial.shape[scatter.dim]
-    sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in scatter.stages]
-    if shape:
-        widths = itertools.accumulate(reversed(shape), operator.mul)
-        columns = [next((width for width in widths if width >= _LANES), math.prod(shape))]
-    else:
-        columns = [_LANES] if count % (_LANES * math.prod(sizes)) == 0 else []
-    whole, at = partial, scatter.dim
-    for i, (axes, groups) in enumerate(scatter.stages):
-        later = math.prod(sizes[i + 1 :])
-        rows = _split_first(whole, at, later, sizes[i], others if i == 0 else range(1, whole.ndim))
-        sliced = jax.lax.psum_scatter(rows.reshape(-1, *columns), axes, axis_index_groups=groups, tiled=True)
-        count //= sizes[i]
-        whole, at = sliced.reshape(count, *shape), 0
-    mine = whole.transpose(np.argsort(order))
-    return jax.lax.psum(mine, scatter.others) if scatter.others else mine
-
-
-def _split_first(whole: jax.Array, dim: int, later: int, size: int, others: Iterable[int]) -> jax.Array:
-    """A dim cut into `later * size` pieces, the pieces of all `size` devices first, then the other dims.
-
-    This takes one copy, or none.
-    """
-    count = whole.shape[dim] // (later * size)
-    pieces = whole.reshape(*whole.shape[:dim], later, size, count, *whole.shape[dim + 1 :])
-    return pieces.transpose(dim + 1, dim, dim + 2, *(other + 2 * (other > dim) for other in others))

@@ -16,6 +16,7 @@ from autoshard.jaxprs import devices_put_on, is_array
 from autoshard.lower.emitter import Emitter
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
+from autoshard.program.trees import Box
 
 
 class Step:
@@ -43,11 +44,11 @@ class Step:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.result(self.flat(*jax.tree.leaves((args, kwargs)), *self._program.captured))
+        return self.result(self.flat(*Box.of((args, kwargs)).leaves, *self._program.captured))
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """What the function returns, of its leaves."""
-        return jax.tree.unflatten(self._program.out_tree.structure, leaves)
+        return self._program.out_tree.unflattened(leaves)
 
     @cached_property
     def transformed(self) -> Callable[..., tuple]:

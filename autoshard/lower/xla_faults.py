@@ -1,4 +1,7 @@
-"""Operands of an equation in, operands with which XLA's partitioner computes the same: see docs/xla_faults.md."""
+"""Operands of an equation in, operands with which XLA's partitioner computes the same: see docs/xla_faults.md.
+
+This file knows JAX alone: exported code has it, too.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autoshard.jaxprs import JaxprEqn
-from autoshard.layout import Layout
 
-
-def within_bounds(arrays: Sequence[Any], layout: Layout | None = None) -> list:
+def within_bounds(arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None = None) -> list:
     """Operands of a `dynamic_update_slice`, an update of one element along a dim that may be split inside the array.
 
     XLA's partitioner drops such an update if it is out of bounds; the operation itself moves it to the nearest element.
@@ -30,7 +30,7 @@ def within_bounds(arrays: Sequence[Any], layout: Layout | None = None) -> list:
     )]  # fmt: skip
 
 
-def apart_from_slices(eqn: JaxprEqn, arrays: Sequence[Any], layout: Layout | None = None) -> list:
+def apart_from_slices(eqn: Any, arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None = None) -> list:
     """Operands of a scatter; what a single update goes into along a split dim is not simplified with what made it.
 
     A device whose shard the update misses reads and writes back an element of the edge. If the shard is sliced out of a

@@ -17,6 +17,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import MeshError
+from autoshard.files import write_whole
 from autoshard.layout import MeshShape
 from autoshard.mesh.chips import CHIPS, Chip, chip_of
 from autoshard.mesh.links import Cache, Link
@@ -103,8 +104,12 @@ class Topology:
                 raise MeshError(f"mesh axis {axis!r} has {size} devices, its link in the topology {linked}")
 
     def save(self, path: str | Path) -> None:
-        """Writes the topology as JSON, to be committed or loaded again."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Writes the topology as JSON, to be committed or loaded again.
+
+        Raises:
+            OSError: it cannot be written; what was there still is.
+        """
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
@@ -118,7 +123,7 @@ class Topology:
             links = {axis: _link(link) for axis, link in fields["links"].items()}
             cache = Cache(**fields["cache"]) if fields.get("cache") else None
             return cls(**fields | {"links": links, "cache": cache})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, MeshError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MeshError) as error:
             raise MeshError(
                 f"{path} is not a topology that this version of autoshard can read: {error!r}.\n"
                 "Write one with Topology.save or Topology.measure(mesh, path=...)."

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autoshard.errors import PlanError
-from autoshard.layout import Layout, with_auto_axes
-from autoshard.mesh.collectives import Collective
+from autoshard.layout import Layout, MeshShape, divides, with_auto_axes
+from autoshard.mesh.collectives import KINDS, Collective
 from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.plans.nodes import Node, number_of
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
+from autoshard.plans.tree_json import tree_from_json, tree_to_json
+from autoshard.program.paths import printable
 from autoshard.program.trees import Tree
 
 _FORMAT = 4
@@ -25,7 +31,7 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
     Args:
         alternatives: the figures that it is compared with, or why there are none; None if they have not been found.
     """
-    annotations = plan.annotations
+    annotations, mesh = plan.annotations, dict(plan.mesh.shape)
     figures: dict[str, Any] | None = None
     if alternatives is not None:
         figures = {name: None if isinstance(one, str) else asdict(one) for name, one in alternatives.items()}
@@ -41,19 +47,19 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
         "cost": plan.cost,
         "memory": plan.memory,
         "warnings": list(plan.warnings),
-        "arguments": [_placed_to_json(placed) for placed in plan.arguments],
-        "results": [_placed_to_json(placed) for placed in plan.results],
+        "arguments": [_placed_to_json(placed, mesh) for placed in plan.arguments],
+        "results": [_placed_to_json(placed, mesh) for placed in plan.results],
         "carried": list(plan.carried.items()),
         "predicted": asdict(plan.predicted),
         "alternatives": figures,
         "absent": reasons,
-        "argument_slots": _tree_to_json(plan.argument_tree.plain(range(len(plan.arguments)))),
-        "result_slots": _tree_to_json(plan.result_tree.plain(range(len(plan.results)))),
-        "homes": {str(value): _words(layout) for value, layout in annotations.homes.items()},
-        "copies": {str(value): _words(layout) for value, layout in annotations.copies.items()},
-        "wants": {f"{e}/{operand}": _words(layout) for (e, operand), layout in annotations.wants.items()},
+        "argument_slots": tree_to_json(plan.argument_tree.plain(range(len(plan.arguments)))),
+        "result_slots": tree_to_json(plan.result_tree.plain(range(len(plan.results) + len(plan.arguments)))),
+        "homes": {str(value): _words(layout, mesh) for value, layout in annotations.homes.items()},
+        "copies": {str(value): _words(layout, mesh) for value, layout in annotations.copies.items()},
+        "wants": {f"{e}/{operand}": _words(layout, mesh) for (e, operand), layout in annotations.wants.items()},
         "scatters": {str(equation): asdict(scatter) for equation, scatter in annotations.scatters.items()},
-        "sums": {str(value): _words(layout) for value, layout in annotations.sums.items()},
+        "sums": {str(value): _words(layout, mesh) for value, layout in annotations.sums.items()},
         "implied": sorted(annotations.implied),
         **_of_some_plans(plan),
     }
@@ -61,10 +67,38 @@ def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None)
 
 def _of_some_plans(plan: PlanData) -> dict:
     """What is left out of the file of a plan that has none of it, so that this file is as older versions wrote it."""
-    captured = [_placed_to_json(placed) for placed in plan.captured]
+    mesh = dict(plan.mesh.shape)
+    captured = [_placed_to_json(placed, mesh) for placed in plan.captured]
     return ({"captured": captured} if captured else {}) | (
         {"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {}
     )
+
+
+# The last field: a digest of the text before it, as `to_text` writes both. Other programs write other text.
+_DIGEST = re.compile(r',\n "digest": "([0-9a-f]{64})"\n}\n*\Z')
+
+
+def to_text(content: dict) -> str:
+    """What `to_json` made as the text of a file, with a digest that tells a damaged one."""
+    body = json.dumps(content, indent=1).removesuffix("\n}")
+    return f'{body},\n "digest": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+
+
+def from_text(text: str) -> Any:
+    """What JSON says, if it is what was written.
+
+    Raises:
+        ValueError: it is no JSON, or it is damaged.
+        RecursionError: it is nested too deep to be a plan.
+    """
+    text = text.replace("\r\n", "\n")
+    found = _DIGEST.search(text)
+    if found and hashlib.sha256(text[: found.start()].encode()).hexdigest() != found[1]:
+        raise ValueError(
+            "its digest is that of another text, so that it was damaged, merged or edited; whoever means an edit takes "
+            'the last field, "digest", out'
+        )
+    return json.loads(text)
 
 
 class Contents(NamedTuple):
@@ -75,125 +109,197 @@ class Contents(NamedTuple):
     alternatives: Mapping[str, Prediction | str] | None
 
 
-def from_json(content: dict, mesh: Mesh | AbstractMesh, where: str) -> Contents:
+def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
     """What `to_json` made.
 
     Args:
+        content: anything that JSON can hold; it is checked throughout.
         where: what messages call it.
+
+    Raises:
+        PlanError: it is of another format, or for another mesh.
+        ValueError: it is not what `to_json` makes; the message says where.
     """
-    if content["format"] != _FORMAT:
-        raise PlanError(f"{where} has format {content['format']}; this version of autoshard reads {_FORMAT}")
-    check_mesh(content["mesh"], mesh, where)
-    arguments = tuple(_placed_from_json(entry) for entry in content["arguments"])
-    results = tuple(_placed_from_json(entry) for entry in content["results"])
-    reasons = content.get("absent", {})  # older files have none
-    found = content["alternatives"]
-    alternatives = (
-        None
-        if found is None
-        else {
-            name: _prediction_from_json(one) if one else reasons.get(name, "no such sharding")
-            for name, one in found.items()
-        }
+    node = Node(content)
+    if (found := node["format"].value) != _FORMAT:
+        raise PlanError(f"{where} has format {found!r}; this version of autoshard reads {_FORMAT}")
+    node.only(_FIELDS)
+    if (digest := node.get("digest")) is not None and not re.fullmatch("[0-9a-f]{64}", digest.name()):
+        raise digest.wrong("a digest")
+    check_mesh({axis: size.count() for axis, size in node["mesh"].entries()}, mesh, where)
+    axes = dict(mesh.shape)
+    arguments, results, captured = (
+        () if (entries := node.get(name)) is None else entries.items(lambda entry: _placed_from_json(entry, axes))
+        for name in ("arguments", "results", "captured")
     )
-    wants = {}
-    for key, words in content["wants"].items():
-        equation, operand = map(int, key.split("/"))
-        wants[equation, operand] = _layout(words)
+    annotations = Annotations(
+        homes=_layouts(node["homes"], axes),
+        copies=_layouts(node["copies"], axes),
+        wants={_operand(key): _layout(words, axes) for key, words in node["wants"].entries()},
+        scatters={number_of(e, "scatters"): _scatter(entry, axes) for e, entry in node["scatters"].entries()},
+        sums=_layouts(node["sums"], axes),
+        implied=frozenset(node["implied"].items(Node.count)),
+    )
     plan = PlanData(
-        name=content["name"],
+        name=node["name"].name(),
         mesh=with_auto_axes(mesh),
-        fingerprint=content["fingerprint"],
+        fingerprint=node["fingerprint"].name(),
         arguments=arguments,
         results=results,
-        carried=dict(content["carried"]),
-        predicted=_prediction_from_json(content["predicted"]),
-        status=content["status"],
-        bound=content["bound"],
-        cost=content["cost"],
-        memory=content["memory"],
-        warnings=tuple(content["warnings"]),
-        annotations=Annotations(
-            homes={int(value): _layout(words) for value, words in content["homes"].items()},
-            copies={int(value): _layout(words) for value, words in content["copies"].items()},
-            wants=wants,
-            scatters={int(equation): _scatter_from_json(entry) for equation, entry in content["scatters"].items()},
-            sums={int(value): _layout(words) for value, words in content["sums"].items()},
-            implied=frozenset(content["implied"]),
-        ),
-        argument_tree=Tree.of_indices(_tree_from_json(content["argument_slots"])),
-        result_tree=Tree.of_indices(_tree_from_json(content["result_slots"])),
-        axis_types=_axis_types(content.get("axis_types")),
-        compiled_peak=content.get("compiled_peak"),
-        captured=tuple(_placed_from_json(entry) for entry in content.get("captured", ())),
+        carried=_carried(node["carried"], len(arguments) + len(captured), len(results)),
+        predicted=_prediction(node["predicted"], axes),
+        status=node["status"].one_of(("optimal", "feasible")),
+        bound=node["bound"].number(),
+        cost=node["cost"].number(),
+        memory=node["memory"].optional(Node.number),
+        warnings=node["warnings"].items(Node.text),
+        annotations=annotations,
+        argument_tree=_argument_tree(node["argument_slots"], len(arguments)),
+        result_tree=tree_from_json(node["result_slots"], len(results) + len(arguments)),
+        axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
+        compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
+        captured=captured,
     )
-    return Contents(plan, alternatives)
+    return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
 
 
-def _axis_types(names: list[str] | None) -> tuple[AxisType, ...] | None:
-    return None if names is None else tuple(AxisType[name] for name in names)
+_FIELDS = (
+    *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
+    *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
+    *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
+    *("compiled_peak", "digest"),
+)
 
 
-def _placed_to_json(placed: PlacedArray) -> dict:
+def _alternatives(found: Node, absent: Node | None, axes: MeshShape) -> dict[str, Prediction | str] | None:
+    if found.value is None:
+        return None
+    reasons = {} if absent is None else {name: reason.text() for name, reason in absent.entries()}  # older files: none
+    return {
+        printable(name): reasons.get(name, "no such sharding") if one.value is None else _prediction(one, axes)
+        for name, one in found.entries()
+    }
+
+
+def _argument_tree(node: Node, arrays: int) -> Tree:
+    tree = tree_from_json(node, arrays)
+    if len(tree.array_paths) != arrays:
+        raise node.wrong(f"a tree of {arrays} arrays")
+    kinds = [child.structure.node_data() for child in tree.children()]
+    if [kind and kind[0] for kind in kinds] != [tuple, dict]:
+        raise node.wrong("a tuple of positional and a dict of keyword arguments")
+    return tree
+
+
+def _carried(node: Node, arguments: int, results: int) -> dict[int, int]:
+    pairs = [(a.count(), r.count()) for a, r in (pair.parts(2) for pair in node.parts())]
+    if any(a >= arguments or r >= results for a, r in pairs) or len(dict(pairs)) < len(pairs):
+        raise node.wrong("pairs of an argument and a result")
+    return dict(pairs)
+
+
+def _axis_types(node: Node, axes: int) -> tuple[AxisType, ...] | None:
+    if node.value is None:
+        return None
+    return tuple(AxisType[one.one_of(AxisType.__members__)] for one in node.parts(axes))
+
+
+def _operand(key: str) -> tuple[int, int]:
+    equation, _, operand = key.partition("/")
+    return number_of(equation, "wants"), number_of(operand, "wants")
+
+
+def _layouts(node: Node, axes: MeshShape) -> dict[int, Layout]:
+    return {number_of(value, node.path): _layout(words, axes) for value, words in node.entries()}
+
+
+def _placed_to_json(placed: PlacedArray, mesh: MeshShape) -> dict:
     return {
         "name": placed.name,
         "shape": list(placed.shape),
         "dtype": placed.dtype,
-        "spec": _words(placed.layout),
+        "spec": _words(placed.layout, mesh),
         "local_bytes": placed.local_bytes,
         "on_host": placed.on_host,
         "typed": placed.typed,
     }
 
 
-def _placed_from_json(entry: dict) -> PlacedArray:
-    return PlacedArray(
-        entry["name"],
-        tuple(entry["shape"]),
-        entry["dtype"],
-        _layout(entry["spec"]),
-        entry["local_bytes"],
-        entry.get("on_host", False),
-        entry.get("typed", False),
+def _placed_from_json(entry: Node, axes: MeshShape) -> PlacedArray:
+    entry.only(("name", "shape", "dtype", "spec", "local_bytes", "on_host", "typed"))
+    on_host, typed = (False if (one := entry.get(name)) is None else one.flag() for name in ("on_host", "typed"))
+    shape, layout = entry["shape"].items(Node.count), _layout(entry["spec"], axes)
+    if len(layout) != len(shape) or not divides(shape, layout, axes):
+        raise entry["spec"].wrong(f"a layout that splits {list(shape)} evenly")
+    dtype = entry["dtype"].name()
+    return PlacedArray(entry["name"].name(), shape, dtype, layout, entry["local_bytes"].count(), on_host, typed)
+
+
+def _prediction(node: Node, axes: MeshShape) -> Prediction:
+    kinds = {one.name: one.type for one in fields(Prediction)}
+    node.only(kinds)
+    for name in (one.name for one in fields(Prediction) if one.default is MISSING and node.get(one.name) is None):
+        raise node.wrong(f"a prediction with {name}")
+    said: dict[str, Any] = {
+        name: (Node.count if kinds[name] == "int" else Node.number)(one)
+        for name, one in node.entries()
+        if name != "collectives"
+    }
+    return Prediction(**said, collectives=node["collectives"].items(lambda one: _collective(one, axes)))
+
+
+def _collective(node: Node, axes: MeshShape) -> Collective:
+    node.only([one.name for one in fields(Collective)])
+    return Collective(
+        kind=node["kind"].one_of(KINDS),
+        axes=_axes(node["axes"], axes),
+        bytes=node["bytes"].count(),
+        count=node["count"].count(),
+        source=node["source"].name(),
+        why=node["why"].name(),
+        is_per_turn=False if (one := node.get("is_per_turn")) is None else one.flag(),
     )
 
 
-def _prediction_from_json(entry: dict) -> Prediction:
-    collectives = tuple(Collective(**one | {"axes": tuple(one["axes"])}) for one in entry["collectives"])
-    return Prediction(**entry | {"collectives": collectives})
+def _scatter(node: Node, axes: MeshShape) -> Scatter:
+    node.only(("dim", "stages", "others"))
+
+    def stage(one: Node) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...] | None]:
+        over, groups = one.parts(2)
+        return _axes(over, axes), groups.optional(lambda found: found.items(lambda group: group.items(Node.count)))
+
+    return Scatter(node["dim"].count(), node["stages"].items(stage), _axes(node["others"], axes))
 
 
-def _scatter_from_json(entry: dict) -> Scatter:
-    stages = ((tuple(axes), groups and tuple(map(tuple, groups))) for axes, groups in entry["stages"])
-    return Scatter(entry["dim"], tuple(stages), tuple(entry["others"]))
+def _axes(node: Node, axes: MeshShape) -> tuple[str, ...]:
+    return node.items(lambda axis: axis.one_of(axes))
 
 
-def _words(layout: Layout) -> list[str]:
-    """One word per dim: "data", "data,model", or "" for a whole dim."""
+def _words(layout: Layout, mesh: MeshShape) -> list[str | list[str]]:
+    """One word per dim: "data", "data,model", or "" for a whole dim; lists where names of the mesh are no such words.
+
+    >>> _words((("x", "y"), ()), {"x": 2, "y": 2}), _words((("a,b",), ()), {"a,b": 2})
+    (['x,y', ''], [['a,b'], []])
+    """
+    if any("," in axis or not axis for axis in mesh):
+        return list(map(list, layout))
     return [",".join(axes) for axes in layout]
 
 
-def _layout(words: list[str]) -> Layout:
-    return tuple(tuple(word.split(",")) if word else () for word in words)
+def _layout(node: Node, axes: MeshShape) -> Layout:
+    """What `_words` wrote.
 
-
-def _tree_to_json(tree: Any) -> Any:
-    """A tree of numbers in tuples, lists and dicts.
-
-    >>> _tree_to_json((0, {"w": [1, None]}))
-    {'tuple': [0, {'dict': [['w', {'list': [1, None]}]]}]}
+    Raises:
+        ValueError: it names an axis that the mesh does not have, or one twice.
     """
-    if isinstance(tree, dict):
-        return {"dict": [[key, _tree_to_json(child)] for key, child in tree.items()]}
-    if isinstance(tree, tuple | list):
-        return {type(tree).__name__: list(map(_tree_to_json, tree))}
-    return tree
 
+    def dim(word: Node) -> tuple[str, ...]:
+        if isinstance(word.value, str):
+            word = replace(word, value=word.value.split(",") if word.value else [])
+        return _axes(word, axes)
 
-def _tree_from_json(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    ((kind, children),) = node.items()
-    if kind == "dict":
-        return {key: _tree_from_json(child) for key, child in children}
-    return {"tuple": tuple, "list": list}[kind](map(_tree_from_json, children))
+    layout = node.items(dim)
+    named = [axis for axes in layout for axis in axes]
+    if len(set(named)) < len(named):
+        raise node.wrong("a layout that names each axis once")
+    return layout

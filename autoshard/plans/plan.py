@@ -70,7 +70,7 @@ class PlanData:
     warnings: tuple[str, ...]
     annotations: Annotations = field(repr=False)
     argument_tree: Tree = field(repr=False)  # of (args, kwargs), static arguments left out
-    result_tree: Tree = field(repr=False)
+    result_tree: Tree = field(repr=False)  # of the results, and of the arguments that modules it returns still hold
     axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
     captured: tuple[PlacedArray, ...] = ()  # the large arrays that the step closes over
     # Bytes per device by XLA's account of the compiled program; None: that was not asked, or ran out of memory.
@@ -123,7 +123,7 @@ class PlanData:
     @property
     def out_shardings(self) -> Any:
         """A pytree of NamedSharding that mirrors the step's result."""
-        return self.result_tree.filled(self.flat_out_shardings)
+        return self.result_tree.filled((*self.flat_out_shardings, *self.flat_in_shardings))
 
     def abstract(self, argnum: int) -> Any:
         """An argument as ShapeDtypeStructs with shardings: what a checkpoint restores into.
@@ -157,16 +157,27 @@ class PlanData:
                 f"the plan was made for another program than {program.name}: {_difference(self, program)}.\n"
                 "Plan the step anew, or use the code, options and argument shapes that the plan was made with."
             )
+        if (difference := _difference_in_detail(self, program)) is not None:
+            raise PlanError(
+                f"the plan contradicts {program.name}: {difference}.\nPlan the step anew; the file has been changed."
+            )
         return replace(self, argument_tree=program.in_tree, result_tree=program.out_tree)
 
 
 def _dtype(name: str) -> Any:
-    """
+    """A dtype by its name.
+
     >>> _dtype("bfloat16"), _dtype("key<fry>")
     (dtype(bfloat16), key<fry>)
+
+    Raises:
+        PlanError: it is none that NumPy or JAX comes with.
     """
     if not name.startswith("key<"):
-        return np.dtype(name)
+        try:
+            return np.dtype(name)
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"{name!r} is no type of arrays that NumPy or JAX comes with") from error
     keys = (jax.eval_shape(partial(jax.random.key, impl=impl), 0).dtype for impl in _KEY_IMPLEMENTATIONS)
     known = {str(dtype): dtype for dtype in keys}
     if name not in known:
@@ -181,6 +192,32 @@ def check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str)
             f"{what} was made for the mesh {dict(planned)}, not for {dict(mesh.shape)}.\n"
             "Plan the step anew on this mesh, or use a mesh of the plan's axes."
         )
+
+
+def _difference_in_detail(plan: PlanData, program: Program) -> str | None:
+    """What the plan says otherwise of the arrays of the program that it is for, as a file may that has been changed."""
+    kinds = (
+        ("argument", plan.arguments, program.own_arguments),
+        ("closed-over array", plan.captured, program.arguments[len(program.own_arguments) :]),
+        ("result", plan.results, program.results),
+    )
+    for kind, said, values in kinds:
+        if len(said) != len(values):
+            return f"it has {len(said)} {kind}s, the step {len(values)}"
+        for placed, value in zip(said, values, strict=True):
+            there = f"{value.dtype}{'<host>' * getattr(value, 'on_host', False)}{list(value.shape)}"
+            if placed.type != there:
+                return f"{kind} {placed.name} {placed.type} in the plan is {there} in the step"
+    if plan.carried != program.carried:
+        return "other results take the place of arguments"
+    typed = [i for i, placed in enumerate((*plan.arguments, *plan.captured)) if placed.typed]
+    typed_results = [i for i, placed in enumerate(plan.results) if placed.typed]
+    if typed != sorted(program.typed_arguments) or typed_results != sorted(program.typed_results):
+        return "other arrays have types of explicit mode"
+    types = None if program.types is None else program.types.mesh.axis_types
+    if types is not None and plan.axis_types != types:
+        return "the axes of its mesh have other types"
+    return None
 
 
 def _difference(plan: PlanData, program: Program) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jax.tree_util import SequenceKey, keystr
@@ -24,7 +25,26 @@ def parameter_names(debug_info: Any, paths: Iterable[tuple]) -> list[str]:
 
 def slashed(path: tuple) -> str:
     """A key path as one reads it: ``params/0/w``."""
-    return keystr(_without_value(path), simple=True, separator="/")
+    return printable(_ADDRESS.sub("", keystr(_without_value(path), simple=True, separator="/")))
+
+
+_ADDRESS = re.compile(
+    r" at 0x[0-9a-f]+"
+)  # in the text of an object that has none of its own: another one in each process
+
+
+def printable(text: str, kept: str = "") -> str:
+    """A text that a terminal shows as it is: its control characters, and others that nobody sees, are written out.
+
+    >>> printable("layer\x1b[31m"), printable("größer"), printable("a\nb", kept="\n")
+    ('layer\\x1b[31m', 'größer', 'a\nb')
+
+    Args:
+        kept: characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in kept else one.encode("unicode_escape").decode() for one in text)
 
 
 def _without_value(path: tuple) -> tuple:
@@ -34,37 +54,42 @@ def _without_value(path: tuple) -> tuple:
 ArrayKind: TypeAlias = tuple[tuple[int, ...], Any, bool]  # shape, dtype, whether it lies in the host's memory
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where flat arguments and results stand, and what is known of which takes the place of which."""
+
+    arguments: Sequence[tuple]  # a key path per flat argument
+    results: Sequence[tuple]  # a key path per flat result
+    donated: frozenset[int]  # arguments whose memory results may take
+    in_place: Mapping[int, int] = field(default_factory=dict)  # argument in a module -> result that replaces it there
+    untouched: frozenset[int] = frozenset()  # arguments that their modules hold after the step, too
+
+
 def carried_results(
-    in_paths: Sequence[tuple],
-    arguments: Sequence[ArrayKind],
-    out_paths: Sequence[tuple],
-    results: Sequence[ArrayKind | None],
-    donated: frozenset[int],
+    places: Places, arguments: Sequence[ArrayKind], results: Sequence[ArrayKind | None]
 ) -> dict[int, int]:
     """Which result takes which argument's place: kind and path below the top agree, else donated, in order.
 
     Args:
-        in_paths: a key path per flat argument; `out_paths`: one per flat result.
         arguments: what kind of array each argument is.
         results: what kind of array each result is; None for a number, which takes no argument's place.
-        donated: the arguments whose memory results may take.
     """
 
     def below_top(path: tuple) -> tuple[str, ...]:
         return tuple(str(key) for key in path)
 
-    pairs: dict[int, int] = {}
+    pairs = {a: i for a, i in places.in_place.items() if arguments[a] == results[i]}
+    taken = set(places.in_place.values())
     by_path: dict[tuple, list[int]] = {}
     for i, kind in enumerate(results):
         if kind is None:
             continue
-        path = out_paths[i]
+        path = places.results[i]
         tails = [below_top(path)]
         if path and isinstance(path[0], SequenceKey):
             tails.append(below_top(path[1:]))
         for tail in tails:
             by_path.setdefault((tail, kind), []).append(i)
-    taken: set[int] = set()
 
     def take(argument: int, candidates: list[int]) -> None:
         result = next((i for i in candidates if i not in taken), None)
@@ -72,9 +97,10 @@ def carried_results(
             pairs[argument] = result
             taken.add(result)
 
-    for a, (path, kind) in enumerate(zip(in_paths, arguments, strict=True)):
-        if len(path) > 2 or a in donated:  # a bare array argument is state only if the user says so by donating it
-            take(a, by_path.get((below_top(path[2:]), kind), []))
-    for a in sorted(donated - pairs.keys()):
+    for a, (path, kind) in enumerate(zip(places.arguments, arguments, strict=True)):
+        if a in pairs or not (len(path) > 2 or a in places.donated):
+            continue  # a bare array argument is state only if the user says so by donating it
+        take(a, by_path.get((below_top(path[2:]), kind), []))
+    for a in sorted(places.donated - pairs.keys() - places.untouched):
         take(a, [i for i, kind in enumerate(results) if kind == arguments[a]])
     return pairs

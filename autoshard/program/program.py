@@ -32,11 +32,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import ClosedJaxpr
 from autoshard.layout import Layout
@@ -44,6 +44,9 @@ from autoshard.program.explicit import Types, open_axes
 from autoshard.program.trees import Tree
 from autoshard.program.turns import LoopLength
 from autoshard.program.user_code import Source
+
+if TYPE_CHECKING:
+    from autoshard.program.modules import ModuleChanges
 
 dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
 
@@ -131,6 +134,9 @@ class Program:
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
+    # Argument -> the PartitionSpec that flax keeps beside it; it may name axes that a mesh does not have.
+    wishes: Mapping[int, PartitionSpec] = field(default_factory=dict, repr=False)
+    changes: ModuleChanges | None = field(default=None, repr=False)  # to nnx modules among the arguments, if there are
 
     @cached_property
     def makers(self) -> Mapping[int, Equation]:
@@ -161,6 +167,8 @@ class Program:
         if self.types is not None:
             axis_types = [str(one) for one in self.types.mesh.axis_types]
             digest.update(f"{axis_types} {self.types.arguments} {self.types.results}".encode())
+        if self.wishes:
+            digest.update(str(sorted((i, str(spec)) for i, spec in self.wishes.items())).encode())
         return digest.hexdigest()[:16]
 
     def scope(self, path: tuple) -> tuple:

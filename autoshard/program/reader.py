@@ -30,7 +30,7 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.program.captured import CapturedArray
-from autoshard.program.paths import ArrayKind, carried_results, parameter_names, slashed
+from autoshard.program.paths import ArrayKind, Places, carried_results, parameter_names, printable, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
 from autoshard.program.turns import HAND_ON, UNKNOWN_TURNS, LoopLength, bounds, said_turns
@@ -71,37 +71,34 @@ class Reader:
         self.numbers: dict[int, float] = {}  # values whose elements are all this number
         self.apart: set[tuple] = set()
 
-    def program(self, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> Program:
+    def program(self, in_tree: Tree, out_tree: Tree, places: Places) -> Program:
         closed = self.closed
-        names = parameter_names(closed.jaxpr.debug_info, in_tree.paths)
+        names = parameter_names(closed.jaxpr.debug_info, places.arguments)
         sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
-        names += [name for _, name in self.captured]
+        names += [printable(name) for _, name in self.captured]
         arguments = tuple(
             self.value(var.aval, name=name, at=_Place((), 1, source))
             for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
         )
-        own = arguments[: len(in_tree.paths)]
+        own = arguments[: len(places.arguments)]
         constants = tuple(self.value(var.aval, name="closed-over array") for var in closed.jaxpr.constvars)
         env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
         results = tuple(self.body(closed.jaxpr, env, _Place((), 1, None)))
+        kinds = [_kind(x) if isinstance(x, Value) else None for x in results]
+        carried = carried_results(places, list(map(_kind, own)), kinds)
+        replaced = {result: names[argument] for argument, result in places.in_place.items()}
         return Program(
-            name=closed.jaxpr.debug_info.func_name,
+            name=printable(closed.jaxpr.debug_info.func_name),
             equations=_without_dead(self.equations, results, self.steered),
             values=tuple(self.values),
             arguments=arguments,
             captured=tuple(one.array for one, _ in self.captured),
             constants=constants,
             results=results,
-            result_names=tuple(map(slashed, out_tree.paths)),
-            donated=donated,
-            carried=carried_results(
-                in_tree.paths,
-                [_kind(value) for value in own],
-                out_tree.paths,
-                [_kind(x) if isinstance(x, Value) else None for x in results],
-                donated,
-            ),
+            result_names=tuple(replaced.get(i) or slashed(path) for i, path in enumerate(places.results)),
+            donated=places.donated - (places.untouched - carried.keys()),
+            carried=carried,
             in_tree=in_tree,
             out_tree=out_tree,
             jaxpr=closed,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.tree_util import tree_flatten_with_path
@@ -16,12 +15,17 @@ from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal
 from autoshard.program.captured import CapturedArray, identity_of, with_captured
 from autoshard.program.closures import names_in_closure
 from autoshard.program.explicit import Types, on_auto_axes, types_of
-from autoshard.program.paths import carried_results, slashed
+from autoshard.program.flattening import module_arguments
+from autoshard.program.paths import Places, carried_results, slashed
 from autoshard.program.program import Program
 from autoshard.program.reader import Reader, kind_of
-from autoshard.program.signature import ArgumentSelection, join, signature_without
+from autoshard.program.signature import Arguments, ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
 from autoshard.program.turns import check_places
+from autoshard.program.wishes import wishes_of
+
+if TYPE_CHECKING:
+    from autoshard.program.modules import ModuleArguments, ModuleChanges
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ def trace(
         args: its positional arguments; arrays are only looked at for shape and dtype.
         kwargs: its keyword arguments.
         leaves: what to trace with in the place of the arrays in `args` and `kwargs`.
-        obey: whether what the step says of layouts is kept: constraints, and types of explicit mode.
+        obey: whether what is said of layouts is kept: constraints, types of explicit mode, metadata of flax.
         merges: whether equations that compute the same become one, as XLA makes them one.
         has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
         trips: line, function or glob of a loop of unknown length -> how often it turns.
@@ -72,46 +76,53 @@ def trace(
     positions = [i for i in range(len(args)) if i not in chosen]
     given = [(i in donating, arg) for i, arg in zip(positions, dynamic[0], strict=True)]
     given += [(name in donating, dynamic[1][name]) for name in sorted(dynamic[1])]
-    flags = [donated for donated, arg in given for _ in jax.tree.leaves(arg)]
-    boxed = [Box.of(arg) for _, arg in given]
-    if leaves is not None:
-        boxed = _boxes_of(boxed, leaves)
-    names = sorted(dynamic[1])
+    modules = module_arguments(dynamic)
+    in_tree = Tree.of(dynamic) if modules is None else modules.tree()
+    recorded: list[ModuleChanges] = []
+    called = _watched(fn, static) if modules is None else _recording(fn, static, modules, recorded)
+    names, count = sorted(dynamic[1]), len(positions)
 
-    def traced(boxes: Sequence[Box]) -> tuple[ClosedJaxpr, Any]:
-        by_name = dict(zip(names, boxes[len(positions) :], strict=True))
-        made: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(_watched(fn, static), return_shape=True)(
-            *boxes[: len(positions)], **by_name
-        )
+    def boxes_of(leaves: Sequence[Any] | None) -> list[Box]:
+        return _boxes(dynamic, in_tree, leaves) if modules is None else modules.boxes(in_tree, leaves)
+
+    def traced(boxed: Sequence[Box]) -> tuple[ClosedJaxpr, Any]:
+        by_name = dict(zip(names, boxed[count:], strict=True))
+        made: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(called, return_shape=True)(*boxed[:count], **by_name)
         return made
 
+    boxed = boxes_of(leaves)
+    flags = [is_donated for (is_donated, _), box in zip(given, boxed, strict=True) for _ in box.leaves]
     closed, result = traced(boxed)
-    donated = frozenset(i for i, flag in enumerate(flags) if flag)
-    in_tree, types = Tree.of(dynamic), types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
-    settled = _results_in_place(closed, types, in_tree, result.tree, donated) if types else ()
+    places = Places(in_tree.array_paths, result.tree.array_paths, frozenset(i for i, flag in enumerate(flags) if flag))
+    out_tree, changes = result.tree, recorded[-1] if recorded else None
+    if changes is not None:
+        out_tree, donated = changes.shown, places.donated - changes.kept
+        places = replace(places, donated=donated, in_place=changes.in_place, untouched=changes.untouched)
+    types = types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
+    settled = _results_in_place(closed, types, places) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
     if rewritten is not None:
 
         def again(structs: Sequence[Any]) -> ClosedJaxpr:
-            others, _ = traced(_boxes_of(boxed, structs))
+            others, _ = traced(boxes_of(structs))
             return on_auto_axes(others, None, obey=obey)
 
-        carried = _carried(closed, in_tree, result.tree, donated)
-        untyped = rewritten(TracedStep(untyped, in_tree.paths, carried, types is not None, again))
+        carried = _carried(closed, places)
+        untyped = rewritten(TracedStep(untyped, in_tree.array_paths, carried, types is not None, again))
     taking, captured = with_captured(untyped)
     if captured and types is not None:
         types = replace(types, arguments=(*types.arguments, *[None] * len(captured)))
     named = list(zip(captured, _names(fn, captured, closed, untyped), strict=True))
-    reader = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips)
-    program = replace(reader.program(in_tree, result.tree, donated), types=types)
+    program = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips).program(in_tree, out_tree, places)
     check_places(trips or {}, program.loops)
-    return program
+    wishes = wishes_of(dynamic, in_tree, modules) if obey else {}
+    return replace(program, types=types, changes=changes, wishes=wishes)
 
 
-def _boxes_of(boxed: Sequence[Box], leaves: Sequence[Any]) -> list[Box]:
-    """The same trees with other leaves."""
-    left = iter(leaves)
-    return [Box(box.tree, list(itertools.islice(left, len(box.leaves)))) for box in boxed]
+def _boxes(dynamic: Arguments, in_tree: Tree, leaves: Sequence[Any] | None) -> list[Box]:
+    """Per argument its arrays, or what of `leaves` stands for them."""
+    arrays = Box.of(dynamic).leaves if leaves is None else leaves
+    return [box for side in Box.of_children(in_tree, arrays) for box in Box.of_children(side.tree, side.leaves)]
 
 
 def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr, untyped: ClosedJaxpr) -> list[str]:
@@ -127,18 +138,16 @@ def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr,
     ]
 
 
-def _carried(closed: ClosedJaxpr, in_tree: Tree, out_tree: Tree, donated: frozenset[int]) -> dict[int, int]:
+def _carried(closed: ClosedJaxpr, places: Places) -> dict[int, int]:
     """Argument -> the result that takes its place in the next step."""
     arguments = list(map(kind_of, closed.in_avals))
     results = [None if isinstance(atom, Literal) else kind_of(atom.aval) for atom in closed.jaxpr.outvars]
-    return carried_results(in_tree.paths, arguments, out_tree.paths, results, donated)
+    return carried_results(places, arguments, results)
 
 
-def _results_in_place(
-    closed: ClosedJaxpr, types: Types, in_tree: Tree, out_tree: Tree, donated: frozenset[int]
-) -> list[int]:
+def _results_in_place(closed: ClosedJaxpr, types: Types, places: Places) -> list[int]:
     """Results that take the place of an argument of their type, and so lie as it does."""
-    carried = _carried(closed, in_tree, out_tree, donated)
+    carried = _carried(closed, places)
     return [result for argument, result in carried.items() if types.arguments[argument] == types.results[result]]
 
 
@@ -169,21 +178,49 @@ def _watched(fn: Callable, static: tuple) -> Callable:
         after, _ = tree_flatten_with_path(opened)
         returned = set(map(id, result.leaves))
         changed = [
-            slashed(path[2:])
+            path
             for (path, leaf), old in zip(after, before, strict=False)
             if leaf is not old and id(leaf) not in returned
         ]
-        if changed:
-            name = getattr(fn, "__name__", "the step")
-            warnings.warn(
-                f"{name} changes {len(changed)} arrays of its arguments in place and does not return them, "
-                f"{changed[0]!r} for one: the changes are lost, as under jax.jit.\n"
-                f"Return what it changes, as in `return (model, optimizer), loss`, and go on with what comes back.",
-                stacklevel=2,
-            )
+        _warn_of_lost(fn, changed)
         return result
 
+    return _with_signature(watched, fn, static)
+
+
+def _recording(
+    fn: Callable, static: tuple, modules: ModuleArguments, recorded: list[ModuleChanges]
+) -> Callable[..., Box]:
+    """`fn` of and to boxed lists, for arguments with modules; what it does to these is added to `recorded`."""
+
+    @functools.wraps(fn)
+    def recording(*args: Box, **kwargs: Box) -> Box:
+        boxes = (*args, *(kwargs[name] for name in sorted(kwargs)))
+        traced = modules.traced([leaf for box in boxes for leaf in box.leaves])
+        positional, keyword = join(static, traced.arguments)
+        results, changes = traced.returned(fn(*positional, **keyword))
+        _warn_of_lost(fn, [path for path, leaf in traced.replaced() if not any(leaf is one for one in results)])
+        recorded.append(changes)
+        return Box.of_list(results, changes.result_paths)
+
+    return _with_signature(recording, fn, static)
+
+
+def _warn_of_lost(fn: Callable, changed: Sequence[tuple]) -> None:
+    """Warns if there are arrays, by their paths, that `fn` replaced in containers of its own."""
+    if changed:
+        name = getattr(fn, "__name__", "the step")
+        warnings.warn(
+            f"{name} changes {len(changed)} arrays of its arguments in place and does not return them, "
+            f"{slashed(changed[0][2:])!r} for one: the changes are lost, as under jax.jit.\n"
+            f"Return what it changes, as in `return (model, optimizer), loss`, and go on with what comes back.",
+            stacklevel=3,
+        )
+
+
+def _with_signature(traced: Callable, fn: Callable, static: tuple) -> Callable:
+    """`traced` with the signature that `fn` has without its static arguments: errors of JAX name arguments by it."""
     signature = signature_without(fn, [place for place, _ in static])
-    if signature is not None:  # errors of JAX name arguments by it
-        watched.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
-    return watched
+    if signature is not None:
+        traced.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
+    return traced

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autoshard.errors import MeshError
 from autoshard.jaxprs import JaxprEqn
+from autoshard.program.paths import printable
 
 _LIBRARIES = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|equinox|chex|jaxtyping|haiku)[/\\]")
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
@@ -27,7 +28,7 @@ class Source:
     function: str
 
     def __str__(self) -> str:
-        name = self.file.rsplit("/", 1)[-1]
+        name = printable(self.file.rsplit("/", 1)[-1])
         return f"{name}:{self.line}" if self.line else "unknown line"
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoshard.layout import spec_text
+from autoshard.program.paths import printable
 from autoshard.report.section import ArrayCount, Bytes, Names, Phrase, Piece, Seconds, Section, Share, Spec
 from autoshard.report.units import bytes_text, seconds_text
 
@@ -30,9 +31,11 @@ def _section_text(section: Section) -> str:
 def _table_text(section: Section) -> str:
     """A table without lines: figures to the right, all else to the left."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    table.add_column(_written(section.title), overflow="fold")
+    table.add_column(Text(_written(section.title)), overflow="fold")
     for column in section.columns:
-        table.add_column(column.heading, justify="right" if column.is_number else "left", overflow="fold")
+        table.add_column(
+            Text(_written(column.heading)), justify="right" if column.is_number else "left", overflow="fold"
+        )
     for row in section.rows:
         table.add_row(*(Text(_written(cell)) for cell in row))
     plain: dict[str, Any] = {
@@ -64,8 +67,8 @@ def _written(piece: Piece | Phrase) -> str:
         case ArrayCount(count):
             return f"x{count}" if count > 1 else ""
         case Spec(layout):
-            return spec_text(layout)
+            return printable(spec_text(layout))
         case Names(names):
-            return ", ".join(names)
+            return printable(", ".join(names))
         case _:
-            return str(piece)
+            return printable(str(piece), kept="\n")

@@ -1,0 +1,1 @@
+"""A plan as source code and rules that run without autoshard."""

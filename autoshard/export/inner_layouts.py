@@ -1,0 +1,199 @@
+"""A program and its plan in, the table of its inner layouts out, as code: what `standalone.py` runs a step by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autoshard.export.containers import literal
+from autoshard.layout import Layout, replicated, spec_text
+from autoshard.lower.constraints import constraints_of
+from autoshard.lower.on_shards import Split, local_params, may_run_on_shards, runs_on_shards, wants_of
+from autoshard.mesh.resharding import stops
+from autoshard.model.equations import folds_by_hand
+from autoshard.plans.plan import PlanData
+from autoshard.program import Equation, Program, Value
+from autoshard.propagation.rules.windows import STENCIL
+
+_BOUNDARIES = {"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"}
+Chain = tuple[Layout, ...]  # constraints, one after the other
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table; see `standalone.Inner`."""
+
+    path: tuple[Any, ...]
+    primitive: str = ""
+    line: str = ""
+    reads: Mapping[int, tuple[bool, Chain]] = field(default_factory=dict)
+    makes: Mapping[int, Chain] = field(default_factory=dict)
+    copies: Mapping[int, Chain] = field(default_factory=dict)
+    lies: Mapping[int, tuple[Layout, Layout | None]] = field(default_factory=dict)
+    on_shards: str = ""
+
+    @property
+    def says_something(self) -> bool:
+        return bool(self.reads or self.makes or self.copies or self.lies or self.on_shards)
+
+    def text(self) -> str:
+        """As code: ``(3,): Inner("dot_general", makes={0: [P("data")]}),  # train.py:41``."""
+        said = [literal(self.primitive)] if self.primitive else []
+        if self.reads:
+            said.append(_dict("reads", {i: f"({flag}, {_specs(chain)})" for i, (flag, chain) in self.reads.items()}))
+        if self.makes:
+            said.append(_dict("makes", {i: _specs(chain) for i, chain in self.makes.items()}))
+        if self.copies:
+            said.append(_dict("copies", {i: _specs(chain) for i, chain in self.copies.items()}))
+        if self.lies:
+            pairs = {i: f"({spec_text(home)}, {copy and spec_text(copy)})" for i, (home, copy) in self.lies.items()}
+            said.append(_dict("lies", pairs))
+        if self.on_shards:
+            said.append(f"on_shards={self.on_shards}")
+        return f"{literal(self.path)}: Inner({', '.join(said)}),{f'  # {self.line}' if self.line else ''}"
+
+
+@dataclass(frozen=True)
+class InnerLayouts:
+    """What a plan says inside a step."""
+
+    equations: int  # how many the step's own jaxpr has
+    rows: tuple[Row, ...]
+    merged: Mapping[tuple, int]
+    left_to_xla: tuple[str, ...]  # operations that the plan runs on shards, and the table does not
+
+    def text(self) -> str:
+        rows = "".join(f"            {row.text()}\n" for row in self.rows)
+        merged = "".join(f"            {path!r}: {first},\n" for path, first in self.merged.items())
+        return (
+            f"    return Table(\n        {self.equations},\n        {{\n{rows}        }},\n"
+            f"        {{\n{merged}        }},\n    )\n"
+        )
+
+
+def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts | None:
+    """The table of a plan; None where the jaxpr that was planned is not the one that JAX makes of the step.
+
+    That is so of a step that closes over large arrays, and of a program of explicit mode: these are rewritten.
+    """
+    if program.captured or program.types is not None:
+        return None
+    table = _Table(program, plan)
+    rows = [row for row in table.rows() if row.says_something]
+    return InnerLayouts(len(program.jaxpr.jaxpr.eqns), tuple(rows), program.merged, tuple(dict.fromkeys(table.left)))
+
+
+class _Table:
+    def __init__(self, program: Program, plan: PlanData):
+        self.program, self.plan, self.mesh = program, plan, dict(plan.mesh.shape)
+        self.annotations = plan.annotations
+        self.pins = constraints_of(program, plan.annotations)
+        self.left: list[str] = []
+
+    def rows(self) -> Iterator[Row]:
+        for i, value in enumerate(self.program.own_arguments):
+            yield Row(("argument", i), "", value.name, **self.made([value]))
+        for i, value in enumerate(self.program.constants):
+            yield Row(("constant", i), **self.made([value]))
+        for equation in self.program.equations:
+            yield self.row(equation)
+        for i, (result, placed) in enumerate(zip(self.program.results, self.plan.results, strict=True)):
+            home = self.home(result)
+            if home and home != placed.layout:
+                yield Row(("result", i), "", placed.name, reads={0: (False, self.chain(home, placed.layout))})
+
+    def row(self, equation: Equation) -> Row:
+        line, name = str(equation.source or ""), equation.primitive
+        if name in _BOUNDARIES:
+            return Row(equation.path, "", line, reads=self.reads(equation), **self.made(equation.outputs))
+        if name == STENCIL:  # its operands are those of equations before it
+            self.left.append(f"a stencil at {line}")
+            made = self.made(equation.outputs)
+            place = {0: equation.params["output"]}
+            moved: dict[str, Any] = {kind: {place[i]: one for i, one in said.items()} for kind, said in made.items()}
+            return Row(equation.path, "", line, **moved)
+        on_shards, reads = self.on_shards(equation), self.reads(equation)
+        if on_shards is None:
+            whole = [self.reading(value, replicated(len(value.shape))) for value in equation.inputs]
+            reads = {i: one for i, one in enumerate(whole) if one is not None}
+        return Row(equation.path, name, line, reads=reads, **self.made(equation.outputs), on_shards=on_shards or "")
+
+    # Arrays.
+
+    def chain(self, source: Layout | None, target: Layout | None) -> Chain:
+        """The constraints from one layout to another; none where there are no dims, or no plan."""
+        if not target:
+            return ()
+        between = tuple(stops(source, target, self.mesh)) if source else ()
+        return (*between, target)
+
+    def made(self, values: Sequence[Value]) -> dict[str, Any]:
+        makes, copies, lies = {}, {}, {}
+        said = self.annotations
+        for i, value in enumerate(values):
+            home, summed, copy = (kind.get(value.id) for kind in (said.homes, said.sums, said.copies))
+            if chain := ((summed,) if summed else ()) + self.chain(summed, self.pins.get(value.id)):
+                makes[i] = chain
+            if copy is not None:
+                copies[i] = self.chain(home, copy)
+            if value.id in self.program.guarded and home:
+                lies[i] = home, copy or None
+        return {"makes": makes, "copies": copies, "lies": lies}
+
+    def reads(self, equation: Equation) -> dict[int, tuple[bool, Chain]]:
+        found = {}
+        for operand, value in enumerate(equation.inputs):
+            want = self.annotations.wants.get((equation.index, operand))
+            read = None if want is None else self.reading(value, want)
+            if read is not None:
+                found[operand] = read
+        return found
+
+    def home(self, value: Value | np.ndarray) -> Layout | None:
+        return self.annotations.homes.get(value.id) if isinstance(value, Value) else None
+
+    def reading(self, value: Value | np.ndarray, want: Layout) -> tuple[bool, Chain] | None:
+        """Whether a value is read from its copy, and the constraints from there; None where it is read as it lies."""
+        home = self.home(value)
+        copy = self.annotations.copies.get(value.id) if isinstance(value, Value) else None
+        if want == home:
+            return None
+        if copy is None:
+            return (False, chain) if (chain := self.chain(home, want)) else None
+        return True, () if want == copy else self.chain(copy, want)
+
+    # Equations on shards.
+
+    def on_shards(self, equation: Equation) -> str | None:
+        """How each device runs an equation on its shards: "" if XLA splits it, None if the table has it run whole."""
+        homes = [self.annotations.homes.get(value.id) for value in equation.outputs]
+        scatter = self.annotations.scatters.get(equation.index)
+        if None in homes or (scatter is None and not may_run_on_shards(equation)):
+            return ""
+        wants = wants_of(equation, self.annotations)
+        split = Split.of(equation, wants, self.mesh)
+        if scatter is None and not runs_on_shards(equation, split):
+            return ""
+        if equation.primitive == "ragged_dot_general" or (folds_by_hand(equation) and split.reduced):
+            self.left.append(f"{equation.primitive} at {equation.source}, which runs whole")
+            return None
+        if any(split.axes.get(factor) for factor in split.rule.exchanged):
+            self.left.append(f"halos of {equation.primitive} at {equation.source}")
+            return ""
+        how = [_specs(wants), _specs([home or () for home in homes]), literal(local_params(equation, split))]
+        if scatter is not None:
+            how.append(f"scatter={literal((scatter.dim, scatter.stages, scatter.others))}")
+        elif split.reduced:
+            how.append(f"summed={literal(split.reduced)}")
+        return f"OnShards({', '.join(how)})"
+
+
+def _specs(layouts: Sequence[Layout]) -> str:
+    return f"[{', '.join(map(spec_text, layouts))}]"
+
+
+def _dict(name: str, items: Mapping[int, str]) -> str:
+    return f"{name}={{{', '.join(f'{key}: {text}' for key, text in items.items())}}}"

@@ -1,0 +1,301 @@
+"""A plan in, Python without autoshard that shards a step as the plan does out."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.tree_util import PyTreeDef
+
+from autoshard.export import standalone
+from autoshard.export.containers import Expression, Line, UnwritableError, expression_of, literal
+from autoshard.export.inner_layouts import InnerLayouts, inner_layouts
+from autoshard.jaxprs import HOST
+from autoshard.layout import spec_text
+from autoshard.lower import reduce_scatter, xla_faults
+from autoshard.plans.plan import PlacedArray, PlanData
+from autoshard.program import Program
+from autoshard.program.trees import Tree
+
+_PASTED = (reduce_scatter, xla_faults, standalone)
+
+_SHARDINGS_ON = '''
+def _shardings_on(mesh):
+    """From a PartitionSpec to its sharding on the mesh, with Auto axes: on them, the compiler splits inner values."""
+    mesh = auto_mesh(mesh)
+    return lambda spec, memory_kind=None: NamedSharding(mesh, spec, memory_kind=memory_kind)
+'''
+
+_TYPES_ON = '''
+def _shardings_on(mesh):
+    """From a PartitionSpec to its sharding on the mesh: on Auto axes, or as a type of explicit mode."""
+    auto, typed = auto_mesh(mesh), typed_mesh(mesh)
+    return lambda spec, memory_kind=None, is_type=False: NamedSharding(
+        typed if is_type else auto, spec, memory_kind=memory_kind
+    )
+
+
+def typed_mesh(mesh):
+    """The same devices with axes of the kinds that types of explicit mode are on."""
+    types = {types}
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+'''
+
+_AUTO_MESH = inspect.getsource(standalone.auto_mesh)
+
+_NODE = '''
+class _Any:
+    """Stands for static data of a container that is no literal. It equals everything."""
+
+    def __eq__(self, other):
+        return True
+
+    def __ne__(self, other):
+        return False
+
+    def __hash__(self):
+        return 0
+
+    def __repr__(self):
+        return "ANY"
+
+
+ANY = _Any()
+
+
+def node(kind, static, children):
+    """A container of the user's, as JAX rebuilds it from its static data and its children."""
+    registry = jax.tree_util.default_registry
+    structure = jax.tree_util.PyTreeDef.from_node_data_and_children(
+        registry, (kind, static), [jax.tree.structure(child) for child in children]
+    )
+    return jax.tree.unflatten(structure, jax.tree.leaves(children))
+'''
+
+_CONSTRAINED = '''
+def constrained(step, mesh, static_argnums=()):
+    """`step` with the plan's constraints inside, to be given to `jax.jit`. It must compute what was planned."""
+    return constrain(step, mesh, _table(), static_argnums)
+'''
+
+_AS_IT_IS = '''
+def constrained(step, mesh, static_argnums=()):
+    """`step` as it is: the layouts of its arguments and results imply all others."""
+    return step
+'''
+
+_EXPLICIT = '''
+def explicit(step, mesh):
+    """`step` from and to arrays that have types of explicit mode; inside, axes are Auto, and constraints those planned.
+
+    Call it under `jax.set_mesh(typed_mesh(mesh))`, with arguments placed by `jax.device_put` as `in_shardings` says.
+    """
+    results = jax.tree.map(lambda sharding: sharding.spec, out_shardings(mesh))
+    inner = {inner}
+    return jax.sharding.auto_axes(inner, axes=mesh.axis_names, out_sharding=results)
+'''
+
+
+@dataclass(frozen=True)
+class _Trees:
+    """The trees of arguments and of results, as code; the one of arguments is that of positional arguments."""
+
+    name: str  # of the function that gives it
+    says: str  # its docstring
+    tree: Tree
+    arrays: Sequence[PlacedArray]
+    example: str  # what it takes where classes of the user's cannot be written
+
+    @cached_property
+    def leaves(self) -> list[Line]:
+        return [Line(_leaf(array), f"{array.name} {array.type}") for array in self.tree.placed(self.arrays)]
+
+    @cached_property
+    def expression(self) -> Expression | None:
+        """The tree; None if some class of it cannot be written."""
+        try:
+            found = expression_of(self.tree.structure, self.leaves)
+        except UnwritableError:
+            return None
+        return found if not found.nodes or _fits(found, self.tree.structure) else None
+
+    def text(self) -> str:
+        if self.expression is not None:
+            body = self.expression.text(1, "return ")
+            return f'def {self.name}(mesh):\n    """{self.says}"""\n    put = _shardings_on(mesh)\n{body}\n'
+        lines = "".join(f"        {line.text},  # {line.comment}\n" for line in self.leaves)
+        example = self.example
+        return (
+            f"def {self.name}(mesh, {example}=None):\n"
+            f'    """{self.says}\n\n    Some class of this tree cannot be written here. `{example}` has to be given\n'
+            f'    for its classes: arrays or ShapeDtypeStructs.\n    """\n'
+            f"    if {example} is None:\n"
+            f'        raise TypeError("{self.name}(mesh, {example}): its classes are needed; see its docstring")\n'
+            f"    put = _shardings_on(mesh)\n    shardings = [\n{lines}    ]\n"
+            f"    return jax.tree.unflatten(jax.tree.structure({example}), shardings)\n"
+        )
+
+
+def shardings_code(plan: PlanData, program: Program | None, *, explicit: bool = False) -> str:
+    """The code.
+
+    Args:
+        plan: what it is of.
+        program: the program that was planned; None if that is not known, and what is inside stays unsaid.
+        explicit: whether arguments and results have types of explicit mode.
+    """
+    positional, keyword = plan.argument_tree.children()
+    count = len(positional.paths)
+    arguments, results = plan.arguments, plan.results
+    if explicit:
+        arguments, results = (tuple(replace(x, typed=True) for x in arrays) for arrays in (arguments, results))
+    of_arguments = f"A tree per positional argument of {plan.name}, for jax.jit."
+    of_results = f"The tree of the result of {plan.name}, for jax.jit."
+    trees = [
+        _Trees("in_shardings", of_arguments, positional, arguments, "args"),
+        _Trees("out_shardings", of_results, plan.result_tree, results, "result"),
+    ]
+    if count < len(plan.arguments):
+        says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
+        trees.insert(1, _Trees("keyword_shardings", says, keyword, arguments, "keywords"))
+    table = None if program is None else inner_layouts(program, plan)
+    wraps = explicit and plan.axis_types is None  # a step of explicit mode needs no other one around it
+    pasted = _PASTED if table is not None and table.rows else ()
+    expressions = [one.expression for one in trees if one.expression is not None]
+    needs_node = any(one.nodes for one in expressions)
+    modules = sorted(frozenset().union(*(one.modules for one in expressions)))
+    parts = [
+        _docstring(plan, program, table, trees, wraps),
+        _imports(modules, pasted),
+        *(one.text() for one in trees),
+        _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
+        _EXPLICIT.format(inner="constrained(step, mesh)" if table is not None else "step") if wraps else "",
+        f"def _table():\n{table.text()}" if table is not None and pasted else "",
+        _TYPES_ON.format(types=_types(plan)) if explicit or plan.axis_types else _SHARDINGS_ON,
+        _NODE if needs_node else "",
+        *(map(_source_of, pasted) if pasted else [_AUTO_MESH]),
+    ]
+    return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
+
+
+def _leaf(array: PlacedArray) -> str:
+    kind = f', memory_kind="{HOST}"' if array.on_host else ""
+    if not array.typed:
+        return f"put({spec_text(array.layout)}{kind})"
+    entries = (literal(axes if len(axes) > 1 else axes[0] if axes else None) for axes in array.layout)
+    return f"put(P({', '.join(entries)}){kind}, is_type=True)"  # with an entry per dim, as types have it
+
+
+def _types(plan: PlanData) -> str:
+    """The kinds of axes of types of explicit mode, as code."""
+    types = plan.axis_types or (AxisType.Explicit,) * len(plan.mesh.axis_names)
+    return f"({', '.join(map(str, types))},)"
+
+
+def _docstring(
+    plan: PlanData, program: Program | None, table: InnerLayouts | None, trees: Sequence[_Trees], wraps: bool
+) -> str:
+    mesh, donated = dict(plan.mesh.shape), _donated(program)
+    donating = f", donate_argnums={donated}" if donated else ""
+    step = "step" if table is None else "constrained(step, mesh)"
+    given = [f"{one.name}(mesh)" if one.expression is not None else f"{one.name}(mesh, {one.example})" for one in trees]
+    lines = [
+        f"How {plan.name} is sharded over the mesh {mesh}. Written by autoshard {_version()}; needs JAX alone.",
+        "",
+    ]
+    if wraps:
+        lines += [f"    step = jax.jit(explicit(step, mesh){donating})", ""]
+    else:
+        lines += [
+            f"    step = jax.jit({step}, in_shardings={given[0]},",
+            f"                   out_shardings={given[-1]}{donating})",
+            "",
+        ]
+    if table is None:
+        lines += [_why_no_table(program)]
+    else:
+        lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
+        lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
+    lines += [
+        f"The step closes over {one.name}: pass it as an argument, to be laid as {spec_text(one.layout)}."
+        for one in plan.captured
+    ]
+    text = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
+    return f'"""{text}\n"""\n'
+
+
+def _why_no_table(program: Program | None) -> str:
+    if program is None:
+        return "Layouts of inner values are left out: the plan comes from a file and knows no step. Bind it to one."
+    if program.types is not None:
+        return "Layouts of inner values are left out: the step is a program of explicit mode."
+    return "Layouts of inner values are left out: the step closes over large arrays."
+
+
+def _donated(program: Program | None) -> tuple[int, ...]:
+    """Positional arguments whose arrays are all donated."""
+    if program is None:
+        return ()
+    found: dict[int, list[bool]] = {}
+    for i, path in enumerate(program.in_tree.paths):
+        if path[0].idx == 0:
+            found.setdefault(path[1].idx, []).append(i in program.donated)
+    return tuple(position for position, flags in found.items() if all(flags))
+
+
+def _version() -> str:
+    try:
+        return version("autoshard")
+    except PackageNotFoundError:  # run from a folder that is not installed
+        return ""
+
+
+def _imports(modules: Sequence[str], pasted: Sequence[ModuleType]) -> str:
+    """The import lines of the code, `from __future__` first."""
+    names: dict[str, set[str]] = {"jax.sharding": {"AbstractMesh", "AxisType", "Mesh", "NamedSharding"}}
+    whole = {"import jax", *(f"import {module}" for module in modules)}
+    for one in itertools.chain(*(ast.parse(inspect.getsource(module)).body for module in pasted)):
+        if isinstance(one, ast.Import):
+            whole.add(ast.unparse(one))
+        elif isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] not in (
+            "__future__",
+            "autoshard",
+        ):
+            names.setdefault(one.module or "", set()).update(name.name for name in one.names)
+    lines = [f"from {module} import {', '.join(sorted(found - {'PartitionSpec'}))}" for module, found in names.items()]
+    lines.append("from jax.sharding import PartitionSpec as P")
+    return "\n".join(["from __future__ import annotations", "", *sorted(whole), *sorted(lines)])
+
+
+def _source_of(module: ModuleType) -> str:
+    """The source of a module without its docstring and imports."""
+    source = inspect.getsource(module)
+    first = next(one for one in ast.parse(source).body if not isinstance(one, ast.Import | ast.ImportFrom | ast.Expr))
+    start = min([first.lineno, *(decorator.lineno for decorator in getattr(first, "decorator_list", ()))])
+    return "\n".join(source.splitlines()[start - 1 :])
+
+
+def _fits(expression: Expression, structure: PyTreeDef) -> bool:
+    """Whether the expression, run, is a tree of this structure."""
+    imports = "\n".join(f"import {module}" for module in sorted(expression.modules))
+    namespace: dict[str, Any] = {"jax": jax, "P": jax.sharding.PartitionSpec, "put": lambda spec, **_: _Leaf()}
+    try:
+        exec(f"{imports}\n{_NODE}\ntree = (\n{expression.text(1)}\n)", namespace)
+        return bool(jax.tree.structure(namespace["tree"]) == structure)
+    except Exception:  # whatever the user's classes raise when they are rebuilt from what is written
+        return False
+
+
+class _Leaf:
+    """Stands for a sharding in a tree that is only looked at."""

@@ -1,0 +1,63 @@
+"""What devices hold at most, from the times of their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+
+from autoshard.pipeline.orders import Schedule, Task
+
+Size = Callable[[Task], float | Fraction]  # of what a forward task saves, in bytes or in microbatches
+_Change = tuple[float, float | Fraction]  # moment, and by how much more or less is held from then on
+
+
+def changes(
+    schedule: Schedule, order: Sequence[Task], saved: Size, kept: Size
+) -> Iterator[tuple[Task, str, float | Fraction]]:
+    """What a device holds more or less at the start or the end of its tasks, in their order.
+
+    A forward task's savings are there from its start on. B lets go of what W does not need when it ends, and W of the
+    rest; without W, B lets go of all. An eviction takes savings away from the end of F until the start of a later task.
+    """
+    evicted = {eviction.forward for eviction in schedule.evictions}
+    returns = {eviction.before: eviction.forward for eviction in schedule.evictions}
+    for task in order:
+        forward = task._replace(kind="F")
+        if task in returns:
+            yield task, "start", saved(returns[task])
+        if task.kind == "F":
+            yield task, "start", saved(task)
+            if task in evicted:
+                yield task, "end", -saved(task)
+        elif task.kind == "W":
+            yield task, "end", -kept(forward)
+        else:
+            yield task, "end", (kept(forward) if schedule.has_weight_tasks else 0) - saved(forward)
+
+
+def peaks(
+    schedule: Schedule, start: Mapping[Task, float], end: Mapping[Task, float], saved: Size, kept: Size
+) -> tuple[float, ...]:
+    """The most that each device holds at one time.
+
+    Args:
+        start: seconds per task.
+        end: seconds per task.
+        saved: what a forward task saves.
+        kept: the part of it that stays until the end of W.
+    """
+    hosted: list[list[_Change]] = [[] for _ in schedule.orders]  # per keeper of evictions
+    for eviction in schedule.evictions:
+        size = saved(eviction.forward)
+        hosted[eviction.keeper] += [(end[eviction.forward], size), (start[eviction.before], -size)]
+    found = []
+    for device, order in enumerate(schedule.orders):
+        own: list[_Change] = [
+            (start[task] if moment == "start" else end[task], change)
+            for task, moment, change in changes(schedule, order, saved, kept)
+        ]
+        if hosted[device]:
+            own = sorted(own + hosted[device])  # at one moment, what is let go first
+        found.append(float(max(accumulate(change for _, change in own), default=0)))
+    return tuple(found)

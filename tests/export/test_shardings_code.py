@@ -1,0 +1,228 @@
+"""`Plan.to_code`: code that runs without autoshard shards a step as its plan does."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import carried_steps
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from oracles import slow_chips
+
+import autoshard
+from autoshard.compiled.collectives import read_collectives
+from autoshard.export.containers import ANY, Line, UnwritableError, expression_of, literal
+from autoshard.export.standalone import Inner, Table, constrain
+
+TESTS = Path(__file__).parents[1]
+
+
+def mesh_of(axis_type=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+
+
+def collectives(hlo):
+    """Kind and axes of each collective -> bytes."""
+    found = collections.Counter()
+    for one in read_collectives(hlo, {"data": 4, "model": 2}):
+        found[one.kind, one.axes] += one.bytes
+    return found
+
+
+def defined(code):
+    """What the code defines."""
+    names = {"__name__": "carried"}
+    exec(compile(code, "carried.py", "exec"), names)
+    return names
+
+
+# What runs the code: a process in which importing autoshard fails.
+ALONE = """
+import sys
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "autoshard":
+            raise ImportError("autoshard is not here")
+sys.meta_path.insert(0, Forbidden())
+try:
+    import autoshard
+except ImportError:
+    pass
+else:
+    raise AssertionError("autoshard can be imported")
+import jax, json
+import carried, carried_steps
+mesh = jax.make_mesh((4, 2), ("data", "model"))
+arguments = carried_steps.arguments()
+step = carried.constrained(carried_steps.train_step, mesh)
+shardings = {"in_shardings": carried.in_shardings(mesh), "out_shardings": carried.out_shardings(mesh)}
+texts = [
+    jax.jit(one, donate_argnums=(0, 1), **shardings).lower(*arguments).compile().as_text()
+    for one in (step, carried_steps.train_step)
+]
+assert "autoshard" not in sys.modules
+json.dump(texts, open("texts.json", "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def plan():
+    mesh = mesh_of()
+    machine = slow_chips(mesh.axis_names)
+    return autoshard.plan(
+        carried_steps.train_step, *carried_steps.arguments(), mesh=mesh, donate_argnums=(0, 1), topology=machine
+    )
+
+
+def test_the_code_runs_alone_with_the_collectives_of_the_plan(plan, tmp_path):
+    (tmp_path / "carried.py").write_text(plan.to_code())
+    (tmp_path / "alone.py").write_text(ALONE)
+    path = os.pathsep.join([str(tmp_path), str(TESTS)])
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, env=environment, check=True, timeout=200)
+    constrained, plain = map(collectives, json.loads((tmp_path / "texts.json").read_text()))
+    planned = collectives(plan.lowering().compile().as_text())
+    assert planned
+    assert constrained == planned
+    assert plain != planned  # that it can fail: inner layouts matter here
+
+
+def test_trees_are_those_of_the_step(plan):
+    found, mesh = defined(plan.to_code()), mesh_of()
+    for tree, expected in (
+        (found["in_shardings"](mesh), plan.in_shardings),
+        (found["out_shardings"](mesh), plan.out_shardings),
+    ):
+        assert jax.tree.leaves(tree) == jax.tree.leaves(expected)
+        assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    state, average, _ = found["in_shardings"](mesh)
+    assert type(state.params) is carried_steps.Pair and type(average) is carried_steps.Average
+    explicit = found["in_shardings"](mesh_of(AxisType.Explicit))
+    assert jax.tree.leaves(explicit) == jax.tree.leaves(plan.in_shardings)
+    without = found["in_shardings"](mesh.abstract_mesh)
+    assert [one.spec for one in jax.tree.leaves(without)] == [one.spec for one in jax.tree.leaves(plan.in_shardings)]
+
+
+def test_loops_branches_and_recomputations_are_those_of_the_plan():
+    weights, x = 0.2 * np.random.default_rng(0).normal(size=(2, 16, 32)), np.ones((8, 16))
+    mesh, arguments = mesh_of(), (np.float32(weights), np.float32(x), np.int32(3))
+    machine = slow_chips(mesh.axis_names)
+    step = autoshard.autoshard(carried_steps.looping_step, mesh=mesh, topology=machine, trips=3)
+    plan = step.plan(*arguments)
+    found = defined(plan.to_code())
+    shardings = {"in_shardings": found["in_shardings"](mesh), "out_shardings": found["out_shardings"](mesh)}
+    jitted = jax.jit(found["constrained"](carried_steps.looping_step, mesh), **shardings)
+    compiled = jitted.lower(*arguments).compile()
+    assert collectives(compiled.as_text()) == collectives(plan.lowering().compile().as_text())
+    placed = jax.device_put(arguments, shardings["in_shardings"])
+    for one, other in zip(compiled(*placed), jax.jit(carried_steps.looping_step)(*arguments), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_another_step_is_refused():
+    table = Table(1, {(0,): Inner("sin", makes={0: [P("data")]})})
+    made = jax.jit(constrain(jnp.sin, mesh_of(), table))(jnp.ones(8))
+    assert made.sharding.spec == P("data")
+    with pytest.raises(ValueError, match=r"operation \(0,\) of the step is cos, it was sin"):
+        jax.jit(constrain(jnp.cos, mesh_of(), table))(jnp.ones(8))
+    with pytest.raises(ValueError, match="has 2 operations, it had 1 when it was planned"):
+        jax.jit(constrain(lambda x: jnp.sin(jnp.sin(x)), mesh_of(), table))(jnp.ones(8))
+
+
+def test_explicit_style_takes_and_returns_types(plan):
+    found, mesh = defined(plan.to_code("explicit")), mesh_of()
+    arguments = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), carried_steps.arguments())
+    with jax.set_mesh(found["typed_mesh"](mesh)):
+        placed = jax.device_put(arguments, found["in_shardings"](mesh))
+        step = jax.jit(found["explicit"](carried_steps.train_step, mesh))
+        made = jax.eval_shape(step, *placed)
+        compiled = step.lower(*placed).compile()
+    for one, planned in ((placed[0], plan.in_shardings[0]), (made[0], plan.out_shardings[0])):
+        specs = [jax.typeof(leaf).sharding.spec if isinstance(leaf, jax.Array) else leaf.sharding.spec
+                 for leaf in jax.tree.leaves(one)]  # fmt: skip
+        assert [P(*spec) for spec in specs] == [
+            P(*sharding.spec, *[None] * (len(spec) - len(sharding.spec)))
+            for spec, sharding in zip(specs, jax.tree.leaves(planned), strict=True)
+        ]
+    assert collectives(compiled.as_text()) == collectives(plan.lowering().compile().as_text())
+
+
+def test_a_step_of_explicit_mode_keeps_its_types():
+    mesh = mesh_of(AxisType.Explicit)
+
+    def step(w, x):
+        return jax.sharding.reshard(w, P("data", None)) * 2.0, jnp.sum(x)
+
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.ones((16, 8)), P("data", None))
+        plan = autoshard.plan(step, w, jnp.ones((8, 16)), mesh=mesh)
+        found = defined(plan.to_code())
+        assert found["in_shardings"](mesh)[0] == plan.in_shardings[0]
+        made, _ = jax.jit(step, in_shardings=found["in_shardings"](mesh))(w, jnp.ones((8, 16)))
+    assert jax.typeof(made).sharding.spec == P("data", None)
+    assert "explicit mode" in plan.to_code()
+
+
+def test_classes_that_no_module_names_are_taken_from_the_arguments():
+    class Local(carried_steps.NamedTuple):
+        w: object
+
+    def step(state, x):
+        return Local(state.w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state.w))
+
+    arguments = Local(jnp.ones((16, 8))), jnp.ones((8, 16))
+    mesh = mesh_of()
+    plan = autoshard.plan(step, *arguments, mesh=mesh, fixed={"state/w": P("data")})
+    found = defined(plan.to_code())
+    with pytest.raises(TypeError, match=r"in_shardings\(mesh, args\): its classes are needed"):
+        found["in_shardings"](mesh)
+    shardings = {
+        "in_shardings": found["in_shardings"](mesh, arguments),
+        "out_shardings": found["out_shardings"](mesh, jax.eval_shape(step, *arguments)),
+    }
+    made = jax.jit(step, **shardings)(*arguments)
+    assert made.w.sharding.spec == P("data")
+
+
+def test_a_plan_of_a_file_says_that_it_knows_no_step(plan):
+    loaded = autoshard.Plan.loads(plan.dumps(), plan.mesh)
+    code = loaded.to_code()
+    assert "comes from a file" in code and "constrained" not in code
+    assert [one.spec for one in jax.tree.leaves(defined(code)["in_shardings"](plan.mesh))] == [
+        one.spec for one in jax.tree.leaves(loaded.in_shardings)
+    ]
+    with pytest.raises(autoshard.ArgumentError, match="style='yaml'"):
+        plan.to_code("yaml")
+
+
+TREES = [  # a pytree, the code of it
+    (None, "None"),
+    ((1, [2], {}), "(0, [1,],{},)"),
+    ({"a b": 1, "c": (2,)}, '{"a b": 0, "c": (1,),}'),
+    (collections.OrderedDict(b=1, a=2), 'collections.OrderedDict([("b", 0,), ("a", 1,),])'),
+    (carried_steps.Pair(1, {2: 3}), "carried_steps.Pair(up=0, down={2: 1,},)"),
+    (carried_steps.Counter(1, {"loss": 2}), 'node(carried_steps.Counter, ("names", {"loss": 2}), [0,])'),
+    (carried_steps.Average(1), "node(carried_steps.Average, (ANY, 0.9), [0,])"),
+]
+
+
+@pytest.mark.parametrize("tree, code", TREES, ids=[code for _, code in TREES])
+def test_containers(tree, code):
+    structure = jax.tree.structure(tree)
+    found = expression_of(structure, [Line(str(i)) for i in range(structure.num_leaves)])
+    text = found.text(0).replace("\n", " ")
+    assert text.replace(" ", "") == code.replace(" ", "")
+
+
+def test_static_data_that_is_no_literal_stands_for_anything():
+    assert literal((1.5, float("nan"), "it's", b"x", {1, 2})) == f"(1.5, float('nan'), \"it's\", b'x', {ANY})"
+    with pytest.raises(UnwritableError):
+        expression_of(jax.tree.structure(type("Local", (carried_steps.Pair,), {})(1, 2)), [Line("0")] * 2)

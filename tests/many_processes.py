@@ -1,0 +1,254 @@
+"""One process of several that share a mesh. It goes through situations in turn, and writes what came of each.
+
+python many_processes.py <index> <processes> <port> <folder> <situation>...
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+DEVICES = 2  # per process
+WEIGHTS, BATCH = np.ones((8, 32), np.float32), np.linspace(0, 1, 256, dtype=np.float32).reshape(32, 8)
+HERE, COUNT, PORT = map(int, sys.argv[1:4])
+FOLDER = Path(sys.argv[4])
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", DEVICES)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{PORT}", COUNT, HERE)
+
+import autoshard  # noqa: E402
+from autoshard import planning, processes  # noqa: E402
+
+processes.PATIENCE = processes.Patience(poll=0.05, beat=0.2, silence=4.0, arrival=6.0)
+SEARCHES = [0]
+solved = planning._solved
+
+
+def counted(*args):
+    SEARCHES[0] += 1
+    return solved(*args)
+
+
+planning._solved = counted
+
+
+def mesh_of(count=COUNT):
+    """All devices of the first so many processes."""
+    devices = [one for one in jax.devices() if one.process_index < count]
+    return jax.sharding.Mesh(np.array(devices).reshape(count, DEVICES), ("x", "y"))
+
+
+def slow(mesh):
+    """Chips so slow that splitting pays even for small arrays."""
+    links = {axis: autoshard.Link(latency=1e-9, bandwidth=1e10) for axis in mesh.shape}
+    return autoshard.Topology(links, memory_bytes=16e9, memory_bandwidth=1e9, flops={"float32": 1e9})
+
+
+def placed(array, mesh):
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P()), lambda index: array[index])
+
+
+def step(weights, batch):
+    return weights - 0.1 * jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)
+
+
+def trained(decorated, mesh, steps=2, weights=WEIGHTS, batch=BATCH):
+    """The sum of the weights after some steps."""
+    weights, batch = placed(weights, mesh), placed(batch, mesh)
+    for _ in range(steps):
+        weights = decorated(weights, batch)
+    total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(weights)
+    return float(total.addressable_data(0))
+
+
+def decorated(fn=step, mesh=None, **options):
+    mesh = mesh or mesh_of()
+    return autoshard.autoshard(fn, mesh=mesh, **{"topology": slow(mesh), "time_limit": 10} | options), mesh
+
+
+def differs(name, first, others):
+    """An option that the first process gives otherwise than the others."""
+    return {name: first if HERE == 0 else others}
+
+
+def works():
+    return trained(*decorated())
+
+
+def searches_end_at_different_points():
+    """Plans differ if each process keeps its own: the first one's splits the batch, the last one's the weights."""
+    wanted = {"fixed": {"batch": P("x") if HERE == 0 else P()}}
+    own = planning._cached
+    planning._cached = lambda program, rules, options, keywords: own(
+        program, rules, planning.replace(options, **wanted), keywords
+    )
+    try:
+        return trained(*decorated(lambda weights, batch: step(weights, jnp.tanh(batch))))
+    finally:
+        planning._cached = own
+
+
+def one_has_a_cached_plan():
+    fn = lambda weights, batch: step(weights, jnp.sin(batch))  # noqa: E731
+    before = SEARCHES[0]
+    folder = FOLDER / f"cache of {HERE}"
+    if HERE:  # of a run of this process alone
+        mesh = mesh_of()
+        autoshard.plan(fn, WEIGHTS, BATCH, mesh=mesh.abstract_mesh, topology=slow(mesh), time_limit=10, cache=folder)
+    return trained(*decorated(fn, cache=folder)), SEARCHES[0] - before
+
+
+def plan_on_the_first_alone():
+    fn, mesh = decorated(lambda weights, batch: step(weights, jnp.cos(batch)))
+    if HERE == 0:
+        str(fn.plan(WEIGHTS, BATCH))
+    return trained(fn, mesh)
+
+
+def plans_are_equal():
+    fn, _ = decorated(lambda weights, batch: step(weights, jnp.exp(batch)), time_limit=10 + HERE)
+    before = SEARCHES[0]
+    return str(fn.plan(WEIGHTS, BATCH).in_shardings), SEARCHES[0] - before
+
+
+def replanned_to_fit():
+    """The first plan is over the limit by the compiler's account: all processes plan again alike."""
+    from autoshard.compiled import memory_check
+
+    own = memory_check.peak_bytes
+    seen = []
+    memory_check.peak_bytes = lambda program: seen.append(1) or (2.0**40 if HERE and len(seen) == 1 else own(program))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fn, mesh = decorated(lambda weights, batch: step(weights, jnp.abs(batch)), memory="1MiB")
+            return trained(fn, mesh), len(seen)
+    finally:
+        memory_check.peak_bytes = own
+
+
+def two_of_them():
+    """A mesh of the first two processes; the others have nothing to do with it."""
+    return trained(*decorated(mesh=mesh_of(2))) if HERE < 2 else None
+
+
+def works_after_errors():
+    return trained(*decorated(lambda weights, batch: step(weights, 1 - batch)))
+
+
+def different_memory():
+    return trained(*decorated(**differs("memory", "1GiB", "2GiB")))
+
+
+def different_code():
+    return trained(*decorated(step if HERE == 0 else lambda weights, batch: jnp.tanh(step(weights, batch))))
+
+
+def different_numbers():
+    rate = 0.1 if HERE == 0 else 0.2
+    return trained(*decorated(lambda weights, batch: weights - rate * jnp.mean(batch) ** 2))
+
+
+def different_shapes():
+    return trained(*decorated(), batch=BATCH if HERE == 0 else BATCH[:16])
+
+
+def different_code_in_plan():
+    """One that is asked for a plan alone waits for no other process, and the first run finds out."""
+    fn, mesh = decorated(lambda weights, batch: step(weights, batch * 2 if HERE else batch + 2))
+    fn.plan(WEIGHTS, BATCH)
+    return trained(fn, mesh)
+
+
+def one_has_a_plan_file():
+    mesh = mesh_of()
+    local = autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh.abstract_mesh, topology=slow(mesh))
+    return trained(*decorated(plan=local if HERE == 0 else None, mesh=mesh))
+
+
+def nothing_fits():
+    return trained(*decorated(memory=100))
+
+
+def planning_fails():
+    def failing(*args):
+        raise ZeroDivisionError("planted") if HERE == 0 else AssertionError("only the first plans")
+
+    own, planning._cached = planning._cached, failing
+    try:
+        return trained(*decorated(lambda weights, batch: step(weights, -batch)))
+    finally:
+        planning._cached = own
+
+
+def interrupted():
+    def failing(*args):
+        raise KeyboardInterrupt
+
+    own, planning._cached = planning._cached, failing
+    try:
+        return trained(*decorated(lambda weights, batch: step(weights, 3 - batch)))
+    finally:
+        planning._cached = own
+
+
+def tracing_fails_on_the_last():
+    def failing(weights, batch):
+        if COUNT - 1 == HERE:
+            raise ZeroDivisionError("planted")
+        return step(weights, batch / 2)
+
+    return trained(*decorated(failing))
+
+
+def the_last_never_comes():
+    if COUNT - 1 > HERE:
+        return trained(*decorated(lambda weights, batch: step(weights, batch + 7)))
+    while not (FOLDER / "the_last_never_comes.0").exists():
+        time.sleep(0.1)
+    return None
+
+
+def the_last_dies():
+    fn, mesh = decorated(lambda weights, batch: step(weights, batch + 5))
+    if COUNT - 1 == HERE:
+        time.sleep(0.5)
+        os._exit(0)
+    return trained(fn, mesh)
+
+
+def the_first_dies():
+    fn, mesh = decorated(lambda weights, batch: step(weights, batch + 6))
+    if HERE == 0:
+        time.sleep(0.5)
+        os._exit(0)
+    return trained(fn, mesh)
+
+
+def outcome(situation):
+    start = time.monotonic()
+    try:
+        result = {"value": globals()[situation]()}
+    except BaseException as error:
+        kind = "AutoshardError" if isinstance(error, autoshard.AutoshardError) else ""
+        result = {"error": type(error).__name__, "kind": kind, "text": str(error)}
+    return result | {"seconds": time.monotonic() - start}
+
+
+for name in sys.argv[5:]:
+    (FOLDER / f"{name}.{HERE}").write_text(json.dumps(outcome(name)))
+ended = time.monotonic() + 10
+while len(list(FOLDER.glob(f"{name}.*"))) < COUNT - (name == "the_last_dies") and time.monotonic() < ended:
+    time.sleep(0.05)  # the first has what the others talk through
+sys.stdout.flush()
+os._exit(0)  # JAX would wait for a process that has ended

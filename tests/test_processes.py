@@ -1,0 +1,196 @@
+"""Processes that share a mesh run one plan, or all of them raise: real processes, which talk over gloo on CPU."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import mesh_of, slow_chips
+
+import autoshard
+from autoshard import agreement
+from autoshard.agreement import Claims
+from autoshard.options import options_of
+from autoshard.propagation import rules_for
+
+HERE = Path(__file__).parent
+SECONDS = 20.0  # within which a situation ends on all processes
+
+WORK = [
+    "works",
+    "searches_end_at_different_points",
+    "one_has_a_cached_plan",
+    "plan_on_the_first_alone",
+    "plans_are_equal",
+    "replanned_to_fit",
+    "two_of_them",
+    "works_after_errors",
+]
+# Situation -> what every process but the one that caused it says.
+FAIL = {
+    "different_memory": "They differ in memory:\n  process 0: 1.0 GiB\n  process ",
+    "different_code": "They differ in step",
+    "different_numbers": "process 0: mul [[], []] -> [[]] with [0.1",
+    "different_shapes": "They differ in arguments:\n  process 0: batch float32[32, 8]\n  process ",
+    "different_code_in_plan": "process 0: add [[32, 8], []] -> [[32, 8]] with [2.0] at many_processes.py:",
+    "one_has_a_plan_file": "process 0: given, ",
+    "nothing_fits": "no sharding fits in 100 B per device",
+    "planning_fails": "process 0 of the mesh failed: ZeroDivisionError: planted",
+    "interrupted": "process 0 of the mesh failed: KeyboardInterrupt",
+    "tracing_fails_on_the_last": "failed: ZeroDivisionError: planted",
+    "the_last_never_comes": "has not come to this step in ",
+    "the_last_dies": "has ended or hangs",
+}
+CAUSE = {
+    "planning_fails": 0,
+    "interrupted": 0,
+    "tracing_fails_on_the_last": -1,
+    "the_last_never_comes": -1,
+    "the_last_dies": -1,
+}
+LAST = ["the_last_never_comes", "the_last_dies"]  # after which there is no going on
+ORDER = [*WORK[:-1], *(name for name in FAIL if name not in LAST), WORK[-1], *LAST]
+
+
+def launched(count: int, folder: Path) -> dict[str, list[dict]]:
+    """What came of each situation on each process."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    running = []
+    for index in range(count):
+        command = [sys.executable, str(HERE / "many_processes.py"), str(index), str(count), port, str(folder), *ORDER]
+        with (folder / f"output.{index}").open("w") as output:
+            running.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        for process in running:
+            process.wait(timeout=240)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+    def outcome(name: str, index: int) -> dict:
+        path = folder / f"{name}.{index}"
+        return json.loads(path.read_text()) if path.exists() else {"missing": True}
+
+    return {name: [outcome(name, index) for index in range(count)] for name in {*ORDER}}
+
+
+@pytest.fixture(scope="module", params=[4, pytest.param(2, marks=pytest.mark.slow)])
+def outcomes(request, tmp_path_factory):
+    return launched(request.param, tmp_path_factory.mktemp("processes"))
+
+
+def step(weights, batch):
+    return weights - 0.1 * jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)
+
+
+WEIGHTS, BATCH = np.ones((8, 32), np.float32), np.linspace(0, 1, 256, dtype=np.float32).reshape(32, 8)
+ALONE = {
+    "works": step,
+    "searches_end_at_different_points": lambda w, b: step(w, jnp.tanh(b)),
+    "one_has_a_cached_plan": lambda w, b: step(w, jnp.sin(b)),
+    "plan_on_the_first_alone": lambda w, b: step(w, jnp.cos(b)),
+    "replanned_to_fit": lambda w, b: step(w, jnp.abs(b)),
+    "two_of_them": step,
+    "works_after_errors": lambda w, b: step(w, 1 - b),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_the_numbers_are_those_of_one_device(outcomes, name):
+    expected = WEIGHTS
+    for _ in range(2):
+        expected = ALONE[name](expected, BATCH)
+    values = [one["value"] for one in outcomes[name]]
+    values = values[:2] if name == "two_of_them" else values
+    for value in values:
+        np.testing.assert_allclose(value[0] if isinstance(value, list) else value, jnp.sum(expected), rtol=1e-5)
+
+
+def test_only_the_first_searches(outcomes):
+    (plan, searches), *others = (one["value"] for one in outcomes["plans_are_equal"])
+    assert searches == 1 and others == [[plan, 0]] * len(others)
+    (_, searches), *others = (one["value"] for one in outcomes["one_has_a_cached_plan"])
+    assert searches == 1 and all(value[1] == 1 for value in others)  # that which filled the cache
+
+
+def test_all_plan_again_where_one_compiler_asks_for_more_memory(outcomes):
+    assert [one["value"][1] for one in outcomes["replanned_to_fit"]] == [2] * len(outcomes["replanned_to_fit"])
+
+
+@pytest.mark.parametrize("name", FAIL)
+def test_all_processes_raise(outcomes, name):
+    found = outcomes[name]
+    cause = {CAUSE.get(name)} - {None}
+    cause = {index % len(found) for index in cause}
+    for index, one in enumerate(found):
+        if index in cause:
+            assert one.get("kind") != "AutoshardError", one  # its own error, or none
+        else:
+            assert one["kind"] == "AutoshardError" and FAIL[name] in one["text"], one
+            assert one["seconds"] < SECONDS
+    assert len({one["error"] for i, one in enumerate(found) if i not in cause}) == 1
+
+
+def claims(fn=step, shape=None, args=(WEIGHTS, BATCH), given=None, keywords=None, **options):
+    mesh = mesh_of(shape or {"x": 4, "y": 2})
+    options = {"mesh": mesh, "topology": slow_chips(mesh.shape)} | options
+    program = autoshard.autoshard(fn, **options).trace(*args)
+    return Claims.of(program, rules_for(program), options_of(**options), keywords or {}, given)
+
+
+def named(fn, name="step"):
+    fn.__name__ = name
+    return fn
+
+
+CONSTANT = np.arange(8.0, dtype=np.float32)
+DIFFERENT = {
+    "step": {"fn": lambda w, b: step(w, b)},
+    "mesh": {"shape": {"x": 2, "y": 4}},
+    "arguments": {"args": (WEIGHTS, BATCH[:16])},
+    "operations": {"fn": named(lambda weights, batch: step(weights, jnp.tanh(batch)))},
+    "constants": {},
+    "memory": {"memory": "1GiB"},
+    "topology": {"topology": replace(slow_chips("xy"), memory_bandwidth=2e9)},
+    "fixed": {"fixed": {"batch": jax.sharding.PartitionSpec("x")}},
+    "refine": {"refine": 2},
+    "ignore_constraints": {"ignore_constraints": True},
+    "trips": {"trips": 7},
+    "jit keywords": {"keywords": {"keep_unused": True}},
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_every_difference_is_told(what):
+    """After the way through the store, too."""
+    ours, theirs = claims(), claims(**DIFFERENT[what])
+    if what == "constants":
+        ours, theirs = (claims(named(lambda w, b, c=CONSTANT + i: step(w, b) + jnp.sum(c))) for i in range(2))
+    assert ours.difference(Claims.loads(ours.dumps()), 1, 0) == ""
+    told = ours.difference(Claims.loads(theirs.dumps()), 1, 0)
+    assert f"They differ in {what}:\n  process 0: " in told and "\n  process 1: " in told
+
+
+def test_limits_of_the_search_may_differ():
+    assert claims(time_limit=5).difference(claims(time_limit=50, cache="plans"), 1, 0) == ""
+
+
+def test_layouts_count():
+    """Two plans of one program that differ in a layout have different digests."""
+    plan = autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh_of({"x": 4, "y": 2}))
+    annotations = plan.annotations
+    value, layout = next((value, layout) for value, layout in annotations.homes.items() if layout)
+    moved = {**annotations.homes, value: tuple(() if dim else ("x",) for dim in layout)}
+    other = replace(plan, annotations=replace(annotations, homes=moved))
+    assert agreement.digest_of(plan) == agreement.digest_of(replace(plan)) != agreement.digest_of(other)
