@@ -81,7 +81,7 @@ def formulate(
     fixed: Mapping[int, Layout] | None = None,
     beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
-    waits_only: bool = False,
+    moves_views: bool = False,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -94,9 +94,8 @@ def formulate(
         fixed: argument index -> layout that it must have.
         beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
-        waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
+        moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
     """
-    again = functools.partial(formulate, program, rules, mesh, topology, memory=memory, fixed=fixed, beside=beside)
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
     if program is not traced:
@@ -104,7 +103,8 @@ def formulate(
         rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
     groups = groups_of(program, rules, backend, mesh)
     widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
-    prices = Prices(
+    make_prices = functools.partial(
+        Prices,
         mesh,
         topology,
         widths,
@@ -117,11 +117,21 @@ def formulate(
         rounded=rounded_for_loops(program, widths),
         instead=read_through(groups),
         images=image_dims(program),
-        waits_only=waits_only,
     )
-    found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}).formulation(memory)
-    waits = functools.partial(again, backend=backend, waits_only=True)
-    return replace(found, fingerprint=traced.fingerprint, waits=functools.cache(lambda: waits().problem))
+    make = functools.partial(
+        _Formulator,
+        program,
+        groups,
+        fixed=fixed or {},
+        backend=backend,
+        beside=beside or {},
+        moves_views=moves_views,
+    )
+    prices = make_prices()
+    found = make(prices).formulation(memory)
+    alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
+    waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
+    return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
 
 
 class _Formulator:
@@ -133,8 +143,11 @@ class _Formulator:
         fixed: Mapping[int, Layout],
         backend: Backend,
         beside: Mapping[int, frozenset[str]],
+        moves_views: bool,
+        *,
+        counts_memory: bool = True,
     ):
-        self.beside = beside
+        self.beside, self.moves_views, self.counts_memory = beside, moves_views, counts_memory
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
@@ -168,6 +181,7 @@ class _Formulator:
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
             program=self.program,
+            rules=(),
             mesh=self.prices.mesh,
             prices=self.prices,
             groups=self.groups,
@@ -365,7 +379,7 @@ class _Formulator:
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
             table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
-        if group.is_view:  # what it views can as well be resharded, and is counted
+        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
             stays = self.prices.stays(value, leaves, wants)
             if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
@@ -466,7 +480,7 @@ class _Formulator:
 
     def _hold(self, held: Iterable[HeldBytes]) -> None:
         """Counts what terms of memory hold; temporaries with the gaps between them."""
-        for part in held:
+        for part in held if self.counts_memory else ():
             (start, end), usage = part.span, part.usage
             if part.in_heap and not (start < end and usage.any()):
                 continue

@@ -33,6 +33,7 @@ from autoshard.model.pricing.prices import PricedStrategies, Prices
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups
 from autoshard.model.xla.rounding import Readers
 from autoshard.program import Program, Value
+from autoshard.propagation.rule import Rule
 from autoshard.solver.problem import Live, Problem
 
 
@@ -55,6 +56,7 @@ class Formulation:
     """The problem, and what each of its nodes and options means."""
 
     program: Program
+    rules: Sequence[Rule]  # one per equation
     mesh: Mapping[str, int]  # without axes of one device
     prices: Prices
     groups: Sequence[Group]
@@ -84,14 +86,14 @@ class Formulation:
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
-        return int(self._in_use(choice).max())
+        return int(self.in_use(choice).max())
 
     def peak_outside_chip(self, choice: Sequence[int]) -> int:
         """The same without temporaries, if these all fit into the chip's own memory.
 
         Limits are held against the whole, since no row of a `Problem` knows which temporaries live at other points.
         """
-        in_use = self._in_use(choice)
+        in_use = self.in_use(choice)
         temporaries = self._sum(self.on_chip, choice)
         temporaries += self._sum_of_spans(self._resharding_lives(choice))
         if temporaries.max() <= self.prices.backend.on_chip_bytes:
@@ -100,7 +102,7 @@ class Formulation:
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
-        over = self._in_use(choice) > limit
+        over = self.in_use(choice) > limit
         kinds = set()
         for resharding in self.reshardings:
             extra = resharding.extra(*resharding.layouts(choice), self.prices)
@@ -109,7 +111,7 @@ class Formulation:
                 kinds.add(resharding.kind)
         return [resharding for resharding in self.reshardings if resharding.kind in kinds]
 
-    def _in_use(self, choice: Sequence[int]) -> np.ndarray:
+    def in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
         return self._sum(self.problem.lives, choice) + self._sum_of_spans(self._resharding_lives(choice))
 

@@ -86,9 +86,11 @@ class Prices:
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
         waits_only: bool = False,
+        steps: dict[int, ReshardingSteps] | None = None,
     ):
         """
         Args:
+            steps: rank of arrays -> steps between their layouts, as other prices for this mesh and backend know them.
             waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
         """
         topology.check(mesh)
@@ -110,7 +112,7 @@ class Prices:
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
-        self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
+        self.steps_by_rank: dict[int, ReshardingSteps] = {} if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
@@ -310,7 +312,7 @@ class Prices:
         return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
 
     def _steps_of(self, rank: int) -> ReshardingSteps:
-        return self._steps.setdefault(rank, ReshardingSteps(self.mesh, self.backend.gathers))
+        return self.steps_by_rank.setdefault(rank, ReshardingSteps(self.mesh, self.backend.gathers))
 
     def _out_of_order(self, shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """[several, source, target]: whether what is gathered, in one dim or in several, is copied into order."""
