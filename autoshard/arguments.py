@@ -211,7 +211,11 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
                 f"{name} lies on devices {sorted(device.id for device in elsewhere)}, which are not in the mesh "
                 f"{dict(sharding.mesh.shape)}.\nMove it first (jax.device_put), or give autoshard a mesh that has them."
             )
-        if donated and len(elsewhere) < len(leaf.sharding.device_set):
+        copies = donated and len(elsewhere) < len(leaf.sharding.device_set)
+    else:
+        copies = False
+    with jax.ensure_compile_time_eval():  # the step may be called while another function is being traced
+        if copies:
             # The result of the device_put below may share the array's memory. To donate it would delete the array.
             leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
-    return jax.device_put(leaf, sharding)
+        return jax.device_put(leaf, sharding)
