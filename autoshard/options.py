@@ -13,12 +13,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.layout import with_auto_axes
+from autoshard.layout import Layout, with_auto_axes
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.plans.plan import PlanData
+from autoshard.solver.progress import Progress
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -44,7 +45,12 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    until: float | None = None  # when the time limit ends, as `time.monotonic` has it; None: it has not begun
+    microbatches: int | None = 1  # how many the step runs in; None: as many as it takes to fit
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
+    given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
+    progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
+    pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
 
 
 def options_of(
@@ -58,6 +64,7 @@ def options_of(
     refine: Any = 1,
     ignore_constraints: Any = False,
     trips: Any = None,
+    microbatches: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -70,6 +77,7 @@ def options_of(
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
     given_mesh, mesh = mesh, with_auto_axes(mesh)
+    given_topology = topology
     machine = topology if isinstance(topology, str) else None
     backend = backend_of(mesh, machine)
     if isinstance(topology, str):
@@ -109,7 +117,22 @@ def options_of(
         _turns(trips),
         given_mesh,
         memory is not None,
+        microbatches=_count(microbatches),
+        given_topology=given_topology,
     )
+
+
+def _count(microbatches: Any) -> int | None:
+    """How many microbatches; None for "auto".
+
+    >>> _count(None), _count(4), _count("auto")
+    (1, 4, None)
+    """
+    if microbatches is None or microbatches == "auto":
+        return 1 if microbatches is None else None
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches!r}; how many is needed, 1 or more, or 'auto'")
+    return microbatches
 
 
 def _folder(path: str | Path) -> Path:

@@ -18,6 +18,7 @@ from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.nodes import Node, number_of
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
+from autoshard.plans.shown_json import shown_from_json, shown_to_json
 from autoshard.plans.tree_json import tree_from_json, tree_to_json
 from autoshard.program.paths import printable
 from autoshard.program.trees import Tree
@@ -74,6 +75,7 @@ def _of_some_plans(plan: PlanData) -> dict:
         ({"captured": captured} if captured else {})
         | ({"in_place": in_place} if in_place else {})  # results that stand in modules among the arguments alone
         | ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
+        | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
 
@@ -163,6 +165,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
         compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
         captured=captured,
+        **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
     return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
 
@@ -171,7 +174,7 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("in_place", "compiled_peak", "digest"),
+    *("in_place", "compiled_peak", "shown", "digest"),
 )
 
 
@@ -185,8 +188,8 @@ def _alternatives(found: Node, absent: Node | None, axes: MeshShape) -> dict[str
     }
 
 
-def _argument_tree(node: Node, leaves: int) -> Tree:
-    tree = tree_from_json(node, leaves)
+def _argument_tree(node: Node, arrays: int) -> Tree:
+    tree = tree_from_json(node, arrays)
     kinds = [child.structure.node_data() for child in tree.children()]
     if [kind and kind[0] for kind in kinds] != [tuple, dict]:
         raise node.wrong("a tuple of positional and a dict of keyword arguments")

@@ -99,7 +99,7 @@ class Tree:
 
     def indices(self) -> list[int | None]:
         """Per leaf that JAX finds in the user's pytree, which array it is; None for a static leaf."""
-        if not _holds_objects(self.structure):
+        if not holds_flat_objects(self.structure):
             return list(self.order)
         return jax.tree.leaves(self.filled(range(1 + max(index for index in self.order if index is not None))))
 
@@ -238,9 +238,10 @@ class FlatObject:
         return cls(recipe, values)
 
 
-def _holds_objects(structure: PyTreeDef) -> bool:
+def holds_flat_objects(structure: PyTreeDef) -> bool:
+    """Whether some node of a pytree is a FlatObject."""
     node = structure.node_data()
-    return node is not None and (node[0] is FlatObject or any(map(_holds_objects, structure.children())))
+    return node is not None and (node[0] is FlatObject or any(map(holds_flat_objects, structure.children())))
 
 
 def _restored(tree: Any) -> Any:
