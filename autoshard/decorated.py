@@ -39,7 +39,7 @@ from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, pla
 from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal, trace
 from autoshard.program.explicit import is_explicit, type_sharding
-from autoshard.program.flattening import FlatCall, flattened
+from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
@@ -180,6 +180,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._planned_before: PlansByProgram = {}
         # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
         self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._modules_before: CallStructure | None = None  # of the last call, if there were nnx modules in it
         self._last: _Call | None = None  # the last call, if all of its arguments lay as planned
 
     @overload
@@ -196,7 +197,7 @@ class ShardedFunction(Generic[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         static, dynamic = self._static.split(args, kwargs)
         last, refused = self._last, False
-        flat = flattened(dynamic, last and last.signature[2])
+        flat = flattened(dynamic, last.signature[2] if last is not None else self._modules_before)
         leaves = flat.arrays
         signature = _kinds(static), static, flat.structure  # types first: values of unlike types are never compared
         if last is not None and last.signature == signature and not any(is_deleted(leaves[i]) for i in last.sentinels):
@@ -213,6 +214,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if flat.is_guess:
             flat = flattened(dynamic)
             leaves, signature = flat.arrays, (*signature[:2], flat.structure)
+        self._modules_before = flat.structure if flat.structure.has_modules else None
         if _by_hand() or _transforms_types(leaves):
             plain = self._fn if flat.is_special else jax.jit(self._fn, **self._trace_keywords)
             inner: Result = plain(*args, **kwargs)

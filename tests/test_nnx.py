@@ -304,6 +304,17 @@ def test_shared_variables_stand_in_every_module_that_has_them():
     assert first.kernel.get_value() == second.kernel.get_value() == plan.arguments[1].sharding(plan.mesh)
 
 
+def test_a_module_that_is_no_argument_is_named():
+    model = linear()
+
+    def step(x):
+        return sgd(model, x)
+
+    line = sgd.__code__.co_firstlineno + 1
+    with pytest.raises(ArgumentError, match=rf"step changes .* at test_nnx.py:{line} .*\nPass the module"):
+        sharded(step)(X)
+
+
 def test_references_to_arrays_are_refused():
     with pytest.raises(ArgumentError, match=r"counter is .*Ref.*\n.*write it back"):
         sharded(lambda counter: counter[...] + 1)(nnx.Variable(jnp.zeros(8), ref=True))

@@ -61,6 +61,8 @@ def flattened(dynamic: Arguments, before: CallStructure | None = None) -> FlatCa
     if before is None or before.has_modules:
         modules = module_arguments(dynamic)
         if modules is not None:
+            if before is not None and before.tree == modules.structure:
+                return FlatCall(modules.arrays, before, modules)
             return FlatCall(modules.arrays, CallStructure(modules.structure, (), (), True), modules)
     leaves, tree = jax.tree.flatten(dynamic)
     if before is not None and before.tree == tree:
