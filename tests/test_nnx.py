@@ -138,10 +138,12 @@ def random_numbers():
 
 
 STEPS = [documented, model_in_optimizer, nested, returned, graph_changes, random_numbers]
+CASES = [*((make, True) for make in STEPS), *((make, False) for make in (nested, returned, graph_changes))]
 
 
-@pytest.mark.parametrize("donated", [True, False], ids=["donated", "kept"])
-@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make, donated", CASES, ids=[f"{make.__name__}, {'donated' if donated else 'kept'}" for make, donated in CASES]
+)
 def test_modules_are_changed_as_nnx_jit_changes_them(make, donated):
     step, ours = make()
     _, theirs = make()
