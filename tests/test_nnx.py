@@ -322,6 +322,11 @@ def test_references_to_arrays_are_refused():
         sharded(lambda counter: counter[...] + 1)(nnx.Variable(jnp.zeros(8), ref=True))
 
 
+def test_verify_reads_what_nnx_jit_compiles():
+    found = autoshard.verify(nnx.jit(sgd), linear(), X, mesh=mesh_of(SHAPE))
+    assert found.actual_peak > 0 and "Give verify autoshard(fn, ...) instead" in str(found)
+
+
 def test_metadata_of_variables_is_a_wish():
     class Pair(nnx.Module):
         def __init__(self, rngs):
