@@ -114,6 +114,10 @@ class _Call(NamedTuple):
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
 
+    def may_run(self, flat: FlatCall) -> bool:
+        """Whether no argument has to be looked at, as one that is deleted or that has to be copied."""
+        return not any(is_deleted(flat.arrays[i]) for i in self.sentinels) and not flat.share_arrays
+
 
 @functools.lru_cache(maxsize=16)
 def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
@@ -200,7 +204,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         flat = flattened(dynamic, last.signature[2] if last is not None else self._modules_before)
         leaves = flat.arrays
         signature = _kinds(static), static, flat.structure  # types first: values of unlike types are never compared
-        if last is not None and last.signature == signature and not any(is_deleted(leaves[i]) for i in last.sentinels):
+        if last is not None and last.signature == signature and last.may_run(flat):
             try:
                 with jax.no_tracing(True):  # run only what has been compiled, for arguments that lie as these do
                     results = last.run(*leaves)

@@ -220,6 +220,20 @@ def test_split_modules():
     assert sharded(sgd)(model, X) < second
 
 
+@pytest.mark.parametrize("donated", [0, (0, 1)], ids=["one", "both"])
+def test_a_clone_shares_arrays_that_are_donated(donated):
+    def step(model, target, x):
+        return sgd(model, x) + sgd(target, x)
+
+    decorated, model = sharded(step, donate_argnums=donated), linear()
+    losses = []
+    for _ in range(3):
+        target = nnx.clone(model)
+        losses.append(decorated(model, target, X))
+        assert_same(model, target)
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_a_step_that_raises_leaves_its_module():
     def step(model, x):
         model.kernel[...] = model.kernel[...] * 2

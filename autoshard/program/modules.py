@@ -124,6 +124,11 @@ class ModuleArguments:
         kinds = tuple(type(leaf) for _, leaf in self._static)
         self.structure: Hashable = _Hashed((self._tree, self._graphs, self._values, kinds, self._static))
 
+    @property
+    def share_arrays(self) -> bool:
+        """Whether an array stands in several variables, as in those of a module and its clone."""
+        return len(set(map(id, self.arrays))) < len(self.arrays)
+
     def tree(self) -> Tree:
         """The arguments as their author sees them: each module by itself, variables that it shares included."""
         static = {place for place, _ in self._static}
