@@ -25,7 +25,8 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
 from autoshard.plans.alternatives import alternatives_of
-from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
+from autoshard.plans.chosen import prediction_of
+from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.plans.shared_arguments import shared_layouts
@@ -306,11 +307,15 @@ def cheapest(formulation: Formulation, time_limit: float, until: float = math.in
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
     """
 
-    def solve(problem: Problem) -> Solution:
+    def solve(problem: Problem) -> Solution | None:
+        if time.monotonic() > until:
+            return None
         return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until)
 
     solution = solve_within(formulation, time_limit, until)
-    return with_limited_overlap(formulation, solution, solve, is_late=lambda: time.monotonic() > until)
+    if time.monotonic() > until:
+        return at_its_price(solution, prediction_of(formulation, solution.choice))
+    return with_limited_overlap(formulation, solution, solve)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

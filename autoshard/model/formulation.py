@@ -64,9 +64,7 @@ class Formulation:
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
-    waits: Callable[[], Problem] = field(
-        repr=False, default=lambda: Problem((), (), (), None)
-    )  # communication alone
+    waits: Callable[[], Problem] = field(repr=False, default=lambda: Problem((), (), (), None))  # communication alone
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
 
     def copied_for(self, value: Value, choice: Sequence[int]) -> Readers:
