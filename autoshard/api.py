@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -19,10 +19,12 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.formulating import formulate
 from autoshard.model.given_layouts import as_propagated
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
+from autoshard.padding.padded_function import PaddedFunction
 from autoshard.planning import checked_rules, comparison_of, lowered, remarks
 from autoshard.plans.making import make_plan
 from autoshard.program import Equation, Value
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts
+from autoshard.replanning.planner import Planner
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
 from autoshard.user_plan import Plan
 
@@ -41,6 +43,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     like: Plan | str | Path | None = None,
+    pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> ShardedFunction[Parameters, Result]: ...
@@ -60,6 +63,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     like: Plan | str | Path | None = None,
+    pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
@@ -90,6 +94,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     like: Plan | str | Path | None = None,
+    pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -132,6 +137,9 @@ def autoshard(
             (``{"solver.py:41": 64, "integrate*": 200}``). A guess by default, which the plan names.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
+        pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
+            results stay those of the batch: sums and means leave these rows out. A step of which this is not certain is
+            refused, with the line that stands in the way.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -157,11 +165,14 @@ def autoshard(
         trips=trips,
     )
     check_jit_keywords(jit_keywords)
+    if pad not in (None, "batch"):
+        raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
-        return ShardedFunction(fn, options=options, jit_keywords=jit_keywords, given=given)
+        kind = ShardedFunction if pad is None else PaddedFunction
+        return kind(fn, options=options, jit_keywords=jit_keywords, given=given)
 
     return decorate if fn is None else decorate(fn)
 
@@ -268,7 +279,8 @@ def evaluate(
     solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
     made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
     made = Plan.of(made, comparison_of(formulate_anew))
-    return lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords))
+    planner = Planner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
+    return planner.bound(lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords)))
 
 
 def verify(

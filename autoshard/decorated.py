@@ -29,7 +29,6 @@ from autoshard.arguments import (
 )
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import calls_back
-from autoshard.layout import shares_cores
 from autoshard.lower import Step, named_refusals
 from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
@@ -40,10 +39,13 @@ from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
+from autoshard.replanning.planner import Planner
+from autoshard.replanning.signatures import signature_remark
+from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
 
-_LOG = logging.getLogger("autoshard")
+_LOG = logging.getLogger("autoshard")  # says at INFO what is planned
 
 Parameters = ParamSpec("Parameters")  # of a step
 Rest = ParamSpec("Rest")  # of a method, less the instance
@@ -57,6 +59,7 @@ class _PlannedStep:
     plan: Plan
     program: Program
     context: Any  # of tracing; kept, so that no other context gets its address
+    planner: Planner
     is_checked: bool = False  # whether its compiled program has been held against the memory limit
 
     @property
@@ -106,20 +109,6 @@ class _Call(NamedTuple):
     compiled: _PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=16)
-def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
-    if shares_cores(mesh):
-        _say_that_cores_are_shared()
-
-
-@functools.cache  # once in a process
-def _say_that_cores_are_shared() -> None:
-    _LOG.warning(
-        "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
-        "makes no call faster. What a plan is worth elsewhere, its report predicts: print(step.plan(...))."
-    )
 
 
 class _Lock:
@@ -272,7 +261,8 @@ class ShardedFunction(Generic[Parameters, Result]):
             raise self._not_an_array(static, dynamic) or ArgumentError(said) from error
         if compiled is None:
             with uncollected():
-                program, used = self._trace(static, dynamic, types)
+                with LiveLine(f"tracing {getattr(self._fn, '__name__', 'the step')}"):
+                    program, used = self._trace(static, dynamic, types)
                 if not program.closes_over_tracers:
                     compiled = self._compiled.get((*key, used))
                 if compiled is None:
@@ -283,8 +273,6 @@ class ShardedFunction(Generic[Parameters, Result]):
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
-        if runs:
-            _say_if_cores_are_shared(compiled.plan.mesh)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
@@ -292,6 +280,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group)
         if self._group is not None:
             self._group.round += 1
+        plan = replace(compiled.planner.bound(plan), remark=compiled.plan.remark)
         made = replace(compiled, plan=plan, is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
@@ -301,8 +290,16 @@ class ShardedFunction(Generic[Parameters, Result]):
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
-            plan = planned(program, self._options, self._jit_keywords, self._planned_before, self._group)
-        return _PlannedStep(lowered(program, plan, self._jit_keywords), program, context())
+            with LiveLine(f"planning {program.name}") as line:
+                options = replace(self._options, progress=line.tell)
+                plan = planned(program, options, self._jit_keywords, self._planned_before, self._group)
+        is_given = self._given is not None
+        planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
+        plan = planner.bound(lowered(program, plan, self._jit_keywords))
+        if (last := next(reversed(self._compiled.values()), None)) is not None:
+            plan = replace(plan, remark=signature_remark(plan, last.plan))
+        _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
+        return _PlannedStep(plan, program, context(), planner)
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:

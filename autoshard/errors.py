@@ -27,6 +27,10 @@ class ConflictError(AutoshardError):
     """Two fixed shardings that cannot both hold."""
 
 
+class MissingPackageError(AutoshardError, ImportError):
+    """An optional package that is needed here is not installed."""
+
+
 class MemoryLimitError(AutoshardError):
     """No sharding fits. Carries the budget and the smallest one that would do, in bytes per device."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.layout import with_auto_axes
+from autoshard.layout import Layout, with_auto_axes
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.plans.plan import PlanData
+from autoshard.solver.progress import Progress
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -45,6 +46,9 @@ class Options:
     is_memory_given: bool = False  # whether the user said how much memory there is
     until: float | None = None  # when the time limit ends, as `time.monotonic` has it; None: it has not begun
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
+    given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
+    progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
+    pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
 
 
 def options_of(
@@ -70,6 +74,7 @@ def options_of(
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
     given_mesh, mesh = mesh, with_auto_axes(mesh)
+    given_topology = topology
     machine = topology if isinstance(topology, str) else None
     backend = backend_of(mesh, machine)
     if isinstance(topology, str):
@@ -109,6 +114,7 @@ def options_of(
         _turns(trips),
         given_mesh,
         memory is not None,
+        given_topology=given_topology,
     )
 
 

@@ -36,6 +36,7 @@ from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.progress import Progress
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
@@ -96,7 +97,7 @@ def checked(
         made = within_limit(plan, options.memory, _compiled, replanned, agreed)
         if before is not None and made is not plan:
             rules, _ = before[program.fingerprint]
-            before[program.fingerprint] = rules, replace(made, lowering=None)
+            before[program.fingerprint] = rules, replace(made, lowering=None, planner=None)
             if options.cache is not None and (group is None or group.leads):
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
@@ -201,14 +202,18 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
     return made
 
 
-def formulated(program: Program, rules: Sequence[Rule], options: Options) -> Formulation:
-    """The problem of a program under the options of `autoshard`."""
+def formulated(
+    program: Program, rules: Sequence[Rule], options: Options, fixed: Mapping[int, Layout] | None = None
+) -> Formulation:
+    """The problem of a program under the options of `autoshard`.
+
+    Args:
+        fixed: how arguments lie that may not lie otherwise; None: as the options and flax say.
+    """
     mesh_shape = dict(options.mesh.shape)
-    fixed = fixed_layouts(program, options.fixed, mesh_shape)
-    if options.like is not None:
-        fixed = _with_shared(program, fixed, options.like)
+    wished = wished_layouts(program, mesh_shape) if fixed is None else {}
+    fixed = asked_layouts(program, options) if fixed is None else fixed
     _check_types(program, fixed)
-    wished = wished_layouts(program, mesh_shape)
     return formulate(
         program,
         rules,
@@ -219,6 +224,18 @@ def formulated(program: Program, rules: Sequence[Rule], options: Options) -> For
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
+
+
+def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
+    """Argument index -> how the user wants it to lie, by `fixed=` and `like=`.
+
+    Raises:
+        ConflictError: the two contradict each other, or themselves.
+    """
+    fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
+    if options.like is not None:
+        fixed = _with_shared(program, fixed, options.like)
+    return {**options.pinned, **fixed}
 
 
 def _with_shared(program: Program, fixed: Mapping[int, Layout], like: PlanData) -> dict[int, Layout]:
@@ -279,11 +296,7 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
     until = options.until if options.until is not None else time.monotonic() + options.time_limit
     formulation = formulated(program, rules, options)
-    try:
-        searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
-        solution = cheapest(formulation, options.time_limit, max(until, searched_until))
-    except InfeasibleError as error:
-        raise _memory_error(program, error, options.backend.usable) from None
+    solution = solved(program, formulation, replace(options, until=until))
     said = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(functools.partial(formulated, program, rules, options))
 
@@ -299,20 +312,41 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
 
 
-def cheapest(formulation: Formulation, time_limit: float, until: float = math.inf) -> Solution:
+def solved(program: Program, formulation: Formulation, options: Options) -> Solution:
+    """The cheapest solution found within the memory limit.
+
+    Raises:
+        MemoryLimitError: there is none.
+    """
+    limit, now = options.time_limit, time.monotonic()
+    until = now + limit if options.until is None else max(options.until, now + LEAST_SEARCH_SHARE * limit)
+    try:
+        return cheapest(formulation, limit, options.progress, until=until)
+    except InfeasibleError as error:
+        raise _memory_error(program, error, options.backend.usable) from None
+
+
+def cheapest(
+    formulation: Formulation,
+    time_limit: float,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    until: float = math.inf,
+) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
     Args:
         time_limit: seconds that the search may take, and its measure of work.
+        progress: told what is known, as by `solve`.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
     """
 
     def solve(problem: Problem) -> Solution | None:
         if time.monotonic() > until:
             return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until)
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, progress, until=until)
 
-    solution = solve_within(formulation, time_limit, until)
+    solution = solve_within(formulation, time_limit, progress, until=until)
     if time.monotonic() > until:
         return at_its_price(solution, prediction_of(formulation, solution.choice))
     return with_limited_overlap(formulation, solution, solve)

@@ -36,7 +36,8 @@ ROOMS = {
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
         *("autoshard.processes", "autoshard.agreement"),
-        *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.__init__"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
+        *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],
 }
 

@@ -37,7 +37,7 @@ def searched(monkeypatch):
     """When each search is to end at the latest."""
     ends, solve = [], planning.solve_within
 
-    def noted(formulation, time_limit, until):
+    def noted(formulation, time_limit, progress=None, *, until):
         ends.append(until)
         return solve(formulation, time_limit)
 
@@ -80,13 +80,13 @@ def test_no_round_begins_late(monkeypatch, clock, late):
     monkeypatch.setattr(planning, "prediction_of", lambda *args: hidden)
     searches = []
 
-    def solve(*args):
+    def solve(*args, **keywords):
         searches.append(args)
         clock.by += 20 if late else 0
         return solution
 
     monkeypatch.setattr(planning, "solve_within", solve)
-    found = planning.cheapest(formulation, LIMIT, time.monotonic() + 10)
+    found = planning.cheapest(formulation, LIMIT, until=time.monotonic() + 10)
     assert found.cost == hidden.communication_seconds if late else len(searches) > 1
     assert len(searches) == 1 or not late
 

@@ -83,11 +83,11 @@ class Formulation:
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
-        return int(self._in_use(choice).max())
+        return int(self.in_use(choice).max())
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
-        over = self._in_use(choice) > limit
+        over = self.in_use(choice) > limit
         kinds = set()
         for resharding in self.reshardings:
             extra = resharding.extra(*resharding.layouts(choice), self.prices)
@@ -96,7 +96,7 @@ class Formulation:
                 kinds.add(resharding.kind)
         return [resharding for resharding in self.reshardings if resharding.kind in kinds]
 
-    def _in_use(self, choice: Sequence[int]) -> np.ndarray:
+    def in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
         difference = np.zeros(len(self.program.equations) + 2)
         for live in self.problem.lives:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Resharding, counted
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
+from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
@@ -33,7 +34,13 @@ SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
 
 
-def solve_within(formulation: Formulation, time_limit: float, until: float = math.inf) -> Solution:
+def solve_within(
+    formulation: Formulation,
+    time_limit: float,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    until: float = math.inf,
+) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
     What a resharding holds depends on two choices at once, so no problem has it at first. Small values may hold less
@@ -47,6 +54,7 @@ def solve_within(formulation: Formulation, time_limit: float, until: float = mat
 
     Args:
         time_limit: seconds to spend.
+        progress: told what is known, as by `solve`.
         until: when the clock ends the search, if that is before the time limit has passed.
 
     Raises:
@@ -72,7 +80,8 @@ def solve_within(formulation: Formulation, time_limit: float, until: float = mat
             break
         try:
             gap = ENOUGH if i else 0.0
-            solution = _solved(formulation, problem, reshardings, budget.part(ROUND_SHARE), gap=gap, accepts=within)
+            part = budget.part(ROUND_SHARE)
+            solution = _solved(formulation, problem, reshardings, part, gap=gap, accepts=within, progress=progress)
         except ForbiddenError:
             raise
         except SolverError:  # nothing fits, or nothing was found in time
@@ -93,7 +102,7 @@ def solve_within(formulation: Formulation, time_limit: float, until: float = mat
         problem = rounded
     needed, free = math.inf, 0.0
     try:
-        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit):
+        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit, progress):
             if needed == math.inf:
                 free = solution.bound  # the first is sought without a limit
             needed = min(needed, peak / usable)
@@ -133,7 +142,11 @@ def _solved(
 
 
 def _lean_solutions(
-    formulation: Formulation, problem: Problem, budget: Budget, time_limit: float
+    formulation: Formulation,
+    problem: Problem,
+    budget: Budget,
+    time_limit: float,
+    progress: Callable[[Progress], None] | None,
 ) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
@@ -147,7 +160,9 @@ def _lean_solutions(
     """
     first = budget.part(LEAST_SHARE)
     try:
-        solution = solve_for_plan(replace(problem, limit=0.0), time_limit=first.seconds, budget=first)
+        solution = solve_for_plan(
+            replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
+        )
         yield solution, formulation.peak_bytes(solution.choice)
         return
     except ForbiddenError:
@@ -167,7 +182,8 @@ def _lean_solutions(
                     continue  # about as good as any here
                 reshardings.update(dict.fromkeys(formulation.reshardings_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            last = _solved(formulation, leaner, reshardings, budget.part(1.0), iterations=LEAN_ITERATIONS, gap=ENOUGH)
+            how = {"iterations": LEAN_ITERATIONS, "gap": ENOUGH, "progress": progress}
+            last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
             peak = formulation.peak_bytes(last.choice)
             yield last, peak
     assert least.choice is not None, "`solve` says which choice needs so little"

@@ -18,6 +18,7 @@ from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.nodes import Node, number_of
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
+from autoshard.plans.shown_json import shown_from_json, shown_to_json
 from autoshard.plans.tree_json import tree_from_json, tree_to_json
 from autoshard.program.paths import printable
 from autoshard.program.trees import Tree
@@ -70,7 +71,8 @@ def _of_some_plans(plan: PlanData) -> dict:
     mesh = dict(plan.mesh.shape)
     captured = [_placed_to_json(placed, mesh) for placed in plan.captured]
     return ({"captured": captured} if captured else {}) | (
-        {"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {}
+        ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
+        | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
 
@@ -159,6 +161,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
         compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
         captured=captured,
+        **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
     return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
 
@@ -167,7 +170,7 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("compiled_peak", "digest"),
+    *("compiled_peak", "shown", "digest"),
 )
 
 

@@ -232,6 +232,12 @@ class FlatObject:
         return cls(recipe, values)
 
 
+def holds_flat_objects(structure: PyTreeDef) -> bool:
+    """Whether some node of a pytree is a FlatObject."""
+    node = structure.node_data()
+    return node is not None and (node[0] is FlatObject or any(map(holds_flat_objects, structure.children())))
+
+
 def _restored(tree: Any) -> Any:
     """A pytree with the objects that its FlatObjects stand for."""
     found, structure = jax.tree.flatten(tree, is_leaf=lambda node: isinstance(node, FlatObject))
