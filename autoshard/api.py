@@ -101,7 +101,8 @@ def autoshard(
     """Shards a train step over a mesh. Use it where `jax.jit` would stand.
 
     The first call of a signature traces the step, solves for the cheapest sharding of every value, places the inputs,
-    compiles and runs; later calls run.
+    compiles and runs; later calls run. What a step changes in nnx modules among its arguments is changed in the
+    caller's, as under `nnx.jit`. Leaves that are no arrays are static.
 
     >>> import jax.numpy as jnp
     >>> @autoshard(mesh=jax.make_mesh((jax.device_count(),), ("data",)), donate_argnums=0)
@@ -131,7 +132,8 @@ def autoshard(
             cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
             `refine` more searches and as many compilations.
         ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
-            `reshard`, `out_sharding=`, and the types of its arguments in explicit mode.
+            `reshard`, `out_sharding=`, the types of its arguments in explicit mode, and the names of mesh axes that
+            flax keeps beside arrays.
         trips: how often loops of unknown length turn, each `while` whose condition does not tell: a number for all, or
             numbers by line, by the function that the loop stands in, or by a glob of these
             (``{"solver.py:41": 64, "integrate*": 200}``). A guess by default, which the plan names.

@@ -30,7 +30,7 @@ from autoshard.arguments import (
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
-from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
+from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
 from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal, trace
@@ -151,6 +151,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if not callable(fn):
             raise ArgumentError(f"autoshard decorates a function; {fn!r} cannot be called")
         functools.update_wrapper(self, fn)
+        check_fits(fn, jit_keywords)
         self._fn, self._options, self._given, self._merges = fn, options, given, merges
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
@@ -256,7 +257,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         key = static, _kinds(static), flat.structure, id(context())
         try:
             compiled = self._compiled.get((*key, types))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             said = f"static arguments must be hashable, as for jax.jit: {error}"
             raise self._not_an_array(static, dynamic) or ArgumentError(said) from error
         if compiled is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
@@ -163,6 +164,18 @@ def check_jit_keywords(keywords: Mapping[str, Any]) -> None:
         hint = "\nShardings that arguments must have go into fixed=." if "in_shardings" in unknown else ""
         known = ", ".join(JIT_KEYWORDS)
         raise ArgumentError(f"autoshard takes no {', '.join(unknown)}; of jax.jit it takes {known}{hint}")
+
+
+def check_fits(fn: Callable[..., Any], jit_keywords: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ArgumentError: the function has no such arguments, or one is to be both static and donated.
+    """
+    try:
+        jax.jit(fn, **{name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS})
+    except (TypeError, ValueError) as error:
+        name = getattr(fn, "__name__", "the function")
+        raise ArgumentError(f"{name} and the keywords given for it do not fit: {error}") from error
 
 
 def compile_keywords(jit_keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -296,7 +296,8 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
     until = options.until if options.until is not None else time.monotonic() + options.time_limit
     formulation = formulated(program, rules, options)
-    solution = solved(program, formulation, replace(options, until=until))
+    searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
+    solution = solved(program, formulation, options, max(until, searched_until))
     said = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(functools.partial(formulated, program, rules, options))
 
@@ -312,16 +313,17 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
 
 
-def solved(program: Program, formulation: Formulation, options: Options) -> Solution:
+def solved(program: Program, formulation: Formulation, options: Options, until: float = math.inf) -> Solution:
     """The cheapest solution found within the memory limit.
+
+    Args:
+        until: when the clock ends the search, if that is before the time limit has passed.
 
     Raises:
         MemoryLimitError: there is none.
     """
-    limit, now = options.time_limit, time.monotonic()
-    until = now + limit if options.until is None else max(options.until, now + LEAST_SEARCH_SHARE * limit)
     try:
-        return cheapest(formulation, limit, options.progress, until=until)
+        return cheapest(formulation, options.time_limit, until, options.progress)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -329,24 +331,23 @@ def solved(program: Program, formulation: Formulation, options: Options) -> Solu
 def cheapest(
     formulation: Formulation,
     time_limit: float,
-    progress: Callable[[Progress], None] | None = None,
-    *,
     until: float = math.inf,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
     Args:
         time_limit: seconds that the search may take, and its measure of work.
-        progress: told what is known, as by `solve`.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
+        progress: told what is known, as by `solve`.
     """
 
     def solve(problem: Problem) -> Solution | None:
         if time.monotonic() > until:
             return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, progress, until=until)
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
 
-    solution = solve_within(formulation, time_limit, progress, until=until)
+    solution = solve_within(formulation, time_limit, until, progress)
     if time.monotonic() > until:
         return at_its_price(solution, prediction_of(formulation, solution.choice))
     return with_limited_overlap(formulation, solution, solve)

@@ -37,7 +37,7 @@ def searched(monkeypatch):
     """When each search is to end at the latest."""
     ends, solve = [], planning.solve_within
 
-    def noted(formulation, time_limit, progress=None, *, until):
+    def noted(formulation, time_limit, until, progress=None):
         ends.append(until)
         return solve(formulation, time_limit)
 

@@ -63,8 +63,8 @@ from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import widths_of
-from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -143,6 +143,7 @@ class _Formulator:
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
+        self.on_chip: list[Live] = []  # of these: what the chip's own memory may hold
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
@@ -178,6 +179,7 @@ class _Formulator:
             readers=self.readers,
             reshardings=self.reshardings,
             problem=problem,
+            on_chip=self.on_chip,
         )
 
     # Arguments.
@@ -468,10 +470,11 @@ class _Formulator:
         """Counts what terms of memory hold; temporaries with the gaps between them."""
         for part in held if self.counts_memory else ():
             (start, end), usage = part.span, part.usage
-            if not part.in_heap:
-                self.lives.append(Live(part.node, start, end, usage))
-            elif start < end and usage.any():
-                self.lives.append(Live(part.node, start, end, usage * HEAP))
+            if part.in_heap and not (start < end and usage.any()):
+                continue
+            self.lives.append(Live(part.node, start, end, usage * HEAP if part.in_heap else usage))
+            if part.in_heap and part.may_be_on_chip:
+                self.on_chip.append(self.lives[-1])
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
         if i == j:  # a loop that hands a carry on untouched

@@ -37,9 +37,8 @@ LEAN_ITERATIONS = 4
 def solve_within(
     formulation: Formulation,
     time_limit: float,
-    progress: Callable[[Progress], None] | None = None,
-    *,
     until: float = math.inf,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
@@ -54,8 +53,8 @@ def solve_within(
 
     Args:
         time_limit: seconds to spend.
-        progress: told what is known, as by `solve`.
         until: when the clock ends the search, if that is before the time limit has passed.
+        progress: told what is known, as by `solve`.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.

@@ -262,7 +262,9 @@ class _Problems:
             for value, shared in self.formulation.shared.items()
             if value in self.of_state
         }
-        sliced = {node: self.formulation.prices.backend.slicing.least_seconds * count for node, count in trips.items()}
+        sliced = {
+            node: self.formulation.prices.backend.operations.least_seconds * count for node, count in trips.items()
+        }
         edges = tuple(
             replace(edge, costs=np.where(edge.costs > sliced[edge.i], np.inf, edge.costs)) if edge.i in sliced else edge
             for edge in problem.edges

@@ -25,6 +25,7 @@ from autoshard.model.strategies import Finish, Strategy, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
+from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
@@ -94,7 +95,7 @@ class Prices:
         """
         topology.check(mesh)
         if waits_only:
-            backend = replace(backend, overlap=Overlap(), slicing=replace(backend.slicing, least_seconds=0.0))
+            backend = replace(backend, overlap=Overlap(), operations=Operations())
         self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
@@ -261,7 +262,7 @@ class Prices:
         if source == target:
             return (), 0.0, 0.0
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
-        steps, total, behind = [], 0.0 if found else self.backend.slicing.least_seconds, 0.0
+        steps, total, behind = [], 0.0 if found else self.backend.operations.least_seconds, 0.0
         for kind, axes, size, several in combined(found, self.mesh, self.backend.gathers):
             sent, seconds, share = self._sent(kind, axes, size, late)
             if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
@@ -297,8 +298,10 @@ class Prices:
             _, takes, share = self._sent(kind, axes, size, late)
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
         seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
-        if self.backend.slicing.least_seconds:
-            seconds[..., 0] += self.backend.slicing.least_seconds * (_differ(sources, targets) & (steps[..., 0] == 0))
+        if self.backend.operations.least_seconds:
+            seconds[..., 0] += self.backend.operations.least_seconds * (
+                _differ(sources, targets) & (steps[..., 0] == 0)
+            )
         if ordering.any():
             one, together = self._out_of_order(shape, sources, targets)[..., np.newaxis]
             seconds = seconds + ordering * np.where(several, together, one)
@@ -429,6 +432,8 @@ class Prices:
             group.hoisted,
             group.repeated,
             group.sunk,
+            group.copied,
+            self.backend.operations.seconds(group),
         )
 
 
