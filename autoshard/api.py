@@ -17,16 +17,18 @@ from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulating import formulate
-from autoshard.model.given_layouts import as_propagated
+from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.padded_function import PaddedFunction
-from autoshard.planning import checked_rules, comparison_of, lowered, remarks
+from autoshard.planning import checked_rules, lowered, remarks
+from autoshard.plans.alternatives import with_inner_layouts_planned
+from autoshard.plans.annotations import Annotations
 from autoshard.plans.making import make_plan
-from autoshard.program import Equation, Value
-from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts
+from autoshard.program import Equation
+from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Planner
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.user_plan import Plan
+from autoshard.user_plan import Comparison, Plan
 
 
 @overload
@@ -263,26 +265,23 @@ def evaluate(
     """
     options = options_of(mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints, trips=trips)
     check_jit_keywords(jit_keywords)
-    program = ShardedFunction(fn, options=options, jit_keywords=jit_keywords).trace(*args, **(kwargs or {}))
-    mesh_shape = dict(options.mesh.shape)
+    traced = functools.partial(ShardedFunction, fn, options=options, jit_keywords=jit_keywords)
+    program = traced().trace(*args, **(kwargs or {}))
+    as_written = traced(merges=False).trace(*args, **(kwargs or {}))  # Shardy comes before XLA merges anything
+    mesh_shape, machine = dict(options.mesh.shape), (options.topology, options.backend)
     rules = checked_rules(program, mesh_shape)
     layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
-    ends = {
-        result.id: layout
-        for i, layout in result_layouts(program, out_shardings, mesh_shape).items()
-        if i not in program.carried.values() and isinstance(result := program.results[i], Value)
-    }
-    formulate_anew = functools.partial(
+    ends = result_layouts(program, out_shardings, mesh_shape)
+    formulation, solution = as_jitted(as_written, rules_for(as_written), mesh_shape, *machine, layouts, ends)
+    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
+    made = replace(made, fingerprint=program.fingerprint, annotations=Annotations({}, {}, {}), memory=options.memory)
+    planned = functools.partial(
         formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
     )
-    formulation = formulate_anew()
-    fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
-    solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
-    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
-    made = Plan.of(made, comparison_of(formulate_anew))
+    comparison = Comparison(lambda: with_inner_layouts_planned(made.predicted, planned()))
     planner = Planner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
-    return planner.bound(lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords)))
+    return planner.bound(lowered(program, Plan.of(made, comparison), compile_keywords(jit_keywords)))
 
 
 def verify(

@@ -81,6 +81,7 @@ def formulate(
     fixed: Mapping[int, Layout] | None = None,
     beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
+    moves_views: bool = False,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -93,6 +94,7 @@ def formulate(
         fixed: argument index -> layout that it must have.
         beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
+        moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
     """
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
@@ -116,12 +118,20 @@ def formulate(
         instead=read_through(groups),
         images=image_dims(program),
     )
-    make = functools.partial(_Formulator, program, groups, fixed=fixed or {}, backend=backend, beside=beside or {})
+    make = functools.partial(
+        _Formulator,
+        program,
+        groups,
+        fixed=fixed or {},
+        backend=backend,
+        beside=beside or {},
+        moves_views=moves_views,
+    )
     prices = make_prices()
     found = make(prices).formulation(memory)
     alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
     waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
-    return replace(found, fingerprint=traced.fingerprint, waits=waits)
+    return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
 
 
 class _Formulator:
@@ -133,10 +143,11 @@ class _Formulator:
         fixed: Mapping[int, Layout],
         backend: Backend,
         beside: Mapping[int, frozenset[str]],
+        moves_views: bool,
         *,
         counts_memory: bool = True,
     ):
-        self.beside, self.counts_memory = beside, counts_memory
+        self.beside, self.moves_views, self.counts_memory = beside, moves_views, counts_memory
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
@@ -170,6 +181,7 @@ class _Formulator:
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
             program=self.program,
+            rules=(),
             mesh=self.prices.mesh,
             prices=self.prices,
             groups=self.groups,
@@ -367,7 +379,7 @@ class _Formulator:
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
             table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
-        if group.is_view:  # what it views can as well be resharded, and is counted
+        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
             stays = self.prices.stays(value, leaves, wants)
             if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)

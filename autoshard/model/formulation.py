@@ -33,6 +33,7 @@ from autoshard.model.pricing.prices import PricedStrategies, Prices
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups
 from autoshard.model.xla.rounding import Readers
 from autoshard.program import Program, Value
+from autoshard.propagation.rule import Rule
 from autoshard.solver.problem import Live, Problem
 
 
@@ -55,6 +56,7 @@ class Formulation:
     """The problem, and what each of its nodes and options means."""
 
     program: Program
+    rules: Sequence[Rule]  # one per equation
     mesh: Mapping[str, int]  # without axes of one device
     prices: Prices
     groups: Sequence[Group]
@@ -91,7 +93,7 @@ class Formulation:
 
         Limits are held against the whole, since no row of a `Problem` knows which temporaries live at other points.
         """
-        in_use = self._in_use(choice)
+        in_use = self.in_use(choice)
         temporaries = self._sum(self.on_chip, choice)
         temporaries += self._sum_of_spans(self._resharding_lives(choice))
         if temporaries.max() <= self.prices.backend.on_chip_bytes:
