@@ -142,11 +142,11 @@ def _leaner_of_all(
         return find_leaner()
     key = f"leaner/{group.round}/{target}"
     text = group.leader_says(key, lambda: "" if (made := find_leaner()) is None else made.dumps())
-    return _of_text(text, program, rules, options) if text else None
+    return plan_of_text(text, program, rules, options) if text else None
 
 
-def _of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
-    """The leader's plan, on another process."""
+def plan_of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
+    """The plan that another process has made of the same program."""
     loaded = Plan.loads(text, options.mesh, where="the plan of another process").bound_to(program)
     return replace(loaded, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
 
@@ -183,7 +183,7 @@ def planned(
         made = make()
     else:
         claims = Claims.of(program, rules, options, jit_keywords)
-        made = plan_of_all(group, claims, make, lambda text: _of_text(text, program, rules, options))
+        made = plan_of_all(group, claims, make, lambda text: plan_of_text(text, program, rules, options))
     if not program.closes_over_tracers:
         before[program.fingerprint] = rules, made
     return made
