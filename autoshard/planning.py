@@ -37,10 +37,12 @@ from autoshard.refine import refined
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
+from autoshard.solver.run import begin_loading_compiled
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
 
+LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
 LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
@@ -295,6 +297,8 @@ def _solved_in_reserve(
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
     until = options.until if options.until is not None else time.monotonic() + options.time_limit
+    if len(program.equations) > LARGE_PROGRAM:
+        begin_loading_compiled()
     formulation = formulated(program, rules, options)
     searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
     solution = solved(program, formulation, options, max(until, searched_until))
