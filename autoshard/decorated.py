@@ -31,7 +31,6 @@ from autoshard.arguments import (
 )
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, MicrobatchError
 from autoshard.jaxprs import calls_back
-from autoshard.layout import shares_cores
 from autoshard.lower import Step, named_refusals
 from autoshard.microbatches.batch import in_microbatches
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
@@ -117,20 +116,6 @@ class _Call(NamedTuple):
     def may_run(self, flat: FlatCall) -> bool:
         """Whether no argument has to be looked at, as one that is deleted or that has to be copied."""
         return not any(is_deleted(flat.arrays[i]) for i in self.sentinels) and not flat.share_arrays
-
-
-@functools.lru_cache(maxsize=16)
-def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
-    if shares_cores(mesh):
-        _say_that_cores_are_shared()
-
-
-@functools.cache  # once in a process
-def _say_that_cores_are_shared() -> None:
-    _LOG.warning(
-        "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
-        "makes no call faster. What a plan is worth elsewhere, its report predicts: print(step.plan(...))."
-    )
 
 
 class _Lock:
@@ -298,8 +283,6 @@ class ShardedFunction(Generic[Parameters, Result]):
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
-        if runs:
-            _say_if_cores_are_shared(compiled.plan.mesh)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:

@@ -143,6 +143,15 @@ def documented():
     return runpy.run_path(str(Path(__file__).parents[1] / "docs" / "how_to" / "many_hosts.py"))["losses"]
 
 
+def planned_together():
+    """Each of two functions by itself and by a plan of both."""
+    mesh, before = mesh_of(), SEARCHES[0]
+    functions = {"train": (step, (WEIGHTS, BATCH)), "use": (lambda weights, batch: batch @ weights, (WEIGHTS, BATCH))}
+    plans = autoshard.plan_together(functions, mesh=mesh, topology=slow(mesh), time_limit=10)
+    searches = SEARCHES[0] - before
+    return trained(*decorated(plan=plans["train"], mesh=mesh)), str(plans["use"].in_shardings), searches
+
+
 def two_of_them():
     """A mesh of the first two processes; the others have nothing to do with it."""
     return trained(*decorated(mesh=mesh_of(2))) if HERE < 2 else None

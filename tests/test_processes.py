@@ -32,6 +32,7 @@ WORK = [
     "replanned_to_fit",
     "two_of_them",
     "documented",
+    "planned_together",
     "works_after_errors",
 ]
 # Situation -> what every process but the one that caused it says.
@@ -103,6 +104,7 @@ ALONE = {
     "plan_on_the_first_alone": lambda w, b: step(w, jnp.cos(b)),
     "replanned_to_fit": lambda w, b: step(w, jnp.abs(b)),
     "two_of_them": step,
+    "planned_together": step,
     "works_after_errors": lambda w, b: step(w, 1 - b),
 }
 
@@ -128,6 +130,11 @@ def test_only_the_first_searches(outcomes):
 def test_the_program_of_the_page_trains_alike_everywhere(outcomes):
     first, *others = (one["value"] for one in outcomes["documented"])
     assert len(first) == 3 and others == [first] * len(others)
+
+
+def test_functions_that_are_planned_together_have_the_plans_of_the_first(outcomes):
+    (_, plan, searches), *others = (one["value"] for one in outcomes["planned_together"])
+    assert searches and all(found == plan and not searched for _, found, searched in others)
 
 
 def test_all_plan_again_where_one_compiler_asks_for_more_memory(outcomes):

@@ -12,6 +12,7 @@ much are charged a mixture of both, as there.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,16 +20,19 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.cache import key_of
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, ConflictError, MemoryLimitError, SolverError
 from autoshard.layout import Layout
 from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
-from autoshard.planning import checked_rules, formulated, lowered, planned
+from autoshard.planning import checked_rules, formulated, lowered, plan_of_text, planned
 from autoshard.plans.limited_overlap import mixed
 from autoshard.plans.shared_arguments import shared_arguments
+from autoshard.processes import Group
 from autoshard.program import Program
+from autoshard.propagation import Rule
 from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.verify import verify
@@ -82,13 +86,37 @@ def plan_together(
     _check_patterns(programs, options.get("fixed") or {})
     counts = [float((weights or {}).get(step.name, 1.0)) for step in programs]
     shared = _shared(programs)
-    search = _Search(programs, counts, shared)
-    best = search.best()
-    remark = _remark(programs, counts, best.total, search.bound)
+
+    def found() -> list[Plan]:
+        search = _Search(programs, counts, shared)
+        best = search.best()
+        remark = _remark(programs, counts, best.total, search.bound)
+        return [replace(plan, warnings=(*plan.warnings, remark)) for plan in best.plans]
+
+    group = Group.of(programs[0].options.mesh)
+    plans = found() if group is None else _of_all(group, programs, counts, found)
     return {
-        step.name: lowered(step.program, replace(plan, warnings=(*plan.warnings, remark)), step.jit_keywords)
-        for step, plan in zip(programs, best.plans, strict=True)
+        step.name: lowered(step.program, plan, step.jit_keywords) for step, plan in zip(programs, plans, strict=True)
     }
+
+
+def _of_all(
+    group: Group, steps: Sequence[_Step], counts: Sequence[float], found: Callable[[], list[Plan]]
+) -> list[Plan]:
+    """The plans that the first of several processes finds, on all of them."""
+    rules = [step.rules for step in steps]
+    pairs = zip(steps, rules, strict=True)
+    keys = [key_of(step.program, of, replace(step.options, time_limit=0.0)) for step, of in pairs]
+    made: list[Plan] = []
+
+    def texts() -> str:
+        made[:] = found()
+        return json.dumps([plan.dumps() for plan in made])
+
+    with group.joined(runs=False):
+        said = json.loads(group.leader_says(f"together/{'-'.join(keys)}/{counts}", texts))
+    loaded = zip(said, steps, rules, strict=True)
+    return made or [plan_of_text(text, step.program, of, step.options) for text, step, of in loaded]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +138,12 @@ class _Step:
         options = replace(options, fixed=fitting(program, options.fixed))
         return cls(name, program, options, compile_keywords(keywords))
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return checked_rules(self.program, dict(self.options.mesh.shape))
+
     def formulated(self) -> Formulation:
-        return formulated(self.program, checked_rules(self.program, dict(self.options.mesh.shape)), self.options)
+        return formulated(self.program, self.rules, self.options)
 
     def planned(self, homes: Homes) -> Plan:
         return planned(self.program, replace(self.options, pinned=dict(homes)), self.jit_keywords, {})
