@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
     from autoshard.report.difference import Difference
     from autoshard.report.explanation import Explanation
+    from autoshard.together.planning import plan_together
     from autoshard.user_plan import Plan
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "autoshard",
     "evaluate",
     "plan",
+    "plan_together",
     "propagate",
     "register_rule",
     "topology",
@@ -77,6 +79,7 @@ _HOMES = {
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
     "autoshard.report.difference": ("Difference",),
     "autoshard.report.explanation": ("Explanation",),
+    "autoshard.together.planning": ("plan_together",),
     "autoshard.user_plan": ("Plan",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

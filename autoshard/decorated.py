@@ -29,8 +29,9 @@ from autoshard.arguments import (
 )
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import calls_back
+from autoshard.layout import shares_cores
 from autoshard.lower import Step, named_refusals
-from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
+from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
 from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal, trace
@@ -111,6 +112,20 @@ class _Call(NamedTuple):
     sentinels: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=16)
+def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
+    if shares_cores(mesh):
+        _say_that_cores_are_shared()
+
+
+@functools.cache  # once in a process
+def _say_that_cores_are_shared() -> None:
+    _LOG.warning(
+        "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
+        "makes no call faster. What a plan is worth elsewhere, its report predicts: print(step.plan(...))."
+    )
+
+
 class _Lock:
     """A lock that one thread may take several times. A copy is another lock, so that what has one can be copied."""
 
@@ -151,6 +166,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if not callable(fn):
             raise ArgumentError(f"autoshard decorates a function; {fn!r} cannot be called")
         functools.update_wrapper(self, fn)
+        check_fits(fn, jit_keywords)
         self._fn, self._options, self._given, self._merges = fn, options, given, merges
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
@@ -256,7 +272,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         key = static, _kinds(static), flat.structure, id(context())
         try:
             compiled = self._compiled.get((*key, types))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             said = f"static arguments must be hashable, as for jax.jit: {error}"
             raise self._not_an_array(static, dynamic) or ArgumentError(said) from error
         if compiled is None:
@@ -273,6 +289,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
+        if runs:
+            _say_if_cores_are_shared(compiled.plan.mesh)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:

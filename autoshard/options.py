@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.layout import with_auto_axes
+from autoshard.layout import Layout, with_auto_axes
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
@@ -44,9 +45,11 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    until: float | None = None  # when the time limit ends, as `time.monotonic` has it; None: it has not begun
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
+    pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
 
 
 def options_of(
@@ -161,6 +164,18 @@ def check_jit_keywords(keywords: Mapping[str, Any]) -> None:
         hint = "\nShardings that arguments must have go into fixed=." if "in_shardings" in unknown else ""
         known = ", ".join(JIT_KEYWORDS)
         raise ArgumentError(f"autoshard takes no {', '.join(unknown)}; of jax.jit it takes {known}{hint}")
+
+
+def check_fits(fn: Callable[..., Any], jit_keywords: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ArgumentError: the function has no such arguments, or one is to be both static and donated.
+    """
+    try:
+        jax.jit(fn, **{name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS})
+    except (TypeError, ValueError) as error:
+        name = getattr(fn, "__name__", "the function")
+        raise ArgumentError(f"{name} and the keywords given for it do not fit: {error}") from error
 
 
 def compile_keywords(jit_keywords: Mapping[str, Any]) -> dict[str, Any]:

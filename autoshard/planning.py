@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ from autoshard.solver.progress import Progress
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
+
+LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
 def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
@@ -173,7 +176,8 @@ def planned(
     known = before.get(program.fingerprint)
     if known is not None and known[0] == rules:
         return known[1].bound_to(program)
-    make = functools.partial(_cached, program, rules, options, jit_keywords)
+    limited = replace(options, until=time.monotonic() + options.time_limit)
+    make = functools.partial(_cached, program, rules, limited, jit_keywords)
     if group is None:
         made = make()
     else:
@@ -228,7 +232,9 @@ def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
         ConflictError: the two contradict each other, or themselves.
     """
     fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
-    return fixed if options.like is None else _with_shared(program, fixed, options.like)
+    if options.like is not None:
+        fixed = _with_shared(program, fixed, options.like)
+    return {**options.pinned, **fixed}
 
 
 def _with_shared(program: Program, fixed: Mapping[int, Layout], like: PlanData) -> dict[int, Layout]:
@@ -287,8 +293,10 @@ def _solved_in_reserve(
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
+    until = options.until if options.until is not None else time.monotonic() + options.time_limit
     formulation = formulated(program, rules, options)
-    solution = solved(program, formulation, options)
+    searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
+    solution = solved(program, formulation, options, max(until, searched_until))
     said = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(functools.partial(formulated, program, rules, options))
 
@@ -304,31 +312,40 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
 
 
-def solved(program: Program, formulation: Formulation, options: Options) -> Solution:
+def solved(program: Program, formulation: Formulation, options: Options, until: float = math.inf) -> Solution:
     """The cheapest solution found within the memory limit.
+
+    Args:
+        until: when the clock ends the search, if that is before the time limit has passed.
 
     Raises:
         MemoryLimitError: there is none.
     """
     try:
-        return cheapest(formulation, options.time_limit, options.progress)
+        return cheapest(formulation, options.time_limit, until, options.progress)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
 
 def cheapest(
-    formulation: Formulation, time_limit: float, progress: Callable[[Progress], None] | None = None
+    formulation: Formulation,
+    time_limit: float,
+    until: float = math.inf,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
     Args:
+        time_limit: seconds that the search may take, and its measure of work.
+        until: when the clock ends it, if that is before, as `time.monotonic` has it.
         progress: told what is known, as by `solve`.
     """
 
     def solve(problem: Problem) -> Solution:
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, progress)
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
 
-    return with_limited_overlap(formulation, solve_within(formulation, time_limit, progress), solve)
+    solution = solve_within(formulation, time_limit, until, progress)
+    return with_limited_overlap(formulation, solution, solve, is_late=lambda: time.monotonic() > until)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

@@ -195,6 +195,11 @@ def whole(program: Program) -> dict[int, Layout]:
     return {i: replicated(len(value.shape)) for i, value in enumerate(program.arguments)}
 
 
+def fitting(program: Program, fixed: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """The entries whose paths or globs fit some argument."""
+    return {pattern: spec for pattern, spec in fixed.items() if _matches(pattern, program)}
+
+
 def _matches(pattern: str, program: Program) -> list[int]:
     """The arguments that a path or glob fits."""
     pattern = printable(pattern)  # as names are

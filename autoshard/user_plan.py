@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.compiled.verification import Verification, compiled, verification, without_dropped
 from autoshard.errors import ArgumentError, MeshError, PlanError
+from autoshard.export.logical_rules import maxtext_rules
 from autoshard.export.shardings_code import shardings_code
 from autoshard.files import write_whole
 from autoshard.lower import Lowering
@@ -248,22 +249,26 @@ class Plan(PlanData):
                 f"If that is meant, write the file anew: plan.save({str(path)!r})."
             )
 
-    def to_code(self, style: Literal["specs", "explicit"] = "specs") -> str:
-        """The plan as source code that runs without autoshard.
+    def to_code(self, style: Literal["specs", "explicit", "flax", "maxtext"] = "specs") -> str:
+        """The plan as text that needs autoshard no more.
+
+        Python styles define ``in_shardings(mesh)`` and ``out_shardings(mesh)``, the trees that `jax.jit` takes, and
+        ``constrained(step, mesh)``, which is the step with the layouts of its inner values.
 
         Args:
-            style: ``"specs"``: Python that defines ``in_shardings(mesh)`` and ``out_shardings(mesh)``, the trees that
-                `jax.jit` takes, and ``constrained(step, mesh)``, the step with the layouts of its inner values.
-                ``"explicit"``: the same on Explicit axes, and ``explicit(step, mesh)``, which takes and returns arrays
-                that have these shardings as types.
+            style: ``"specs"``: shardings as PartitionSpecs. ``"explicit"``: the same on Explicit axes, and
+                ``explicit(step, mesh)``, which takes and returns arrays that have them as types. ``"flax"``: names of
+                dims, and rules for them (``rules()``). ``"maxtext"``: names and rules as YAML.
 
         Raises:
             ArgumentError: there is no such style.
         """
-        if style not in ("specs", "explicit"):
-            raise ArgumentError(f"style={style!r}; 'specs' or 'explicit' is needed")
         program = None if self.lowering is None else self.lowering.program
-        return shardings_code(self, program, explicit=style == "explicit")
+        if style == "maxtext":
+            return maxtext_rules(self, program)
+        if style not in ("specs", "explicit", "flax"):
+            raise ArgumentError(f"style={style!r}; 'specs', 'explicit', 'flax' or 'maxtext' is needed")
+        return shardings_code(self, program, style)
 
     def on(self, mesh: Mesh | AbstractMesh) -> Self:
         """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.

@@ -37,7 +37,7 @@ ROOMS = {
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
         *("autoshard.processes", "autoshard.agreement"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
-        *("autoshard.api", "autoshard.__init__"),
+        *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],
 }
 

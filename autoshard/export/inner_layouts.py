@@ -74,12 +74,22 @@ class InnerLayouts:
         )
 
 
-def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts | None:
-    """The table of a plan; None where the jaxpr that was planned is not the one that JAX makes of the step.
+def why_none(program: Program) -> str:
+    """Why a program has no table: the jaxpr that was planned is not the one that JAX makes of the step. "": it has."""
+    if program.captured:
+        return "the step closes over large arrays; pass them as arguments"
+    if program.types is not None:
+        return "the step is a program of explicit mode"
+    if program.changes is not None:
+        return "the step takes nnx modules; split them (nnx.split), and plan a step of their states"
+    if program.in_tree.static:
+        return "the step takes leaves that are no arrays; part them (eqx.partition), and plan a step of the arrays"
+    return ""
 
-    That is so of a step that closes over large arrays, and of a program of explicit mode: these are rewritten.
-    """
-    if program.captured or program.types is not None:
+
+def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts | None:
+    """The table of a plan; None where `why_none` says why."""
+    if why_none(program):
         return None
     table = _Table(program, plan)
     rows = [row for row in table.rows() if row.says_something]

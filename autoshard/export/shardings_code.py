@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AxisType
@@ -18,14 +18,17 @@ from jax.tree_util import PyTreeDef
 
 from autoshard.export import standalone
 from autoshard.export.containers import Expression, Line, UnwritableError, expression_of, literal
-from autoshard.export.inner_layouts import InnerLayouts, inner_layouts
+from autoshard.export.inner_layouts import InnerLayouts, inner_layouts, why_none
+from autoshard.export.logical_axes import Names, logical_axes
+from autoshard.export.logical_rules import FLAX_SHARDINGS, flax_rules, names_text
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
 from autoshard.lower import reduce_scatter, xla_faults
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
-from autoshard.program.trees import Tree
+from autoshard.program.trees import Tree, holds_flat_objects
 
+Style = Literal["specs", "explicit", "flax"]
 _PASTED = (reduce_scatter, xla_faults, standalone)
 
 _SHARDINGS_ON = '''
@@ -115,26 +118,33 @@ class _Trees:
     says: str  # its docstring
     tree: Tree
     arrays: Sequence[PlacedArray]
+    texts: Sequence[str]  # per array, the code of its sharding
     example: str  # what it takes where classes of the user's cannot be written
 
     @cached_property
-    def leaves(self) -> list[Line]:
-        return [Line(_leaf(array), f"{array.name} {array.type}") for array in self.tree.placed(self.arrays)]
+    def parts(self) -> tuple[PyTreeDef, list[Line]]:
+        """The structure, and the line of each leaf. Static leaves are None, as `eqx.partition` leaves them out."""
+        structure, order = self.tree.structure, self.tree.order
+        if None in order or holds_flat_objects(structure):
+            found, structure = jax.tree.flatten(self.tree.filled([_Leaf(i) for i in range(len(self.arrays))]))
+            order = tuple(leaf.index for leaf in found)
+        lines = [Line(text, f"{one.name} {one.type}") for text, one in zip(self.texts, self.arrays, strict=True)]
+        return structure, [lines[index] for index in order if index is not None]
 
     @cached_property
     def expression(self) -> Expression | None:
         """The tree; None if some class of it cannot be written."""
         try:
-            found = expression_of(self.tree.structure, self.leaves)
+            found = expression_of(*self.parts)
         except UnwritableError:
             return None
-        return found if not found.nodes or _fits(found, self.tree.structure) else None
+        return found if not found.nodes or _fits(found, self.parts[0]) else None
 
     def text(self) -> str:
         if self.expression is not None:
             body = self.expression.text(1, "return ")
             return f'def {self.name}(mesh):\n    """{self.says}"""\n    put = _shardings_on(mesh)\n{body}\n'
-        lines = "".join(f"        {line.text},  # {line.comment}\n" for line in self.leaves)
+        lines = "".join(f"        {line.text},  # {line.comment}\n" for line in self.parts[1])
         example = self.example
         return (
             f"def {self.name}(mesh, {example}=None):\n"
@@ -147,34 +157,44 @@ class _Trees:
         )
 
 
-def shardings_code(plan: PlanData, program: Program | None, *, explicit: bool = False) -> str:
+def shardings_code(plan: PlanData, program: Program | None, style: Style = "specs") -> str:
     """The code.
 
     Args:
         plan: what it is of.
         program: the program that was planned; None if that is not known, and what is inside stays unsaid.
-        explicit: whether arguments and results have types of explicit mode.
+        style: "explicit" where arguments and results have types of explicit mode, "flax" where they have names of dims.
     """
     positional, keyword = plan.argument_tree.children()
-    count = len(positional.paths)
-    arguments, results = plan.arguments, plan.results
-    if explicit:
-        arguments, results = (tuple(replace(x, typed=True) for x in arrays) for arrays in (arguments, results))
     of_arguments = f"A tree per positional argument of {plan.name}, for jax.jit."
     of_results = f"The tree of the result of {plan.name}, for jax.jit."
+    arrays, explicit = (*plan.arguments, *plan.results), style == "explicit"
+    axes = logical_axes(plan, program) if style == "flax" else None
+    if axes is not None:
+        texts = [_named_leaf(*one) for one in zip(arrays, [*axes.arguments, *axes.results], strict=True)]
+    else:
+        texts = [_leaf(replace(one, typed=one.typed or explicit)) for one in arrays]
+    count = len(plan.arguments)
+    given = plan.arguments, texts[:count]
+    made = (*plan.results, *plan.arguments), [*texts[count:], *texts[:count]]
     trees = [
-        _Trees("in_shardings", of_arguments, positional, arguments, "args"),
-        _Trees("out_shardings", of_results, plan.result_tree, results, "result"),
+        _Trees("in_shardings", of_arguments, positional, *given, "args"),
+        _Trees("out_shardings", of_results, plan.result_tree, *made, "result"),
     ]
-    if count < len(plan.arguments):
+    if keyword.paths:
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
-        trees.insert(1, _Trees("keyword_shardings", says, keyword, arguments, "keywords"))
+        trees.insert(1, _Trees("keyword_shardings", says, keyword, *given, "keywords"))
     table = None if program is None else inner_layouts(program, plan)
     wraps = explicit and plan.axis_types is None  # a step of explicit mode needs no other one around it
     pasted = _PASTED if table is not None and table.rows else ()
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
+    if axes is not None:
+        modules.append("flax.linen")
+        putting = f"{flax_rules(axes)}\n\n{FLAX_SHARDINGS}"
+    else:
+        putting = _TYPES_ON.format(types=_types(plan)) if explicit or plan.axis_types else _SHARDINGS_ON
     parts = [
         _docstring(plan, program, table, trees, wraps),
         _imports(modules, pasted),
@@ -182,7 +202,7 @@ def shardings_code(plan: PlanData, program: Program | None, *, explicit: bool = 
         _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
         _EXPLICIT.format(inner="constrained(step, mesh)" if table is not None else "step") if wraps else "",
         f"def _table():\n{table.text()}" if table is not None and pasted else "",
-        _TYPES_ON.format(types=_types(plan)) if explicit or plan.axis_types else _SHARDINGS_ON,
+        putting,
         _NODE if needs_node else "",
         *(map(_source_of, pasted) if pasted else [_AUTO_MESH]),
     ]
@@ -195,6 +215,11 @@ def _leaf(array: PlacedArray) -> str:
         return f"put({spec_text(array.layout)}{kind})"
     entries = (literal(axes if len(axes) > 1 else axes[0] if axes else None) for axes in array.layout)
     return f"put(P({', '.join(entries)}){kind}, is_type=True)"  # with an entry per dim, as types have it
+
+
+def _named_leaf(array: PlacedArray, names: Names) -> str:
+    kind = f', memory_kind="{HOST}"' if array.on_host else ""
+    return f"put({names_text(names)}{kind})"
 
 
 def _types(plan: PlanData) -> str:
@@ -211,7 +236,7 @@ def _docstring(
     step = "step" if table is None else "constrained(step, mesh)"
     given = [f"{one.name}(mesh)" if one.expression is not None else f"{one.name}(mesh, {one.example})" for one in trees]
     lines = [
-        f"How {plan.name} is sharded over the mesh {mesh}. Written by autoshard {_version()}; needs JAX alone.",
+        f"How {plan.name} is sharded over the mesh {mesh}. Written by autoshard {_version()}, needed no more.",
         "",
     ]
     if wraps:
@@ -223,7 +248,8 @@ def _docstring(
             "",
         ]
     if table is None:
-        lines += [_why_no_table(program)]
+        why = "the plan comes from a file and knows no step; bind it to one" if program is None else why_none(program)
+        lines += [f"Layouts of inner values are left out: {why}."]
     else:
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
@@ -235,20 +261,12 @@ def _docstring(
     return f'"""{text}\n"""\n'
 
 
-def _why_no_table(program: Program | None) -> str:
-    if program is None:
-        return "Layouts of inner values are left out: the plan comes from a file and knows no step. Bind it to one."
-    if program.types is not None:
-        return "Layouts of inner values are left out: the step is a program of explicit mode."
-    return "Layouts of inner values are left out: the step closes over large arrays."
-
-
 def _donated(program: Program | None) -> tuple[int, ...]:
     """Positional arguments whose arrays are all donated."""
     if program is None:
         return ()
     found: dict[int, list[bool]] = {}
-    for i, path in enumerate(program.in_tree.paths):
+    for i, path in enumerate(program.in_tree.array_paths):
         if path[0].idx == 0:
             found.setdefault(path[1].idx, []).append(i in program.donated)
     return tuple(position for position, flags in found.items() if all(flags))
@@ -289,7 +307,7 @@ def _source_of(module: ModuleType) -> str:
 def _fits(expression: Expression, structure: PyTreeDef) -> bool:
     """Whether the expression, run, is a tree of this structure."""
     imports = "\n".join(f"import {module}" for module in sorted(expression.modules))
-    namespace: dict[str, Any] = {"jax": jax, "P": jax.sharding.PartitionSpec, "put": lambda spec, **_: _Leaf()}
+    namespace: dict[str, Any] = {"jax": jax, "P": jax.sharding.PartitionSpec, "put": lambda spec, **_: _Leaf(0)}
     try:
         exec(f"{imports}\n{_NODE}\ntree = (\n{expression.text(1)}\n)", namespace)
         return bool(jax.tree.structure(namespace["tree"]) == structure)
@@ -297,5 +315,8 @@ def _fits(expression: Expression, structure: PyTreeDef) -> bool:
         return False
 
 
+@dataclass(frozen=True)
 class _Leaf:
-    """Stands for a sharding in a tree that is only looked at."""
+    """Stands for the sharding of an array in a tree that is only looked at."""
+
+    index: int

@@ -35,7 +35,10 @@ LEAN_ITERATIONS = 4
 
 
 def solve_within(
-    formulation: Formulation, time_limit: float, progress: Callable[[Progress], None] | None = None
+    formulation: Formulation,
+    time_limit: float,
+    until: float = math.inf,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
@@ -49,6 +52,8 @@ def solve_within(
     solution, unless the clock ends the search. Ctrl-C ends it with the best solution by then.
 
     Args:
+        time_limit: seconds to spend.
+        until: when the clock ends the search, if that is before the time limit has passed.
         progress: told what is known, as by `solve`.
 
     Raises:
@@ -62,7 +67,7 @@ def solve_within(
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
-    budget = Budget.of(time_limit)
+    budget = Budget.of(time_limit, until)
     reshardings: dict[Resharding, None] = {}
     best = None
 

@@ -15,6 +15,7 @@ from typing import Any
 from jax.tree_util import keystr
 
 from autoshard.plans.plan import PlanData
+from autoshard.program.paths import printable
 from autoshard.program.trees import VALUE_KEYS, Tree
 
 Keys = tuple[str, ...]  # from the outside in
@@ -63,7 +64,7 @@ def keys_of(path: Sequence[Any]) -> Keys:
     ('mu', '0', 'w')
     """
     path = path[:-1] if path and path[-1] in VALUE_KEYS else path
-    return tuple(keystr((key,), simple=True) for key in path)
+    return tuple(printable(keystr((key,), simple=True)) for key in path)
 
 
 def argument_leaves(plan: PlanData) -> list[Leaf]:

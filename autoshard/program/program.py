@@ -123,6 +123,7 @@ class Program:
     out_tree: Tree
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
+    barriers: frozenset[tuple] = frozenset()  # the paths of these recomputations
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
     # The path of an equation of a primitive of the user's own -> what it computes, in JAX's primitives.

@@ -6,10 +6,6 @@ import io
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from autoshard.layout import spec_text
 from autoshard.program.paths import printable
 from autoshard.report.section import (
@@ -44,6 +40,10 @@ def _section_text(section: Section) -> str:
 
 def _table_text(section: Section) -> str:
     """A table without lines: figures to the right, all else to the left. Only words of the last column are wrapped."""
+    from rich.console import Console  # takes as long to import as half of autoshard
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     cells = [[written(cell) for cell in row] for row in section.rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import carried_steps
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracles import slow_chips
@@ -226,3 +228,46 @@ def test_static_data_that_is_no_literal_stands_for_anything():
     assert literal((1.5, float("nan"), "it's", b"x", {1, 2})) == f"(1.5, float('nan'), \"it's\", b'x', {ANY})"
     with pytest.raises(UnwritableError):
         expression_of(jax.tree.structure(type("Local", (carried_steps.Pair,), {})(1, 2)), [Line("0")] * 2)
+
+
+class Linear(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def eqx_step(model, x):
+    return eqx.apply_updates(model, eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model))
+
+
+def nnx_step(model, x):
+    gradient = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+    nnx.update(model, jax.tree.map(lambda w, g: w - g, nnx.state(model), gradient))
+    return model
+
+
+def arrays_of(module):
+    return eqx.filter(module, eqx.is_array)
+
+
+MODULES = [
+    (eqx_step, lambda: eqx.nn.MLP(16, 16, 8, 1, key=jax.random.key(0)), "weight", arrays_of),
+    (nnx_step, lambda: Linear(nnx.Rngs(0)), "kernel", lambda made: made),
+]
+
+
+@pytest.mark.parametrize("step, make, largest, arrays", MODULES, ids=["equinox", "nnx"])
+def test_modules(step, make, largest, arrays):
+    mesh = jax.make_mesh((8,), ("data",))
+    plan = autoshard.plan(step, make(), jnp.ones((8, 16)), mesh=mesh, fixed={largest: P("data")})
+    found = defined(plan.to_code())
+    pairs = zip(("in_shardings", "out_shardings"), (plan.in_shardings, plan.out_shardings), strict=True)
+    for name, planned in pairs:
+        tree, planned = (made[0] if name == "in_shardings" else made for made in (found[name](mesh), planned))
+        assert jax.tree.structure(tree) == jax.tree.structure(arrays(make()))
+        assert jax.tree.leaves(tree) == jax.tree.leaves(planned)
+    placed = jax.device_put(arrays(make()), found["in_shardings"](mesh)[0])
+    assert not all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed))
+    assert "Layouts of inner values are left out" in plan.to_code()

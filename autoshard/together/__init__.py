@@ -1,0 +1,1 @@
+"""Several functions planned under one layout of the arguments that they share."""

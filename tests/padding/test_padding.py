@@ -1,0 +1,214 @@
+"""`pad="batch"`: results are those of the batch as it is, or the step is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.padding import operations
+from autoshard.padding.rewriting import PaddedProgram
+
+WIDTH = 4
+
+
+def padded(step, batch, rows, *others):
+    """The results of a step whose batch has been padded to so many rows with what spoils all that it gets into."""
+    small = jax.make_jaxpr(step)(batch, *others)
+    bad = [(0, rows - len(batch)), *[(0, 0)] * (batch.ndim - 1)]
+    more = np.pad(batch, bad, constant_values=np.nan if batch.dtype.kind == "f" else 3)
+    program = PaddedProgram("step", small, jax.make_jaxpr(step)(more, *others))
+    return jax.jit(program)(more, *others)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def train(batch, weights):
+    def loss_of(weights):
+        return jnp.mean((jnp.tanh(batch @ weights) @ weights.T - batch) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(weights)
+    return weights - 0.1 * gradient, loss
+
+
+def batch_norm(batch, weights):
+    def loss_of(weights):
+        hidden = batch @ weights
+        hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-3)
+        return jnp.sum(jax.nn.logsumexp(hidden, axis=0)) + jnp.max(hidden)
+
+    return jax.value_and_grad(loss_of)(weights)
+
+
+def embedding(tokens, table):
+    def loss_of(table):
+        logits = table[tokens] @ table.T
+        labels = jnp.roll(tokens, 1, axis=1)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1))
+
+    return jax.value_and_grad(loss_of)(table)
+
+
+def loops(batch, weights):
+    def layer(x, _):
+        return jax.checkpoint(lambda x: jnp.tanh(x @ weights @ weights.T))(x), jnp.mean(x, axis=0)
+
+    last, means = jax.lax.scan(layer, batch, length=3)
+    norm = jax.lax.while_loop(lambda x: jnp.max(jnp.abs(x)) > 0.1, lambda x: 0.5 * x, last)
+    return means, norm, jax.lax.cond(jnp.sum(batch) > 0, jnp.sum, lambda x: jnp.prod(1.0 + x), last)
+
+
+def microbatches(batch, weights):
+    parts = batch.reshape(-1, 2, *batch.shape[1:])
+    return jnp.einsum("bkd,de->e", parts, weights), parts.argmax(axis=-1), jnp.cumsum(batch, axis=0)
+
+
+def dropout(batch, weights):
+    kept = jax.random.bernoulli(jax.random.key(0), 0.5, batch.shape)
+    return jnp.sum(jnp.where(kept, batch, 0.0) @ weights), jnp.all(batch < 9.0, axis=0), jnp.argmin(batch, axis=0)
+
+
+def slices(batch, weights):
+    return batch[1:] @ weights, batch[:2].sum(), jnp.where(batch > 0, batch, 0.0).mean(where=batch > 0)
+
+
+EXACT = [train, batch_norm, loops, dropout, slices]
+
+
+@pytest.mark.parametrize("step", EXACT, ids=[step.__name__ for step in EXACT])
+@pytest.mark.parametrize("rows, more", [(3, 4), (5, 8)])
+def test_results_are_those_of_the_batch(step, rows, more):
+    batch, weights = normal(rows, WIDTH), normal(WIDTH, 6, seed=1)
+    assert_same(padded(step, batch, more, weights), jax.tree.leaves(jax.jit(step)(batch, weights)))
+
+
+def test_tokens_and_microbatches():
+    tokens = np.random.default_rng(0).integers(0, 7, (3, 5)).astype(np.int32)
+    table = normal(7, WIDTH)
+    assert_same(padded(embedding, tokens, 8, table), jax.tree.leaves(jax.jit(embedding)(tokens, table)))
+    batch, weights = normal(6, WIDTH), normal(WIDTH, 6)
+    assert_same(padded(microbatches, batch, 8, weights), jax.tree.leaves(jax.jit(microbatches)(batch, weights)))
+
+
+def assert_same(made, expected):
+    for one, other in zip(made, expected, strict=True):
+        assert one.shape == other.shape and one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+REFUSED = [
+    (lambda x: jnp.sort(x, axis=0), "sort at test_padding.py.* makes rows of its result of other rows"),
+    (lambda x: x[::-1], "rev at test_padding.py.* makes rows of its result of other rows"),
+    (lambda x: jax.lax.cumsum(x, axis=0, reverse=True), "cumsum at .* makes rows"),
+    (lambda x: jnp.concatenate([x, x]), "concatenate at test_padding.py"),
+    (lambda x: x.T.reshape(-1), "reshape at .* added rows would stand between others"),
+    (lambda x: jax.lax.map(jnp.sum, x), "scan at .* goes through the rows one by one"),
+    (lambda x: jnp.fft.fft(x, axis=0), "fft at test_padding.py"),
+    (lambda x: x * 2.0 if len(x) > 4 else x + 1.0, "add at .* is mul at another number of rows"),
+    (lambda x: x * 2.0 if len(x) > 4 else x + x * 1.0, "runs other operations on another number of rows"),
+    (lambda x: x * jnp.asarray(np.arange(len(x), dtype=np.float32))[:, None], "runs other operations|at"),
+    (lambda x: jnp.median(x, axis=0), "sort at test_padding.py"),
+    (lambda x: jax.random.normal(jax.random.key(0), x.T.shape) * x.T, "random_bits at .* other random numbers"),
+    (
+        lambda x: jax.lax.reduce(x, np.float32(0), lambda a, b: a + b, (0,)) if False else x[jnp.argsort(x[:, 0])],
+        "sort",
+    ),
+]
+
+
+@pytest.mark.parametrize("step, message", REFUSED, ids=range(len(REFUSED)))
+def test_what_is_not_certain_is_refused(step, message):
+    with pytest.raises(autoshard.ArgumentError, match=message):
+        padded(step, normal(3, WIDTH), 8)
+
+
+def test_the_last_row_and_what_is_counted_are_those_of_the_batch():
+    def step(x):
+        return x[-1:], x / len(x), jnp.full((len(x), 2), len(x)), jnp.arange(len(x)), jnp.std(x)
+
+    batch = normal(3, WIDTH)
+    assert_same(padded(step, batch, 8), jax.tree.leaves(step(batch)))
+
+
+def random_program(seed):
+    """A chain of operations on arrays that have the batch as one dim."""
+    draw = np.random.default_rng(seed)
+    weights = draw.normal(size=(WIDTH, WIDTH))
+    unary = [jnp.tanh, jnp.abs, lambda x: x - x.mean(0), lambda x: jax.nn.softmax(x, axis=0), lambda x: x @ weights]
+    unary += [lambda x: jnp.cumsum(x, axis=0), lambda x: x.at[:, 1].set(0.0), lambda x: x / (1.0 + jnp.max(x, axis=0))]
+    unary += [lambda x: (x @ x.T) @ x / len(x), lambda x: jnp.where(x > jnp.min(x), x, 0.0), lambda x: jnp.log(x**2)]
+    unary += [lambda x: x.T.reshape(WIDTH, -1).T, lambda x: jnp.concatenate([x[:, 2:], x[:, :2]], axis=1)]
+    ends = [jnp.sum, lambda x: jnp.var(x, axis=0), lambda x: jnp.argmax(x, axis=0), lambda x: x, jnp.linalg.norm]
+    chain = [unary[i] for i in draw.integers(len(unary), size=3)]
+    end = ends[draw.integers(len(ends))]
+
+    def step(x):
+        for operation in chain:
+            x = operation(x)
+        return end(x), jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(weights)
+
+    return step
+
+
+def test_random_programs():
+    right = 0
+    with jax.enable_x64(True):  # what programs cancel out does not hide what they get wrong
+        for seed in range(14):
+            step = random_program(seed)
+            batch = np.random.default_rng(seed).normal(size=(3 + seed % 3, WIDTH))
+            try:
+                made = padded(step, batch, 8)
+            except autoshard.ArgumentError:
+                continue
+            for one, other in zip(made, jax.tree.leaves(jax.jit(step)(batch)), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-8)
+            right += 1
+    assert right >= 11
+
+
+def test_a_mask_that_is_missing_is_caught(monkeypatch):
+    monkeypatch.setattr(operations.Mask, "applied", lambda mask, array: array)
+    batch, weights = normal(3, WIDTH), normal(WIDTH, 6)
+    with pytest.raises(AssertionError):
+        assert_same(padded(train, batch, 4, weights), jax.tree.leaves(jax.jit(train)(batch, weights)))
+
+
+# Decorated.
+
+
+def sgd(state, batch, rate):
+    def loss_of(weights):
+        return jnp.mean((batch["x"] @ weights - batch["y"]) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(state["w"])
+    return {"w": state["w"] - rate * gradient, "step": state["step"] + 1}, loss, batch["x"] @ state["w"]
+
+
+def test_batches_of_any_size_train_as_on_one_device():
+    mesh = jax.make_mesh((8,), ("data",))
+    step = autoshard.autoshard(sgd, mesh=mesh, donate_argnums=0, pad="batch")
+    state = {"w": jnp.asarray(normal(WIDTH, 2)), "step": jnp.asarray(0)}
+    expected = jax.tree.map(np.asarray, state)
+    for rows in (16, 11, 16, 3, 1):
+        batch = {"x": normal(rows, WIDTH, seed=rows), "y": normal(rows, 2, seed=rows + 1)}
+        state, *made = step(state, batch, 0.1)
+        expected, *right = jax.jit(sgd)(expected, batch, 0.1)
+        assert_same(jax.tree.leaves((state, made)), jax.tree.leaves((expected, right)))
+        assert made[1].shape == (rows, 2)
+    assert step.plan(state, batch, 0.1).arguments[2].shape[0] == 1  # one row is not padded
+    batch = {"x": normal(11, WIDTH), "y": normal(11, 2)}
+    plan = step.plan(state, batch, 0.1)
+    assert [one.shape[0] for one in plan.arguments if one.name.startswith("batch/")] == [16, 16]
+    assert "11 rows" in plan.warnings[-1] and "16" in plan.warnings[-1]
+
+
+def test_pad_is_batch_or_nothing():
+    mesh = jax.make_mesh((8,), ("data",))
+    with pytest.raises(autoshard.ArgumentError, match="pad='rows'"):
+        autoshard.autoshard(sgd, mesh=mesh, pad="rows")
+    step = autoshard.autoshard(lambda x: jnp.sort(x, axis=0), mesh=mesh, pad="batch")
+    np.testing.assert_array_equal(step(normal(8, WIDTH)), np.sort(normal(8, WIDTH), axis=0))
+    with pytest.raises(autoshard.ArgumentError, match=r"sort at test_padding.py:\d+ makes rows"):
+        step(normal(9, WIDTH))

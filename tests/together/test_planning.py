@@ -1,0 +1,141 @@
+"""`plan_together`: one layout of shared arguments, as good as any, and never worse than what one function wants."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from oracles import MACHINES, slow_chips, v5e
+
+import autoshard
+from autoshard.layout import layouts_of, spec_of
+
+MESH = AbstractMesh((4, 2), ("data", "model"))
+WIDTH, HIDDEN = 32, 64
+
+
+def float32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+WEIGHTS = {"up": float32(WIDTH, HIDDEN), "down": float32(HIDDEN, WIDTH)}
+
+
+def prefill(params, prompts):
+    return jax.nn.relu(prompts @ params["up"]) @ params["down"]
+
+
+def decode(params, cache, tokens):
+    hidden = jax.nn.relu(tokens @ params["up"]) @ params["down"]
+    return cache.at[:, 0].set(hidden), hidden
+
+
+PREFILL = (prefill, (WEIGHTS, float32(512, WIDTH)))
+DECODE = (decode, (WEIGHTS, float32(4, 64, WIDTH), float32(4, WIDTH)), {"donate_argnums": 1})
+FUNCTIONS = {"prefill": PREFILL, "decode": DECODE}
+
+
+def alone(entry, topology, **options):
+    fn, args, *keywords = entry
+    return autoshard.plan(fn, *args, mesh=MESH, topology=topology, **dict(*keywords), **options)
+
+
+def specs(plan):
+    return [sharding.spec for sharding in jax.tree.leaves(plan.in_shardings[0])]
+
+
+def weighted(plans, weights):
+    return sum(weights.get(name, 1.0) * plan.cost for name, plan in plans.items())
+
+
+def product(weight, x):
+    return jnp.tanh(x @ weight)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_layout_of_what_is_shared_is_better(machine):
+    weights, topology = {"many": 3.0}, MACHINES[machine](MESH.axis_names)
+    weight = float32(WIDTH, HIDDEN)
+    functions = {"few": (product, (weight, float32(4, WIDTH))), "many": (product, (weight, float32(512, WIDTH)))}
+    plans = autoshard.plan_together(functions, mesh=MESH, weights=weights, topology=topology)
+    assert specs(plans["few"]) == specs(plans["many"])
+    totals = [
+        weighted({name: alone(entry, topology, fixed={"weight": spec_of(layout)}) for name, entry in functions.items()},
+                 weights)
+        for layout in layouts_of(weight.shape, dict(MESH.shape))
+    ]  # fmt: skip
+    assert weighted(plans, weights) <= min(totals) * (1 + 1e-6)
+    assert max(totals) > 1.01 * min(totals)  # that it can fail
+
+
+def rows_of_a(params, x):
+    return params["a"] @ x, jnp.sum(params["b"][:1])
+
+
+def rows_of_b(params, x):
+    return params["b"] @ x, jnp.sum(params["a"][:1])
+
+
+def test_what_neither_function_wants_for_itself_may_be_best():
+    params, x = {"a": float32(64, 256), "b": float32(64, 256)}, float32(256, 4)
+    functions, topology = {"a": (rows_of_a, (params, x)), "b": (rows_of_b, (params, x))}, v5e(MESH.axis_names)
+    total = weighted(autoshard.plan_together(functions, mesh=MESH, topology=topology), {})
+    for one, other in (("a", "b"), ("b", "a")):
+        own = alone(functions[one], topology)
+        imposed = alone(functions[other], topology, like=own)
+        assert total < 0.1 * (own.cost + imposed.cost)
+
+
+def test_a_function_that_runs_often_decides():
+    topology = slow_chips(MESH.axis_names)
+    plans = autoshard.plan_together(FUNCTIONS, mesh=MESH, weights={"decode": 1e6}, topology=topology)
+    assert plans["decode"].cost == pytest.approx(alone(DECODE, topology).cost, rel=1e-3)
+    assert "planned together" in plans["decode"].warnings[-1] and "decode (weight 1e+06)" in str(plans["prefill"])
+
+
+def test_the_memory_limit_holds_for_each_function():
+    topology, weight = v5e(MESH.axis_names), float32(WIDTH, HIDDEN)
+    functions = {name: (product, (weight, float32(rows, WIDTH))) for name, rows in (("few", 4), ("many", 512))}
+
+    def planned(**options):
+        return autoshard.plan_together(functions, mesh=MESH, topology=topology, **options)
+
+    with pytest.raises(autoshard.MemoryLimitError) as refused:
+        planned(memory=1000)
+    memory = 1.02 * refused.value.needed
+    plans, free = planned(memory=memory), planned()
+    assert memory < max(plan.predicted.peak_bytes for plan in free.values())  # that it can fail
+    assert all(plan.predicted.peak_bytes <= memory for plan in plans.values())
+    assert specs(plans["few"]) == specs(plans["many"])
+    assert weighted(plans, {}) >= weighted(free, {}) * (1 - 1e-9)
+
+
+def test_plans_run_and_pin_what_is_fixed():
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    fixed = {"params/up": P("data"), "cache": P("model")}
+    plans = autoshard.plan_together(FUNCTIONS, mesh=mesh, fixed=fixed)
+    assert plans["prefill"].in_shardings[0]["up"].spec == plans["decode"].in_shardings[0]["up"].spec == P("data")
+    assert plans["decode"].in_shardings[1].spec == P("model")
+    step = autoshard.autoshard(decode, mesh=mesh, plan=plans["decode"], donate_argnums=1)
+    given = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), DECODE[1])
+    _, hidden = step(*given)
+    assert float(hidden[0, 0]) == WIDTH * HIDDEN
+    assert plans["decode"].verify().actual_peak > 0
+
+
+REFUSED = [
+    ({}, {}, "a dict from names"),
+    ({"a": prefill}, {}, "a tuple of its arguments"),
+    ({"a": PREFILL}, {"weights": {"b": 1}}, r"weights\['b'\] = 1; a number"),
+    ({"a": PREFILL}, {"weights": {"a": -1}}, "0 or more"),
+    ({"a": PREFILL, "b": (jnp.sin, (float32(3),))}, {}, "'b' shares no argument with 'a'"),
+    ({"a": PREFILL}, {"fixed": {"cache": P()}}, "fixed: no argument of a fits 'cache'"),
+    ({"a": PREFILL}, {"in_shardings": None}, "autoshard takes no in_shardings"),
+    ({"a": PREFILL}, {"like": "plan.json"}, "takes no like="),
+]
+
+
+@pytest.mark.parametrize("functions, options, message", REFUSED)
+def test_what_cannot_be_planned_is_named(functions, options, message):
+    with pytest.raises(autoshard.AutoshardError, match=message):
+        autoshard.plan_together(functions, mesh=MESH, **options)
