@@ -44,6 +44,7 @@ def autoshard(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -64,6 +65,7 @@ def autoshard(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -95,6 +97,7 @@ def autoshard(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -139,6 +142,10 @@ def autoshard(
         trips: how often loops of unknown length turn, each `while` whose condition does not tell: a number for all, or
             numbers by line, by the function that the loop stands in, or by a glob of these
             (``{"solver.py:41": 64, "integrate*": 200}``). A guess by default, which the plan names.
+        microbatches: in how many parts the batch is run, one after the other, so that activations of one part alone
+            are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
+            proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
+            ``"auto"``: as few as fit.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -167,6 +174,7 @@ def autoshard(
         refine=refine,
         ignore_constraints=ignore_constraints,
         trips=trips,
+        microbatches=microbatches,
     )
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
@@ -198,6 +206,7 @@ def plan(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
@@ -216,6 +225,7 @@ def plan(
         MemoryLimitError: no sharding fits; it carries the smallest limit that would do, in bytes per device.
         ConflictError: shardings that are fixed, or that the step itself asks for, contradict each other.
         MeshError: a sharding, the topology or the mesh does not fit the others.
+        MicrobatchError: some line of `fn` needs the whole batch, and `microbatches` asks for parts of it.
         ArgumentError: an option is of the wrong kind.
     """
     options: dict[str, Any] = {
@@ -225,6 +235,7 @@ def plan(
         "time_limit": time_limit,
         "cache": cache,
         "trips": trips,
+        "microbatches": microbatches,
         "like": like,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)

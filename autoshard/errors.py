@@ -48,6 +48,10 @@ class PlanError(AutoshardError):
     """A plan used with another mesh, another program, or other arguments than it was made for."""
 
 
+class MicrobatchError(AutoshardError):
+    """A step that cannot be computed microbatch by microbatch without changing what it computes."""
+
+
 class ScheduleError(AutoshardError):
     """A pipeline schedule that deadlocks, or whose orders miss, repeat or misplace a task."""
 

@@ -325,6 +325,17 @@ def _said_around(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
+def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
+    """The equations run on values; each keeps the line that it comes from."""
+    read = {atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var)} | set(wanted)
+    inputs = [var for var in values if var in read]
+    operands, paths = [values[var] for var in inputs], tuple(map(str, range(len(wanted))))
+    names = api_util.debug_info("autoshard", lambda *_: None, operands, {}, result_paths_thunk=lambda: paths)
+    effects = frozenset[Any]().union(*(eqn.effects for eqn in equations))
+    piece = Jaxpr([], inputs, list(wanted), list(equations), effects, names)
+    return list(core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*operands))
+
+
 def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:
     """The function by which a `reduce` folds two elements of each operand, applied to whole arrays of elements."""
 
@@ -364,6 +375,11 @@ def calls_back(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in eqns) or any(
         calls_back(one) for one in params if isinstance(one, Jaxpr | ClosedJaxpr)
     )
+
+
+def aval_of(atom: Any) -> Any:
+    """The type of a variable or literal, which JAX declares without the shape and dtype that arrays have."""
+    return atom.aval
 
 
 def is_array(aval: Any) -> bool:

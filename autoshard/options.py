@@ -46,6 +46,7 @@ class Options:
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
     until: float | None = None  # when the time limit ends, as `time.monotonic` has it; None: it has not begun
+    microbatches: int | None = 1  # how many the step runs in; None: as many as it takes to fit
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
@@ -63,6 +64,7 @@ def options_of(
     refine: Any = 1,
     ignore_constraints: Any = False,
     trips: Any = None,
+    microbatches: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -115,8 +117,22 @@ def options_of(
         _turns(trips),
         given_mesh,
         memory is not None,
+        microbatches=_count(microbatches),
         given_topology=given_topology,
     )
+
+
+def _count(microbatches: Any) -> int | None:
+    """How many microbatches; None for "auto".
+
+    >>> _count(None), _count(4), _count("auto")
+    (1, 4, None)
+    """
+    if microbatches is None or microbatches == "auto":
+        return 1 if microbatches is None else None
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches!r}; how many is needed, 1 or more, or 'auto'")
+    return microbatches
 
 
 def _folder(path: str | Path) -> Path:

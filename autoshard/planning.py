@@ -363,7 +363,8 @@ def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
 def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
-    return *_unused_axes(program, mesh), *_guessed_loops(program), *formulation.prices.backend.remarks
+    split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
+    return *split, *_unused_axes(program, mesh), *_guessed_loops(program), *formulation.prices.backend.remarks
 
 
 def _guessed_loops(program: Program) -> tuple[str, ...]:
