@@ -23,6 +23,7 @@ from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
+from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
 from autoshard.plans.making import make_plan
@@ -317,7 +318,12 @@ def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
 def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
-    return *_unused_axes(program, mesh), *_guessed_loops(program), *formulation.prices.backend.remarks
+    return (
+        *_unused_axes(program, mesh),
+        *uneven_batch(program, mesh),
+        *_guessed_loops(program),
+        *formulation.prices.backend.remarks,
+    )
 
 
 def _guessed_loops(program: Program) -> tuple[str, ...]:

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import autoshard
 from autoshard.padding import operations
 from autoshard.padding.rewriting import PaddedProgram
 
 WIDTH = 4
+ONE = jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,))
 
 
 def padded(step, batch, rows, *others):
@@ -126,7 +128,10 @@ def test_what_is_not_certain_is_refused(step, message):
 
 def test_the_last_row_and_what_is_counted_are_those_of_the_batch():
     def step(x):
-        return x[-1:], x / len(x), jnp.full((len(x), 2), len(x)), jnp.arange(len(x)), jnp.std(x)
+        return x[-1:], x / len(x), jnp.full((len(x), 2), len(x)), jnp.arange(len(x)), jnp.std(x), keys(len(x))
+
+    def keys(rows):
+        return jax.vmap(jax.random.normal)(jax.random.split(jax.random.key(1), rows))
 
     batch = normal(3, WIDTH)
     assert_same(padded(step, batch, 8), jax.tree.leaves(step(batch)))
@@ -202,6 +207,26 @@ def test_batches_of_any_size_train_as_on_one_device():
     plan = step.plan(state, batch, 0.1)
     assert [one.shape[0] for one in plan.arguments if one.name.startswith("batch/")] == [16, 16]
     assert "11 rows" in plan.warnings[-1] and "16" in plan.warnings[-1]
+
+
+def test_the_batch_is_told_from_weights():
+    of = jax.ShapeDtypeStruct
+    weights = {"up": of((WIDTH, 8), np.float32), "bias": of((8,), np.float32)}
+    mesh = jax.make_mesh((8,), ("data",))
+    arguments = weights, of((11, WIDTH), np.float32)
+
+    def predict(weights, x):
+        return x @ weights["up"] + weights["bias"]
+
+    shapes = {
+        one.name: one.shape for one in autoshard.autoshard(predict, mesh=mesh, pad="batch").plan(*arguments).arguments
+    }
+    assert shapes == {"weights/bias": (8,), "weights/up": (WIDTH, 8), "x": (16, WIDTH)}
+    (remark,) = autoshard.plan(predict, *arguments, mesh=mesh).warnings[:1]
+    assert "11 rows (x)" in remark and "16 rows would" in remark
+    assert not any(
+        "rows" in one for one in autoshard.plan(predict, weights, of((16, WIDTH), np.float32), mesh=mesh).warnings
+    )
 
 
 def test_pad_is_batch_or_nothing():
