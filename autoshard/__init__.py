@@ -16,6 +16,7 @@ from autoshard.errors import (
     ConflictError,
     MemoryLimitError,
     MeshError,
+    MissingPackageError,
     PlanError,
     ProcessError,
     RuleError,
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from autoshard.mesh import Collective, Link, Topology, topology
     from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
+    from autoshard.report.difference import Difference
+    from autoshard.report.explanation import Explanation
     from autoshard.together.planning import plan_together
     from autoshard.user_plan import Plan
 
@@ -39,10 +42,13 @@ __all__ = [
     "CacheWarning",
     "Collective",
     "ConflictError",
+    "Difference",
+    "Explanation",
     "Link",
     "MemoryLimitError",
     "MemoryWarning",
     "MeshError",
+    "MissingPackageError",
     "Plan",
     "PlanError",
     "Prediction",
@@ -71,6 +77,8 @@ _HOMES = {
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
     "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
+    "autoshard.report.difference": ("Difference",),
+    "autoshard.report.explanation": ("Explanation",),
     "autoshard.together.planning": ("plan_together",),
     "autoshard.user_plan": ("Plan",),
 }

@@ -96,8 +96,8 @@ class Claims:
         differs = [name for name, one in self.said.items() if leaders.said.get(name) != one]
         if self.step == leaders.step and self.key == leaders.key and not differs:
             return ""
-        what = next(iter(differs), "plan")
-        ours, theirs = self.said.get(what, ""), leaders.said.get(what, "")
+        what = next(iter(differs), "what the plan depends on")
+        ours, theirs = self.said.get(what, self.key[:16]), leaders.said.get(what, leaders.key[:16])
         if self.step != leaders.step:
             what, ours, theirs = "step", self.step, leaders.step
         elif what == "arguments":

@@ -17,15 +17,18 @@ from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulating import formulate
-from autoshard.model.given_layouts import as_propagated
+from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.padded_function import PaddedFunction
-from autoshard.planning import checked_rules, comparison_of, lowered, remarks
+from autoshard.planning import checked_rules, lowered, remarks
+from autoshard.plans.alternatives import with_inner_layouts_planned
+from autoshard.plans.annotations import Annotations
 from autoshard.plans.making import make_plan
-from autoshard.program import Equation, Value
-from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts
+from autoshard.program import Equation
+from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
+from autoshard.replanning.planner import Planner
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.user_plan import Plan
+from autoshard.user_plan import Comparison, Plan
 
 
 @overload
@@ -41,6 +44,7 @@ def autoshard(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -61,6 +65,7 @@ def autoshard(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -92,6 +97,7 @@ def autoshard(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -100,7 +106,8 @@ def autoshard(
     """Shards a train step over a mesh. Use it where `jax.jit` would stand.
 
     The first call of a signature traces the step, solves for the cheapest sharding of every value, places the inputs,
-    compiles and runs; later calls run.
+    compiles and runs; later calls run. What a step changes in nnx modules among its arguments is changed in the
+    caller's, as under `nnx.jit`. Leaves that are no arrays are static.
 
     >>> import jax.numpy as jnp
     >>> @autoshard(mesh=jax.make_mesh((jax.device_count(),), ("data",)), donate_argnums=0)
@@ -122,17 +129,23 @@ def autoshard(
         topology: what the machine costs, or the name of a preset; guessed from the mesh by default.
         fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``. Large
             arrays that the step closes over are among them, by the names they have in its code.
-        time_limit: seconds after which the solver returns the best plan it has, with its proven gap.
+        time_limit: seconds that planning may take once the step is traced: then it returns the best plan it has, with
+            its proven gap. The search has a quarter of it at least, however long it took to formulate the step.
         cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
             machine and options, by this or another process. What is not readable there is ignored with a warning.
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
             cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
             `refine` more searches and as many compilations.
         ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
-            `reshard`, `out_sharding=`, and the types of its arguments in explicit mode.
+            `reshard`, `out_sharding=`, the types of its arguments in explicit mode, and the names of mesh axes that
+            flax keeps beside arrays.
         trips: how often loops of unknown length turn, each `while` whose condition does not tell: a number for all, or
             numbers by line, by the function that the loop stands in, or by a glob of these
             (``{"solver.py:41": 64, "integrate*": 200}``). A guess by default, which the plan names.
+        microbatches: in how many parts the batch is run, one after the other, so that activations of one part alone
+            are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
+            proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
+            ``"auto"``: as few as fit.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -161,6 +174,7 @@ def autoshard(
         refine=refine,
         ignore_constraints=ignore_constraints,
         trips=trips,
+        microbatches=microbatches,
     )
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
@@ -192,6 +206,7 @@ def plan(
     refine: int = 1,
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
+    microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
@@ -210,6 +225,7 @@ def plan(
         MemoryLimitError: no sharding fits; it carries the smallest limit that would do, in bytes per device.
         ConflictError: shardings that are fixed, or that the step itself asks for, contradict each other.
         MeshError: a sharding, the topology or the mesh does not fit the others.
+        MicrobatchError: some line of `fn` needs the whole batch, and `microbatches` asks for parts of it.
         ArgumentError: an option is of the wrong kind.
     """
     options: dict[str, Any] = {
@@ -219,6 +235,7 @@ def plan(
         "time_limit": time_limit,
         "cache": cache,
         "trips": trips,
+        "microbatches": microbatches,
         "like": like,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
@@ -259,25 +276,23 @@ def evaluate(
     """
     options = options_of(mesh, memory=memory, topology=topology, ignore_constraints=ignore_constraints, trips=trips)
     check_jit_keywords(jit_keywords)
-    program = ShardedFunction(fn, options=options, jit_keywords=jit_keywords).trace(*args, **(kwargs or {}))
-    mesh_shape = dict(options.mesh.shape)
+    traced = functools.partial(ShardedFunction, fn, options=options, jit_keywords=jit_keywords)
+    program = traced().trace(*args, **(kwargs or {}))
+    as_written = traced(merges=False).trace(*args, **(kwargs or {}))  # Shardy comes before XLA merges anything
+    mesh_shape, machine = dict(options.mesh.shape), (options.topology, options.backend)
     rules = checked_rules(program, mesh_shape)
     layouts = whole(program) | dict(program.ordered_arguments) | argument_layouts(program, in_shardings, mesh_shape)
     check_jit_takes(program, layouts, mesh_shape)
-    ends = {
-        result.id: layout
-        for i, layout in result_layouts(program, out_shardings, mesh_shape).items()
-        if i not in program.carried.values() and isinstance(result := program.results[i], Value)
-    }
-    formulate_anew = functools.partial(
+    ends = result_layouts(program, out_shardings, mesh_shape)
+    formulation, solution = as_jitted(as_written, rules_for(as_written), mesh_shape, *machine, layouts, ends)
+    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
+    made = replace(made, fingerprint=program.fingerprint, annotations=Annotations({}, {}, {}), memory=options.memory)
+    planned = functools.partial(
         formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
     )
-    formulation = formulate_anew()
-    fixed = {program.arguments[i].id: layout for i, layout in layouts.items()} | ends
-    solution = as_propagated(formulation, propagate_layouts(program, rules, mesh_shape, fixed).values)
-    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
-    made = Plan.of(made, comparison_of(formulate_anew))
-    return lowered(program, replace(made, memory=options.memory), compile_keywords(jit_keywords))
+    comparison = Comparison(lambda: with_inner_layouts_planned(made.predicted, planned()))
+    planner = Planner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
+    return planner.bound(lowered(program, Plan.of(made, comparison), compile_keywords(jit_keywords)))
 
 
 def verify(

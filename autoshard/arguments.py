@@ -95,6 +95,11 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
     found, structure = jax.tree_util.tree_flatten_with_path(dict(named))
     static = static_places(structure, [leaf for _, leaf in found])
     for place, (path, leaf) in enumerate(found):
+        if isinstance(leaf, jax.Ref):
+            return ArgumentError(
+                f"{slashed(path)} is {leaf!r}: what changes under the step has no layout that a plan could keep.\n"
+                "Pass the array, return the new one and write it back: ref[...] = step(ref[...])."
+            )
         if not (_is_hashable(leaf) if place in static else _has_type(leaf)):
             return ArgumentError(
                 f"{slashed(path)} is {leaf!r}, which is no array{' and has no hash' * (place in static)}.\n"
@@ -115,7 +120,7 @@ def _has_type(leaf: Any) -> bool:
 def _is_hashable(leaf: Any) -> bool:
     try:
         hash(leaf)
-    except TypeError:
+    except (TypeError, ValueError):  # a writable memoryview raises the latter
         return False
     return True
 

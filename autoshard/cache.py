@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from autoshard.errors import PlanError
-from autoshard.files import sweep, write_whole
+from autoshard.files import is_special, sweep, write_whole
 from autoshard.lower.on_shards import check_plan
 from autoshard.options import Options
 from autoshard.program import Program
@@ -82,7 +82,7 @@ def find(folder: Path, key: str, program: Program, options: Options) -> Plan | N
     """
     path = folder / f"{key}.plan"
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if is_special(path):
             raise PlanError("it is no file")
         head, _, text = path.read_text(encoding="utf-8").partition("\n")
         if head != _head(key, text):
@@ -107,6 +107,8 @@ def keep(folder: Path, key: str, plan: Plan) -> None:
         text = plan.dumps()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{key}.plan"
+        if is_special(path):
+            raise OSError(f"{path} is no file")
         write_whole(path, f"{_head(key, text)}\n{text}")
         sweep(folder, r"[0-9a-f]+\.plan", path.stat().st_mtime)
     except Exception as error:  # whatever it is, the step runs without the file

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 import operator
 import threading
 import types
@@ -26,10 +28,12 @@ from autoshard.arguments import (
     whole_type,
     without_type,
 )
-from autoshard.errors import ArgumentError, MeshError
+from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, MicrobatchError
 from autoshard.jaxprs import calls_back
+from autoshard.layout import shares_cores
 from autoshard.lower import Step, named_refusals
-from autoshard.options import TRACE_KEYWORDS, Options, compile_keywords
+from autoshard.microbatches.batch import in_microbatches
+from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
 from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal, trace
@@ -38,8 +42,13 @@ from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
+from autoshard.replanning.planner import Planner
+from autoshard.replanning.signatures import signature_remark
+from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
+
+_LOG = logging.getLogger("autoshard")  # says at INFO what is planned
 
 Parameters = ParamSpec("Parameters")  # of a step
 Rest = ParamSpec("Rest")  # of a method, less the instance
@@ -53,6 +62,7 @@ class _PlannedStep:
     plan: Plan
     program: Program
     context: Any  # of tracing; kept, so that no other context gets its address
+    planner: Planner
     is_checked: bool = False  # whether its compiled program has been held against the memory limit
 
     @property
@@ -104,6 +114,20 @@ class _Call(NamedTuple):
     sentinels: tuple[int, ...]
 
 
+@functools.lru_cache(maxsize=16)
+def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
+    if shares_cores(mesh):
+        _say_that_cores_are_shared()
+
+
+@functools.cache  # once in a process
+def _say_that_cores_are_shared() -> None:
+    _LOG.warning(
+        "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
+        "makes no call faster. What a plan is worth elsewhere, its report predicts: print(step.plan(...))."
+    )
+
+
 class _Lock:
     """A lock that one thread may take several times. A copy is another lock, so that what has one can be copied."""
 
@@ -144,6 +168,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if not callable(fn):
             raise ArgumentError(f"autoshard decorates a function; {fn!r} cannot be called")
         functools.update_wrapper(self, fn)
+        check_fits(fn, jit_keywords)
         self._fn, self._options, self._given, self._merges = fn, options, given, merges
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
@@ -249,22 +274,25 @@ class ShardedFunction(Generic[Parameters, Result]):
         key = static, _kinds(static), flat.structure, id(context())
         try:
             compiled = self._compiled.get((*key, types))
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             said = f"static arguments must be hashable, as for jax.jit: {error}"
             raise self._not_an_array(static, dynamic) or ArgumentError(said) from error
         if compiled is None:
             with uncollected():
-                program, used = self._trace(static, dynamic, types)
+                with LiveLine(f"tracing {getattr(self._fn, '__name__', 'the step')}"):
+                    program, used = self._trace(static, dynamic, types)
                 if not program.closes_over_tracers:
                     compiled = self._compiled.get((*key, used))
                 if compiled is None:
-                    compiled = self._planned_anew(program)
+                    compiled = self._planned_to_fit(program, static, dynamic, types)
             if not program.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, used] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
+        if runs:
+            _say_if_cores_are_shared(compiled.plan.mesh)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
@@ -272,17 +300,70 @@ class ShardedFunction(Generic[Parameters, Result]):
         plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group)
         if self._group is not None:
             self._group.round += 1
+        plan = replace(compiled.planner.bound(plan), remark=compiled.plan.remark)
         made = replace(compiled, plan=plan, is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
 
+    def _planned_to_fit(
+        self, program: Program, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+    ) -> _PlannedStep:
+        """The step planned, in as few microbatches as fit if the user leaves that open."""
+        try:
+            if program.microbatches == 1:
+                return self._planned_anew(program)
+            return self._planned_in_microbatches(program, static, dynamic, types)
+        except MemoryLimitError as error:
+            if self._options.microbatches is not None or self._given is not None:
+                raise
+            for count in (2**power for power in range(1, 31)):
+                try:
+                    split, _ = self._trace(static, dynamic, types, count)
+                    return self._planned_in_microbatches(split, static, dynamic, types)
+                except MemoryLimitError:
+                    continue
+                except MicrobatchError as refused:
+                    raise error from refused
+            raise
+
+    def _planned_in_microbatches(
+        self, program: Program, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+    ) -> _PlannedStep:
+        """The cheapest of the ways to add up microbatches: over all devices in each of them, or after the last.
+
+        For the latter, each group of devices has a sum of its own. That takes more memory and communicates less.
+        """
+        sizes = self._options.mesh.shape.values()
+        found: list[_PlannedStep] = []
+        errors: list[MemoryLimitError] = []
+        for groups in sorted({1, *itertools.accumulate(sizes, operator.mul), *sizes}):
+            try:
+                if groups > 1:
+                    program, _ = self._trace(static, dynamic, types, program.microbatches, groups)
+                found.append(self._planned_anew(program))
+            except MemoryLimitError as error:
+                errors.append(error)
+            except MicrobatchError:  # the rows of a microbatch are no multiple of so many groups
+                continue
+        if not found:
+            raise errors[0]
+        return min(found, key=lambda one: one.plan.cost)
+
     def _planned_anew(self, program: Program) -> _PlannedStep:
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
-            plan = planned(program, self._options, self._jit_keywords, self._planned_before, self._group)
-        return _PlannedStep(lowered(program, plan, self._jit_keywords), program, context())
+            with LiveLine(f"planning {program.name}") as line:
+                options = replace(self._options, progress=line.tell)
+                plan = planned(program, options, self._jit_keywords, self._planned_before, self._group)
+        is_given = self._given is not None
+        planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
+        plan = planner.bound(lowered(program, plan, self._jit_keywords))
+        if (last := next(reversed(self._compiled.values()), None)) is not None:
+            plan = replace(plan, remark=signature_remark(plan, last.plan))
+        _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
+        return _PlannedStep(plan, program, context(), planner)
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:
@@ -321,9 +402,20 @@ class ShardedFunction(Generic[Parameters, Result]):
         return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
 
     def _trace(
-        self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
+        self,
+        static: tuple[Any, ...],
+        dynamic: Arguments,
+        types: tuple[Any, ...],
+        microbatches: int | None = None,
+        groups: int = 1,
     ) -> tuple[Program, tuple[Any, ...]]:
-        """The program, and the types of arguments that it was traced with."""
+        """The program, and the types of arguments that it was traced with.
+
+        Args:
+            microbatches: how many it runs in; by default as many as the user says.
+            groups: of rows that are run side by side in every microbatch, and summed up after the last.
+        """
+        count = microbatches or self._options.microbatches or 1
         args, kwargs = join(static, dynamic)
         obey = not self._options.ignore_constraints
         refusals: list[MeshError | None] = []
@@ -339,8 +431,11 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "merges": self._merges,
                         "has_rule": has_rule,
                         "trips": self._options.trips,
+                        "rewritten": None
+                        if count == 1
+                        else functools.partial(in_microbatches, count=count, groups=groups),
                     }
-                    program = trace(self._fn, args, kwargs, **how, **self._trace_keywords)
+                    program = replace(trace(self._fn, args, kwargs, **how, **self._trace_keywords), microbatches=count)
                     return with_stencils(program) if self._merges else program, tried
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)

@@ -27,6 +27,10 @@ class ConflictError(AutoshardError):
     """Two fixed shardings that cannot both hold."""
 
 
+class MissingPackageError(AutoshardError, ImportError):
+    """An optional package that is needed here is not installed."""
+
+
 class MemoryLimitError(AutoshardError):
     """No sharding fits. Carries the budget and the smallest one that would do, in bytes per device."""
 
@@ -42,6 +46,10 @@ class SolverError(AutoshardError):
 
 class PlanError(AutoshardError):
     """A plan used with another mesh, another program, or other arguments than it was made for."""
+
+
+class MicrobatchError(AutoshardError):
+    """A step that cannot be computed microbatch by microbatch without changing what it computes."""
 
 
 class ScheduleError(AutoshardError):

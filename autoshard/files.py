@@ -22,11 +22,10 @@ def write_whole(path: str | Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; what was there still is.
     """
+    if is_special(Path(path)):
+        Path(path).write_text(text, encoding="utf-8")
+        return
     target = Path(os.path.realpath(path))
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(target.stat().st_mode) and not target.is_dir():
-            target.write_text(text, encoding="utf-8")
-            return
     part = target.with_name(f"{target.name}.{secrets.token_hex(4)}{PART}")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
@@ -42,6 +41,15 @@ def write_whole(path: str | Path, text: str) -> None:
             os.unlink(part)
         raise
     sweep(target.parent, re.escape(target.name), now)
+
+
+def is_special(path: Path) -> bool:
+    """Whether it is a pipe, device or the like, which to open may be to wait."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def sweep(folder: Path, names: str, now: float) -> None:

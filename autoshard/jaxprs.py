@@ -325,6 +325,48 @@ def _said_around(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr whose plain calls are opened: their equations stand in its own list, with variables of their own."""
+    equations: list[JaxprEqn] = []
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+    def copied(jaxpr: Jaxpr, names: dict[Var, Any]) -> list[Any]:
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+        for eqn in equations_of(jaxpr):
+            inputs, name = list(map(read, eqn.invars)), eqn.primitive.name
+            called = None if name in CUSTOM | REMAT | HIDDEN_BODIES else called_jaxpr(eqn)
+            if called is not None:
+                inner = dict(zip(called.jaxpr.invars, inputs, strict=True))
+                for var, const in zip(called.jaxpr.constvars, called.consts, strict=True):
+                    inner[var] = Var(var.aval)
+                    constants[inner[var]] = const
+                names.update(zip(eqn.outvars, copied(called.jaxpr, inner), strict=True))
+                continue
+            made = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
+            names.update((old, new) for old, new in zip(eqn.outvars, made, strict=True) if not isinstance(old, DropVar))
+            equations.append(eqn.replace(invars=inputs, outvars=made))
+        return list(map(read, jaxpr.outvars))
+
+    results = copied(closed.jaxpr, {})
+    jaxpr = closed.jaxpr.replace(
+        constvars=list(constants), eqns=equations, outvars=results, debug_info=closed.jaxpr.debug_info
+    )
+    return ClosedJaxpr(jaxpr, list(constants.values()))
+
+
+def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
+    """The equations run on values; each keeps the line that it comes from."""
+    read = {atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var)} | set(wanted)
+    inputs = [var for var in values if var in read]
+    operands, paths = [values[var] for var in inputs], tuple(map(str, range(len(wanted))))
+    names = api_util.debug_info("autoshard", lambda *_: None, operands, {}, result_paths_thunk=lambda: paths)
+    effects = frozenset[Any]().union(*(eqn.effects for eqn in equations))
+    piece = Jaxpr([], inputs, list(wanted), list(equations), effects, names)
+    return list(core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*operands))
+
+
 def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:
     """The function by which a `reduce` folds two elements of each operand, applied to whole arrays of elements."""
 
@@ -364,6 +406,11 @@ def calls_back(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     return any("callback" in eqn.primitive.name or eqn.primitive.name == "debug_print" for eqn in eqns) or any(
         calls_back(one) for one in params if isinstance(one, Jaxpr | ClosedJaxpr)
     )
+
+
+def aval_of(atom: Any) -> Any:
+    """The type of a variable or literal, which JAX declares without the shape and dtype that arrays have."""
+    return atom.aval
 
 
 def is_array(aval: Any) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
@@ -18,6 +19,7 @@ from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.plans.plan import PlanData
+from autoshard.solver.progress import Progress
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -43,7 +45,11 @@ class Options:
     trips: Mapping[str, int] = field(default_factory=dict)  # line, function or glob of a `while` -> turns
     given_mesh: Mesh | AbstractMesh | None = None  # as the user gave it, axis types included
     is_memory_given: bool = False  # whether the user said how much memory there is
+    until: float | None = None  # when the time limit ends, as `time.monotonic` has it; None: it has not begun
+    microbatches: int | None = 1  # how many the step runs in; None: as many as it takes to fit
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
+    given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
+    progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
     pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
 
 
@@ -58,6 +64,7 @@ def options_of(
     refine: Any = 1,
     ignore_constraints: Any = False,
     trips: Any = None,
+    microbatches: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -70,6 +77,7 @@ def options_of(
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
     given_mesh, mesh = mesh, with_auto_axes(mesh)
+    given_topology = topology
     machine = topology if isinstance(topology, str) else None
     backend = backend_of(mesh, machine)
     if isinstance(topology, str):
@@ -109,7 +117,22 @@ def options_of(
         _turns(trips),
         given_mesh,
         memory is not None,
+        microbatches=_count(microbatches),
+        given_topology=given_topology,
     )
+
+
+def _count(microbatches: Any) -> int | None:
+    """How many microbatches; None for "auto".
+
+    >>> _count(None), _count(4), _count("auto")
+    (1, 4, None)
+    """
+    if microbatches is None or microbatches == "auto":
+        return 1 if microbatches is None else None
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches!r}; how many is needed, 1 or more, or 'auto'")
+    return microbatches
 
 
 def _folder(path: str | Path) -> Path:
@@ -157,6 +180,18 @@ def check_jit_keywords(keywords: Mapping[str, Any]) -> None:
         hint = "\nShardings that arguments must have go into fixed=." if "in_shardings" in unknown else ""
         known = ", ".join(JIT_KEYWORDS)
         raise ArgumentError(f"autoshard takes no {', '.join(unknown)}; of jax.jit it takes {known}{hint}")
+
+
+def check_fits(fn: Callable[..., Any], jit_keywords: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ArgumentError: the function has no such arguments, or one is to be both static and donated.
+    """
+    try:
+        jax.jit(fn, **{name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS})
+    except (TypeError, ValueError) as error:
+        name = getattr(fn, "__name__", "the function")
+        raise ArgumentError(f"{name} and the keywords given for it do not fit: {error}") from error
 
 
 def compile_keywords(jit_keywords: Mapping[str, Any]) -> dict[str, Any]:

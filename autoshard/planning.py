@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.agreement import Claims, check_alike, peak_of_all, plan_of_all
+from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import find, keep, key_of
 from autoshard.compiled.memory_check import MemoryWarning, within_limit
 from autoshard.errors import ConflictError, MemoryLimitError, SolverError
@@ -28,16 +30,18 @@ from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
-from autoshard.plans.shared_arguments import shared_layouts
 from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.progress import Progress
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
+
+LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
 def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
@@ -93,7 +97,7 @@ def checked(
         made = within_limit(plan, options.memory, _compiled, replanned, agreed)
         if before is not None and made is not plan:
             rules, _ = before[program.fingerprint]
-            before[program.fingerprint] = rules, replace(made, lowering=None)
+            before[program.fingerprint] = rules, replace(made, lowering=None, planner=None)
             if options.cache is not None and (group is None or group.leads):
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
@@ -173,7 +177,8 @@ def planned(
     known = before.get(program.fingerprint)
     if known is not None and known[0] == rules:
         return known[1].bound_to(program)
-    make = functools.partial(_cached, program, rules, options, jit_keywords)
+    limited = replace(options, until=time.monotonic() + options.time_limit)
+    make = functools.partial(_cached, program, rules, limited, jit_keywords)
     if group is None:
         made = make()
     else:
@@ -197,15 +202,18 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
     return made
 
 
-def formulated(program: Program, rules: Sequence[Rule], options: Options) -> Formulation:
-    """The problem of a program under the options of `autoshard`."""
+def formulated(
+    program: Program, rules: Sequence[Rule], options: Options, fixed: Mapping[int, Layout] | None = None
+) -> Formulation:
+    """The problem of a program under the options of `autoshard`.
+
+    Args:
+        fixed: how arguments lie that may not lie otherwise; None: as the options and flax say.
+    """
     mesh_shape = dict(options.mesh.shape)
-    fixed = fixed_layouts(program, options.fixed, mesh_shape)
-    if options.like is not None:
-        fixed = _with_shared(program, fixed, options.like)
-    fixed = {**options.pinned, **fixed}
+    wished = wished_layouts(program, mesh_shape) if fixed is None else {}
+    fixed = asked_layouts(program, options) if fixed is None else fixed
     _check_types(program, fixed)
-    wished = wished_layouts(program, mesh_shape)
     return formulate(
         program,
         rules,
@@ -216,6 +224,18 @@ def formulated(program: Program, rules: Sequence[Rule], options: Options) -> For
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
+
+
+def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
+    """Argument index -> how the user wants it to lie, by `fixed=` and `like=`.
+
+    Raises:
+        ConflictError: the two contradict each other, or themselves.
+    """
+    fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
+    if options.like is not None:
+        fixed = _with_shared(program, fixed, options.like)
+    return {**options.pinned, **fixed}
 
 
 def _with_shared(program: Program, fixed: Mapping[int, Layout], like: PlanData) -> dict[int, Layout]:
@@ -274,11 +294,10 @@ def _solved_in_reserve(
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
+    until = options.until if options.until is not None else time.monotonic() + options.time_limit
     formulation = formulated(program, rules, options)
-    try:
-        solution = cheapest(formulation, options.time_limit)
-    except InfeasibleError as error:
-        raise _memory_error(program, error, options.backend.usable) from None
+    searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
+    solution = solved(program, formulation, options, max(until, searched_until))
     said = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(functools.partial(formulated, program, rules, options))
 
@@ -294,13 +313,40 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
 
 
-def cheapest(formulation: Formulation, time_limit: float) -> Solution:
-    """The cheapest solution found within the memory limit, with no more hidden than there is compute."""
+def solved(program: Program, formulation: Formulation, options: Options, until: float = math.inf) -> Solution:
+    """The cheapest solution found within the memory limit.
+
+    Args:
+        until: when the clock ends the search, if that is before the time limit has passed.
+
+    Raises:
+        MemoryLimitError: there is none.
+    """
+    try:
+        return cheapest(formulation, options.time_limit, until, options.progress)
+    except InfeasibleError as error:
+        raise _memory_error(program, error, options.backend.usable) from None
+
+
+def cheapest(
+    formulation: Formulation,
+    time_limit: float,
+    until: float = math.inf,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """The cheapest solution found within the memory limit, with no more hidden than there is compute.
+
+    Args:
+        time_limit: seconds that the search may take, and its measure of work.
+        until: when the clock ends it, if that is before, as `time.monotonic` has it.
+        progress: told what is known, as by `solve`.
+    """
 
     def solve(problem: Problem) -> Solution:
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS)
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
 
-    return with_limited_overlap(formulation, solve_within(formulation, time_limit), solve)
+    solution = solve_within(formulation, time_limit, until, progress)
+    return with_limited_overlap(formulation, solution, solve, is_late=lambda: time.monotonic() > until)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
@@ -318,12 +364,9 @@ def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
 def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
-    return (
-        *_unused_axes(program, mesh),
-        *uneven_batch(program, mesh),
-        *_guessed_loops(program),
-        *formulation.prices.backend.remarks,
-    )
+    split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
+    said = *split, *_unused_axes(program, mesh), *uneven_batch(program, mesh), *_guessed_loops(program)
+    return *said, *formulation.prices.backend.remarks
 
 
 def _guessed_loops(program: Program) -> tuple[str, ...]:

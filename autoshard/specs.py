@@ -62,6 +62,16 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
     return layouts
 
 
+def patterns_of(program: Program, fixed: Mapping[str, PartitionSpec]) -> dict[int, str]:
+    """Argument index -> the first path or glob that fits it, of those that fit some."""
+    return {
+        i: pattern
+        for pattern in reversed(list(fixed))
+        for i, value in enumerate(program.arguments)
+        if _fits(pattern, value.name)
+    }
+
+
 def wished_layouts(program: Program, mesh: MeshShape) -> dict[int, Layout]:
     """Argument index -> layout, of arguments for which flax has one that the mesh can keep."""
     found = {i: layout_of_wish(spec, program.arguments[i].shape, mesh) for i, spec in program.wishes.items()}

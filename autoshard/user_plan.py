@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from html import escape
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from autoshard.arrays.state_and_batches import init, shard_batch
 from autoshard.compiled.verification import Verification, compiled, verification, without_dropped
 from autoshard.errors import ArgumentError, MeshError, PlanError
+from autoshard.export.golden import changes_of, text_of_changes
 from autoshard.export.logical_rules import maxtext_rules
 from autoshard.export.shardings_code import shardings_code
 from autoshard.files import write_whole
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
-from autoshard.plans.arrays import init, shard_batch
-from autoshard.plans.difference import changes_of, text_of_changes
+from autoshard.mesh.topology import Topology
 from autoshard.plans.files import from_json, from_text, to_json, to_text
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.program.paths import printable
-from autoshard.report.plan_sections import plan_sections
+from autoshard.report.difference import Difference, wish_section
+from autoshard.report.explanation import Explanation
+from autoshard.report.html.elements import Html
+from autoshard.report.html.page import page, plan_html
+from autoshard.report.plan_sections import plan_sections, repr_text
+from autoshard.report.plot import plan_figure
+from autoshard.report.section import Section
 from autoshard.report.text import text_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Figures = Mapping[str, Prediction | str]  # of other ways to shard a step, or why one has none
 
@@ -48,12 +59,33 @@ class Comparison:
         return self.found or {} if self.find is None else self.found
 
 
+class Planner(Protocol):
+    """What a plan was made of: the program and the options."""
+
+    def explain(self, plan: Plan, path: str) -> Explanation:
+        """See `Plan.explain`."""
+
+    def what_if(self, plan: Plan, wish: Mapping[str, Any]) -> Plan:
+        """See `Plan.what_if`."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What `what_if` was asked for, and the costs of the plan that was asked."""
+
+    text: str  # "memory='8GiB'"
+    before: Prediction
+
+
 @dataclass(frozen=True, eq=False)
 class Plan(PlanData):
     """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
 
     comparison: Comparison = field(repr=False, default_factory=Comparison)
     lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
+    planner: Planner | None = field(repr=False, default=None)  # None: loaded, not yet bound
+    remark: str = ""  # what changes where the step was planned for another signature before
+    wish: Wish | None = None  # what `what_if` was asked for; None: another made the plan
 
     @classmethod
     def of(cls, plan: PlanData, comparison: Comparison | None = None) -> Plan:
@@ -83,6 +115,73 @@ class Plan(PlanData):
         """
         self.comparison.figures()
         return self
+
+    def explain(self, path: str) -> Explanation:
+        """Why an argument lies as it does: what the step costs if it lies otherwise, and what forced the choice.
+
+        The step is formulated and solved again with the argument lying each other way, so this takes some seconds.
+
+        >>> import jax, jax.numpy as jnp
+        >>> from autoshard import plan
+        >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+        >>> found = plan(lambda w, x: x @ w, jnp.ones((12, 12)), jnp.ones((64, 12)), mesh=mesh, topology="cpu:8")
+        >>> found.explain("w").reasons[-1]
+        "Dim 1 has 12 elements: 'data' (8 devices) does not divide it, but divides 8 and 16."
+
+        Args:
+            path: of an argument, as the printed plan has it; the end of a path or a glob will do, and stands for the
+                first argument that it fits.
+
+        Raises:
+            PlanError: no argument has this path, or the plan was loaded and is not bound to a step.
+        """
+        return self._asked().explain(self, path)
+
+    def diff(self, other: PlanData) -> Difference:
+        """What differs between this plan and another, printable: layouts, seconds, bytes and collectives.
+
+        Either may have been loaded. The difference is false if nothing differs.
+        """
+        return Difference.of(self, other)
+
+    def what_if(
+        self,
+        *,
+        fixed: Mapping[str, PartitionSpec] | None = None,
+        memory: str | float | None = None,
+        mesh: Mesh | AbstractMesh | None = None,
+        topology: Topology | str | None = None,
+        time_limit: float | None = None,
+    ) -> Plan:
+        """The plan of the same step under another wish; printed, it says what the wish costs.
+
+        What was asked for before still holds where the wish says nothing else. The search begins with this plan, unless
+        the wish is for another mesh or machine. The result can be verified, saved and given to `autoshard(plan=...)`.
+        Only then its compiled program is held against the memory limit.
+
+        Args:
+            fixed: as for `autoshard`, on top of what is fixed.
+            memory: bytes per device, as for `autoshard`.
+            mesh: another mesh, for the same program.
+            topology: what its machine costs; by default as this plan's was found.
+            time_limit: seconds of the search; by default as for this plan.
+
+        Raises:
+            MemoryLimitError: no sharding fits.
+            PlanError: the plan was loaded and is not bound to a step.
+            ConflictError: the wish contradicts itself, or what the step says.
+            MeshError: the wish does not fit the mesh.
+        """
+        wish = {"fixed": fixed, "memory": memory, "mesh": mesh, "topology": topology, "time_limit": time_limit}
+        return self._asked().what_if(self, wish)
+
+    def _asked(self) -> Planner:
+        if self.planner is None:
+            raise PlanError(
+                "a plan that was loaded from a file, or moved to another mesh, knows no step to plan again.\n"
+                "Give it to autoshard(step, mesh=..., plan=...) and ask `.plan(...)` of that."
+            )
+        return self.planner
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, to be committed or loaded again.
@@ -177,7 +276,7 @@ class Plan(PlanData):
         Raises:
             PlanError: the mesh has other axes.
         """
-        return replace(super().on(mesh), lowering=None)
+        return replace(super().on(mesh), lowering=None, planner=None)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """The state that `init_fn` makes, born as the plan has it: no device ever holds more than its shards.
@@ -245,10 +344,63 @@ class Plan(PlanData):
         return verification(predicted, found.named(self.lowering.program), mesh)
 
     def __str__(self) -> str:
-        return text_of(plan_sections(self, self.comparison.known))
+        return text_of(self._sections())
+
+    def _sections(self) -> list[Section]:
+        first, *others = plan_sections(self, self.comparison.known)
+        return [first, *self._wishes(), *others, *self._notes()]
+
+    def _notes(self) -> list[Section]:
+        """What to know before seconds on this mesh are measured."""
+        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
+        sharing = Counter(device.process_index for device in devices if device.platform == "cpu")
+        count = max(sharing.values(), default=0)
+        said = (
+            f"Note: {count} CPU devices share the cores of one machine, so a step on them is hardly faster than on "
+            "one. Seconds that are measured there say nothing of accelerators."
+        )
+        return [Section(lines=((said,),))] if count > 1 else []
+
+    def _wishes(self) -> list[Section]:
+        said = [Section(lines=((self.remark,),))] if self.remark else []
+        if self.wish is not None:
+            said.append(wish_section(self.wish.text, self.predicted, self.wish.before))
+        return said
+
+    def __repr__(self) -> str:
+        return repr_text(self)
+
+    def show(self, path: str | Path | None = None) -> Path:
+        """Writes the report as one HTML file, which needs no network, and returns where it is.
+
+        It shows what the printed report says, memory over the step, and the arguments as a tree that folds. As the
+        printed report it searches for nothing: after `compare()` it has the alternatives, too.
+
+        Args:
+            path: where to write it; by default a new file in the folder for temporary ones.
+        """
+        text = page(f"{self.name}: plan", self._html())
+        if path is None:
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".html", delete=False) as file:
+                file.write(text)
+            return Path(file.name)
+        write_whole(path, text)
+        return Path(path)
+
+    def plot(self) -> Figure:
+        """A figure of matplotlib: memory over the step by what holds it, and the step beside its alternatives.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        figure: Figure = plan_figure(self, self.comparison.known)
+        return figure
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        return self._html()
+
+    def _html(self) -> Html:
+        return plan_html(self, self.comparison.known, self._wishes(), self._notes())
 
 
 def _mesh_in(text: str, where: str) -> AbstractMesh:

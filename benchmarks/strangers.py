@@ -17,10 +17,14 @@ links of the machine cost nothing, so that all that can be split is split. Four 
 
 - Bytes of each kind of collective within 10%.
 - The peak within 20%, or within one page of 4 KiB.
-- The peak within the tightest limit under which the plan would be made (`Backend.usable`), but for one page.
-- On TPU, seconds within a factor of two of XLA's own estimate. On GPU, where XLA has none, of our roofline.
+- The compiled peak within the tightest limit under which the plan would be made (`Backend.usable`), but for one page.
+  A program over it is planned anew with that limit, and its compiled program checked. What counts is the plan that
+  comes of this. If none is made, nothing runs over its limit.
+- On TPU, seconds within a factor of two of XLA's own estimate, of programs of which XLA estimates every operation. On
+  GPU, where XLA has no estimate, of our roofline.
 
-Programs run in processes of their own: one that ends its process is a row as others are.
+Programs run in processes of their own: one that ends its process is a row as others are. If XLA ends the process of the
+program without a plan, too, the program counts as refused.
 """
 
 import argparse
@@ -95,8 +99,11 @@ class Row:
     predicted_peak: int = 0  # bytes
     peak: int = 0  # bytes
     usable: float = 1.0  # share of a limit that a plan may be predicted to fill
+    checked_peak: int | None = None  # bytes after the check of compiled programs; None: not needed, or nothing runs
+    warned: bool = False  # whether the check says that the plan is over
     predicted_seconds: float = 0.0
     seconds: float | None = None  # None: the compiler has no estimate
+    unestimated: tuple[str, ...] = ()  # the operations of which it has none
     wall: float = 0.0  # s that the task took
 
     @property
@@ -114,11 +121,25 @@ class Row:
             found["collectives"] = ", ".join(off)
         if abs(self.predicted_peak - self.peak) > max(PEAK_WITHIN * self.peak, PAGE_BYTES):
             found["peak"] = f"{self.predicted_peak} predicted, {self.peak} bytes compiled"
-        if (self.peak - PAGE_BYTES) * self.usable > self.predicted_peak:
-            found["limit"] = f"{self.predicted_peak / self.usable:.0f} allowed, {self.peak} bytes compiled"
-        if self.seconds and not 1 / SECONDS_WITHIN <= self.predicted_seconds / self.seconds <= SECONDS_WITHIN:
+        if self.checked_peak is not None and self.checked_peak - PAGE_BYTES > self.limit:
+            said = "said so" if self.warned else "not said"
+            found["limit"] = f"{self.limit:.0f} allowed, {self.checked_peak} bytes after the check; {said}"
+        if (
+            self.applies("seconds")
+            and not 1 / SECONDS_WITHIN <= self.predicted_seconds / self.seconds <= SECONDS_WITHIN
+        ):
             found["seconds"] = f"{self.predicted_seconds:.2e} predicted, {self.seconds:.2e} s compiled"
         return found
+
+    @property
+    def limit(self) -> float:
+        """The tightest limit under which the plan would be made, in bytes."""
+        return self.predicted_peak / self.usable
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the program is over that limit before the check."""
+        return self.outcome == "compared" and self.peak - PAGE_BYTES > self.limit
 
     @property
     def kinds_off(self) -> list[str]:
@@ -132,7 +153,8 @@ class Row:
 
     def applies(self, bar: str) -> bool:
         """Whether a bar can be measured."""
-        return self.outcome == "compared" and (bar != "seconds" or self.seconds is not None)
+        is_estimated = bool(self.seconds) and not self.unestimated
+        return self.outcome == "compared" and (bar != "seconds" or is_estimated)
 
     def known(self, bar: str) -> str | None:
         """Why it misses a bar, if that is known."""
@@ -229,6 +251,7 @@ def compared(row: Row, fn: Callable, shapes: tuple) -> Row:
     from harnesses import fast_links
 
     from autoshard import plan
+    from autoshard.mesh.targets import target_mesh
     from autoshard.model.xla.backends import backend_of
 
     options: dict[str, Any] = {}
@@ -243,7 +266,7 @@ def compared(row: Row, fn: Callable, shapes: tuple) -> Row:
     if row.form.startswith("batch"):
         options["fixed"] = {"*": jax.sharding.PartitionSpec("data")}
     found = plan(fn, *shapes, mesh=mesh, time_limit=PLANNING_SECONDS, **options).verify(target)
-    return replace(
+    row = replace(
         row,
         predicted=by_kind(found.predicted),
         compiled=by_kind(found.actual),
@@ -252,7 +275,27 @@ def compared(row: Row, fn: Callable, shapes: tuple) -> Row:
         usable=backend.usable,
         predicted_seconds=found.predicted_seconds,
         seconds=found.schedule.step_seconds if found.schedule else None,
+        unestimated=found.schedule.unestimated if found.schedule else (),
     )
+    if not row.is_over:
+        return row
+    on = mesh if target is None else target_mesh(target, dict(mesh.shape))
+    return checked(row, fn, shapes, {"mesh": on, "time_limit": PLANNING_SECONDS, **options})
+
+
+def checked(row: Row, fn: Callable, shapes: tuple, options: Mapping[str, Any]) -> Row:
+    """The row of a program that is over its limit, with what the check of compiled programs makes of it."""
+    from autoshard import MemoryLimitError, autoshard
+    from autoshard.compiled.memory_check import MemoryWarning
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            made = autoshard(fn, memory=row.limit, **options).plan(*shapes)
+        except MemoryLimitError:
+            return row
+    warned = any(issubclass(one.category, MemoryWarning) for one in said)
+    return replace(row, checked_peak=made.compiled_peak, warned=warned)
 
 
 def by_kind(traffic: Mapping[tuple[str, tuple[str, ...]], int | None]) -> dict[str, int | None]:
@@ -300,8 +343,11 @@ def work() -> None:
     every = programs()
     count = 0
 
-    def answer(task: Sequence[str]) -> dict:
+    def answer(task: Sequence[str]) -> dict | bool:
         nonlocal count
+        if len(task) > len(Task._fields):  # see `ends_alone`
+            one = Task(*task[:-1])
+            return compiles_alone(*in_form(one.source, every[one.source, one.name], one.form), one.machine)
         count += 1
         if count % KEPT_PROGRAMS == 0:
             jax.clear_caches()
@@ -327,13 +373,27 @@ def chosen_tasks(
 
 def rows_of(tasks: Sequence[Task], families: Mapping[tuple[str, str], str], jobs: int = 1) -> Iterator[Row]:
     """What became of the tasks, as they end."""
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
-    for task, answer in answers(tasks, jobs, lambda: Worker([__file__, "--worker"], environment, HANGS_AFTER)):
-        if isinstance(answer, Ended):
+    for task, answer in answers(tasks, jobs, new_worker):
+        if not isinstance(answer, Ended):
+            yield Row(**answer)
+        elif not answer.late and ends_alone(task):
+            detail = "XLA ends the process of the program without a plan, too"
+            yield Row(*task, families[task.source, task.name], "refused", detail)
+        else:
             outcome = "hangs" if answer.late else "crashes"
             yield Row(*task, families[task.source, task.name], outcome, answer.detail)
-        else:
-            yield Row(**answer)
+
+
+def new_worker() -> Worker:
+    return Worker([__file__, "--worker"], {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}, HANGS_AFTER)
+
+
+def ends_alone(task: Task) -> bool:
+    """Whether XLA ends the process when it compiles the program of a task without a plan."""
+    worker = new_worker()
+    answer = worker((*task, "alone"))
+    worker.close()
+    return isinstance(answer, Ended) and not answer.late
 
 
 # The page.
@@ -379,6 +439,12 @@ def page(rows: Sequence[Row], chosen: str = "") -> str:
         figures = shares(of)
         cells = [f"{100 * figures[bar][0] / figures[bar][1]:.1f}%" if bar in figures else "" for bar in BARS]
         lines.append(f"| {machine} | {sum(row.outcome == 'compared' for row in of)} | {' | '.join(cells)} |")
+    over = collections.Counter(row.machine for row in rows if row.is_over)
+    warned = collections.Counter(row.machine for row in rows if "limit" in row.misses and row.warned)
+    lines += ["", "Over their limit before the check of compiled programs: " + _counts(over) + "."]
+    lines += ["", "Over it after the check, with a `MemoryWarning` that says so: " + _counts(warned) + "."]
+    unknown = collections.Counter(row.machine for row in rows if row.outcome == "compared" and row.unestimated)
+    lines += ["", "With operations of which XLA has no estimate: " + _counts(unknown) + "."]
     others = collections.Counter((row.machine, row.outcome) for row in rows if row.outcome != "compared")
     lines += ["", "Not compared: " + ", ".join(f"{n} {what} on {on}" for (on, what), n in sorted(others.items())) + "."]
     for bar in BARS:
@@ -401,6 +467,10 @@ def page(rows: Sequence[Row], chosen: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} on {machine}" for machine, count in counts.items()) or "none"
+
+
 def print_kinds(rows: Sequence[Row], most: int) -> None:
     """Shares, and the kinds of exceptions that have the most programs."""
     for machine in MACHINES:
@@ -408,7 +478,8 @@ def print_kinds(rows: Sequence[Row], most: int) -> None:
         outcomes = collections.Counter(row.outcome for row in of)
         if not of:
             continue
-        print(f"\n{machine}: {dict(outcomes)}")
+        over, warned = sum(row.is_over for row in of), sum("limit" in row.misses and row.warned for row in of)
+        print(f"\n{machine}: {dict(outcomes)}, {over} over before the check, {warned} warned of after it")
         for bar, (within, total) in shares(of).items():
             print(f"  {bar}: {within} of {total}, {within / total:.1%}")
             kinds = collections.defaultdict(list)

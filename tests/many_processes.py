@@ -5,6 +5,7 @@ python many_processes.py <index> <processes> <port> <folder> <situation>...
 
 import json
 import os
+import runpy
 import sys
 import time
 import warnings
@@ -135,6 +136,11 @@ def replanned_to_fit():
             return trained(fn, mesh), len(seen)
     finally:
         memory_check.peak_bytes = own
+
+
+def documented():
+    """The program of the page on many hosts."""
+    return runpy.run_path(str(Path(__file__).parents[1] / "docs" / "how_to" / "many_hosts.py"))["losses"]
 
 
 def two_of_them():

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, v5e
 
 import autoshard
-from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError, Plan
+from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError, Plan, decorated
 from autoshard.model.xla.backends import CPU
 
 SHAPE = {"x": 4, "y": 2}
@@ -745,3 +745,17 @@ def test_an_error_of_the_users_function_passes_unchanged():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'") as caught:
         sharded(step)(WEIGHTS)
     assert not isinstance(caught.value, autoshard.AutoshardError)
+
+
+def test_who_times_a_step_on_cpu_devices_is_told_once_that_they_share_cores(caplog):
+    decorated._say_that_cores_are_shared.cache_clear()
+    decorated._say_if_cores_are_shared.cache_clear()
+    x = np.ones((8, 8), np.float32)
+    alone = autoshard.autoshard(lambda x: x * 2, mesh=mesh_of({"x": 1}))
+    several = [autoshard.autoshard(lambda x, i=i: x * i, mesh=mesh_of({"x": 8})) for i in range(2)]
+    alone(x), several[0].plan(x)
+    assert not caplog.records
+    for step in (*several, *several):
+        step(x)
+    (record,) = caplog.records
+    assert record.name == "autoshard" and "share the cores of one machine" in record.getMessage()

@@ -23,10 +23,12 @@ ROOMS = {
     "base": ["autoshard.errors", "autoshard.files", "autoshard.layout"],
     "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
+    "microbatches": ["autoshard.microbatches"],
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
     "plans": ["autoshard.plans"],
+    "arrays": ["autoshard.arrays"],
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
@@ -36,9 +38,8 @@ ROOMS = {
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
         *("autoshard.processes", "autoshard.agreement"),
-        *("autoshard.refine", "autoshard.planning", "autoshard.decorated", "autoshard.api", "autoshard.together"),
-        "autoshard.padding",
-        "autoshard.__init__",
+        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
+        *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],
 }
 

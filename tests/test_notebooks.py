@@ -12,11 +12,20 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 PROMISED = {  # notebook -> a pattern for each promised piece of what its cells print
     "01_quickstart": [
+        r"(?m) In\[\d+\]:\d+ ",  # lines of cells by the numbers of the cells
         r"Predicted +per step",  # the plan, its tables in the text where print puts them
         r"peak memory +[\d.]+ [KM]iB +[\d.]+ [KM]iB\n",  # no "differs" behind the figures
         r"step  40 +8 devices (\d\.\d{3})\d* +one device \1",
         r"FSDP +[\d,]+ us per step",
-    ]
+    ],
+    "02_reading_a_plan": [
+        r"train_step on 8 devices \(data=4, model=2\), planned for v5e:4x2",
+        r"Memory at the peak, In\[\d+\]:\d+",
+        r"Step if it lies as[^$]*Dim 0 has 250 elements[^$]*248 and 252",
+        r"What if fixed=",
+        r"on 4 devices \(data=4\)",
+        r"Arguments that lie otherwise",
+    ],
 }
 
 

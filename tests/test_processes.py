@@ -31,6 +31,7 @@ WORK = [
     "plans_are_equal",
     "replanned_to_fit",
     "two_of_them",
+    "documented",
     "works_after_errors",
 ]
 # Situation -> what every process but the one that caused it says.
@@ -122,6 +123,11 @@ def test_only_the_first_searches(outcomes):
     assert searches == 1 and others == [[plan, 0]] * len(others)
     (_, searches), *others = (one["value"] for one in outcomes["one_has_a_cached_plan"])
     assert searches == 1 and all(value[1] == 1 for value in others)  # that which filled the cache
+
+
+def test_the_program_of_the_page_trains_alike_everywhere(outcomes):
+    first, *others = (one["value"] for one in outcomes["documented"])
+    assert len(first) == 3 and others == [first] * len(others)
 
 
 def test_all_plan_again_where_one_compiler_asks_for_more_memory(outcomes):

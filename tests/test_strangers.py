@@ -62,13 +62,17 @@ def test_a_collective_that_is_not_predicted_is_found(monkeypatch):
 
 def test_a_peak_that_is_too_low_is_found():
     row = Row("case", "a", "values", "cpu", "add", "compared", predicted_peak=70_000, peak=100_000, usable=0.85)
-    assert row.misses.keys() == {"peak", "limit"}
-    assert not replace(row, predicted_peak=90_000).misses
+    assert row.misses.keys() == {"peak"} and row.is_over  # and nothing runs, since the check finds no plan
+    assert replace(row, checked_peak=100_000, warned=True).misses["limit"].endswith("said so")
+    assert replace(row, checked_peak=85_000).misses.keys() == {"peak"}
+    good = replace(row, predicted_peak=90_000)
+    assert not good.misses and not good.is_over
 
 
 def test_seconds_and_unknown_bytes():
     row = Row("case", "a", "values", "v5e:2x4", "add", "compared", predicted_seconds=1.0, seconds=2.1)
     assert row.misses.keys() == {"seconds"}
+    assert not replace(row, unestimated=("sort",)).misses
     assert replace(row, seconds=None, compiled={"all_reduce": None}).misses.keys() == {"collectives"}
 
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from oracles import mesh_of, slow_chips, v5e
+from oracles import mesh_of, slow_chips
 
 import autoshard
 from autoshard import ArgumentError
@@ -94,7 +94,7 @@ def test_bytes_of_loops_of_unknown_length_are_those_of_a_turn():
     """As the compiled program tells: a product that sums over devices, and one flag."""
     step = counted(lambda i, x: x.sum() > 0)
     found = autoshard.plan(
-        step, X, mesh=mesh_of({"x": 8}), topology=v5e("x"), fixed={"x": jax.sharding.PartitionSpec("x")}
+        step, X, mesh=mesh_of({"x": 8}), topology=slow_chips("x"), fixed={"x": jax.sharding.PartitionSpec("x")}
     ).verify()
     assert found.predicted == found.actual
     assert {one.is_per_turn for one in found.collectives} == {True}

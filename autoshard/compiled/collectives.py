@@ -26,7 +26,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from autoshard.compiled.module import Instruction, Module, attribute, said, shape_bytes
@@ -246,28 +245,19 @@ def equation_of(why: str) -> int | None:
 
 
 def peak_bytes(compiled: Any) -> int:
-    """Bytes one device holds while a `jax.stages.Compiled` runs, by XLA's own memory analysis.
+    """Bytes of its memory that one device needs for a `jax.stages.Compiled`, by XLA's own memory analysis.
 
-    On TPU, where XLA simulates the heap, this is the peak of the heap. Elsewhere it is arguments, results and
-    temporaries; a donated argument and its result count once. (CPU's and GPU's `peak_memory_in_bytes` is not that of
-    the whole program.)
+    That is arguments, results and temporaries; a donated argument and its result count once. `peak_memory_in_bytes` is
+    another figure: on CPU and GPU it is not of the whole program, and on TPU it also counts what lies in the chip's own
+    memory, copies of arguments among it, and no gaps between temporaries.
     """
     memory = compiled.memory_analysis()
-    if _platform(compiled) == "tpu":
-        return memory.peak_memory_in_bytes
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-
-
-def _platform(compiled: Any) -> str:
-    """The platform of the devices that a program was compiled for."""
-    shardings = (*jax.tree.leaves(compiled.input_shardings), *jax.tree.leaves(compiled.output_shardings))
-    devices = {device.platform for sharding in shardings for device in sharding.device_set}
-    return devices.pop() if devices else ""
 
 
 def _groups(instruction: Instruction, opcode: str, devices: int) -> np.ndarray:

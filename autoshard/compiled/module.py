@@ -40,6 +40,11 @@ class Instruction:
         return self._said_cycles >= _NO_FIGURE
 
     @property
+    def has_estimate(self) -> bool:
+        """Whether XLA writes cycles at all."""
+        return '"estimated_cycles"' in self.rest
+
+    @property
     def _said_cycles(self) -> int:
         said = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
         return int(said[1]) if said else 0
@@ -187,6 +192,15 @@ def operands(instruction: Instruction) -> list[str]:
 def shape_bytes(shape: str) -> int:
     """Bytes of all arrays of a shape, whatever its nesting."""
     return sum(-(-_bits(dtype) * math.prod(_numbers(dims)) // 8) for dtype, dims in _ARRAY.findall(shape))
+
+
+def max_elements(shape: str) -> int:
+    """Elements of the largest array of a shape, whatever its nesting.
+
+    >>> max_elements("(f32[8,4]{1,0}, pred[])")
+    32
+    """
+    return max((math.prod(_numbers(dims)) for _, dims in _ARRAY.findall(shape)), default=0)
 
 
 def dims_of(shape: str) -> list[int]:

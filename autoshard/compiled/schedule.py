@@ -12,17 +12,24 @@ that is between the two instructions. For any other collective the device waits.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.compiled.collectives import Part, collectives_in, rendezvous
-from autoshard.compiled.module import Instruction, Module, operands
+from autoshard.compiled.module import Instruction, Module, attribute, max_elements, operands
 from autoshard.compiled.roofline import Roofline
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import seconds
 from autoshard.mesh.topology import Topology
+
+# Opcodes whose time XLA writes on the instruction where it knows it. What only moves inside the chip may have none.
+_COMPUTES = frozenset({
+    "convolution", "custom-call", "dot", "fft", "fusion", "gather", "reduce", "reduce-window", "rng", "scatter",
+    "select-and-scatter", "sort",
+})  # fmt: skip
+_MOVES = ("AllocateBuffer", "ConcatBitcast", "X64Combine", "X64SplitHigh", "X64SplitLow")  # custom calls
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,19 @@ def schedule_of(
     simulation.place(collectives_in(module, hlo_text, mesh_shape, device_ids=device_ids))
     simulation.run(module.entry, 1)
     exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
-    unestimated = tuple(dict.fromkeys(one.opcode for _, one, _ in module.executed() if one.is_unestimated))
+    unestimated = () if clock is None else tuple(dict.fromkeys(_unestimated(module)))
     return Schedule(simulation.compute, dict(simulation.communication), exposed, unestimated)
+
+
+def _unestimated(module: Module) -> Iterator[str]:
+    """The operations of a TPU program that compute, and of which XLA does not say how long they take."""
+    for computation, one, _ in module.executed():
+        if any(around.opcode == "fusion" for _, around in module.around(computation)):
+            continue  # XLA writes the time of a fusion on the fusion itself
+        computes = one.opcode in _COMPUTES and max_elements(one.shape) > 1
+        target = (attribute(one.rest, "custom_call_target") or "").strip('"')
+        if one.is_unestimated or (computes and not one.has_estimate and target not in _MOVES):
+            yield target or one.opcode
 
 
 _Lasts = Callable[[str, Instruction], float]  # computation and instruction of it -> seconds of one run

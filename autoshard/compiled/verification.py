@@ -86,7 +86,7 @@ class Verification:
     collectives: tuple[Collective, ...]  # what was compiled, one by one
     rematerializations: tuple[Rematerialization, ...]
     unpredicted: str = ""  # why nothing is predicted, if so
-    predicted_seconds: float = 0.0  # of the compiled program
+    predicted_seconds: float = 0.0  # of the compiled program, in which loops of unknown length turn once
     schedule: Schedule | None = None  # what it takes on TPU by XLA's own estimate, on GPU by a roofline
 
     @property
@@ -159,7 +159,7 @@ def verification(
         collectives=found.collectives,
         rematerializations=found.rematerializations,
         unpredicted=unpredicted,
-        predicted_seconds=predicted.program_seconds if predicted else 0.0,
+        predicted_seconds=predicted.comparable_seconds if predicted else 0.0,
         schedule=found.schedule,
     )
 

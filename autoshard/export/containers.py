@@ -18,6 +18,8 @@ from typing import Any
 
 from jax.tree_util import PyTreeDef
 
+from autoshard.program.trees import FlatObject
+
 ANY = "ANY"  # what stands for static data that is no literal
 _INDENT = "    "
 
@@ -75,6 +77,8 @@ def _expression(structure: PyTreeDef, leaves: Iterator[Line]) -> Expression:
     if data is None:
         return Expression((next(leaves),))
     kind, static = data
+    if kind is FlatObject:
+        raise UnwritableError("an object that is no tree, as an nnx module")
     children = [_expression(child, leaves) for child in structure.children()]
     if kind is type(None):
         return Expression((Line("None"),))

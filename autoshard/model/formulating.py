@@ -63,8 +63,8 @@ from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import widths_of
-from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -81,7 +81,7 @@ def formulate(
     fixed: Mapping[int, Layout] | None = None,
     beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
-    waits_only: bool = False,
+    moves_views: bool = False,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -94,9 +94,8 @@ def formulate(
         fixed: argument index -> layout that it must have.
         beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
-        waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
+        moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
     """
-    again = functools.partial(formulate, program, rules, mesh, topology, memory=memory, fixed=fixed, beside=beside)
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
     if program is not traced:
@@ -104,7 +103,8 @@ def formulate(
         rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
     groups = groups_of(program, rules, backend, mesh)
     widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
-    prices = Prices(
+    make_prices = functools.partial(
+        Prices,
         mesh,
         topology,
         widths,
@@ -117,11 +117,21 @@ def formulate(
         rounded=rounded_for_loops(program, widths),
         instead=read_through(groups),
         images=image_dims(program),
-        waits_only=waits_only,
     )
-    found = _Formulator(program, groups, prices, fixed or {}, backend, beside or {}).formulation(memory)
-    waits = functools.partial(again, backend=backend, waits_only=True)
-    return replace(found, fingerprint=traced.fingerprint, waits=functools.cache(lambda: waits().problem))
+    make = functools.partial(
+        _Formulator,
+        program,
+        groups,
+        fixed=fixed or {},
+        backend=backend,
+        beside=beside or {},
+        moves_views=moves_views,
+    )
+    prices = make_prices()
+    found = make(prices).formulation(memory)
+    alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
+    waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
+    return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
 
 
 class _Formulator:
@@ -133,14 +143,18 @@ class _Formulator:
         fixed: Mapping[int, Layout],
         backend: Backend,
         beside: Mapping[int, frozenset[str]],
+        moves_views: bool,
+        *,
+        counts_memory: bool = True,
     ):
-        self.beside = beside
+        self.beside, self.moves_views, self.counts_memory = beside, moves_views, counts_memory
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
+        self.on_chip: list[Live] = []  # of these: what the chip's own memory may hold
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
@@ -167,6 +181,7 @@ class _Formulator:
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
             program=self.program,
+            rules=(),
             mesh=self.prices.mesh,
             prices=self.prices,
             groups=self.groups,
@@ -176,6 +191,7 @@ class _Formulator:
             readers=self.readers,
             reshardings=self.reshardings,
             problem=problem,
+            on_chip=self.on_chip,
         )
 
     # Arguments.
@@ -363,7 +379,7 @@ class _Formulator:
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
             table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
-        if group.is_view:  # what it views can as well be resharded, and is counted
+        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
             stays = self.prices.stays(value, leaves, wants)
             if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
@@ -464,12 +480,13 @@ class _Formulator:
 
     def _hold(self, held: Iterable[HeldBytes]) -> None:
         """Counts what terms of memory hold; temporaries with the gaps between them."""
-        for part in held:
+        for part in held if self.counts_memory else ():
             (start, end), usage = part.span, part.usage
-            if not part.in_heap:
-                self.lives.append(Live(part.node, start, end, usage))
-            elif start < end and usage.any():
-                self.lives.append(Live(part.node, start, end, usage * HEAP))
+            if part.in_heap and not (start < end and usage.any()):
+                continue
+            self.lives.append(Live(part.node, start, end, usage * HEAP if part.in_heap else usage))
+            if part.in_heap and part.may_be_on_chip:
+                self.on_chip.append(self.lives[-1])
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
         if i == j:  # a loop that hands a carry on untouched

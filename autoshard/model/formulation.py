@@ -14,7 +14,7 @@ how it is wanted. A result that takes an argument's place in the next step ends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,7 +33,8 @@ from autoshard.model.pricing.prices import PricedStrategies, Prices
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups
 from autoshard.model.xla.rounding import Readers
 from autoshard.program import Program, Value
-from autoshard.solver.problem import Problem
+from autoshard.propagation.rule import Rule
+from autoshard.solver.problem import Live, Problem
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Formulation:
     """The problem, and what each of its nodes and options means."""
 
     program: Program
+    rules: Sequence[Rule]  # one per equation
     mesh: Mapping[str, int]  # without axes of one device
     prices: Prices
     groups: Sequence[Group]
@@ -64,6 +66,7 @@ class Formulation:
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
+    on_chip: Sequence[Live] = ()  # of its lives: temporaries that the chip's own memory may hold instead
     waits: Callable[[], Problem] = field(repr=False, default=lambda: Problem((), (), (), None))  # communication alone
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
 
@@ -83,11 +86,23 @@ class Formulation:
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
-        return int(self._in_use(choice).max())
+        return int(self.in_use(choice).max())
+
+    def peak_outside_chip(self, choice: Sequence[int]) -> int:
+        """The same without temporaries, if these all fit into the chip's own memory.
+
+        Limits are held against the whole, since no row of a `Problem` knows which temporaries live at other points.
+        """
+        in_use = self.in_use(choice)
+        temporaries = self._sum(self.on_chip, choice)
+        temporaries += self._sum_of_spans(self._resharding_lives(choice))
+        if temporaries.max() <= self.prices.backend.on_chip_bytes:
+            in_use = in_use - temporaries
+        return int(in_use.max())
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
-        over = self._in_use(choice) > limit
+        over = self.in_use(choice) > limit
         kinds = set()
         for resharding in self.reshardings:
             extra = resharding.extra(*resharding.layouts(choice), self.prices)
@@ -96,13 +111,22 @@ class Formulation:
                 kinds.add(resharding.kind)
         return [resharding for resharding in self.reshardings if resharding.kind in kinds]
 
-    def _in_use(self, choice: Sequence[int]) -> np.ndarray:
+    def in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
+        return self._sum(self.problem.lives, choice) + self._sum_of_spans(self._resharding_lives(choice))
+
+    def _sum(self, lives: Iterable[Live], choice: Sequence[int]) -> np.ndarray:
+        """Bytes of these lives, per program point."""
         difference = np.zeros(len(self.program.equations) + 2)
-        for live in self.problem.lives:
+        for live in lives:
             difference[live.start] += live.usage[choice[live.node]]
             difference[live.end] -= live.usage[choice[live.node]]
-        for (start, end), extra in self._resharding_lives(choice):
+        return difference.cumsum()
+
+    def _sum_of_spans(self, held: Iterable[tuple[Span, int]]) -> np.ndarray:
+        """Bytes of temporaries over spans, per program point."""
+        difference = np.zeros(len(self.program.equations) + 2)
+        for (start, end), extra in held:
             difference[start] += extra * HEAP
             difference[end] -= extra * HEAP
         return difference.cumsum()

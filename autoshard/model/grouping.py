@@ -67,6 +67,7 @@ def groups_of(
     needed_outside = {value.id for value in program.results if isinstance(value, Value)}
     groups = _joined(program, rules, readers, scattered, needed_outside, backend, mesh or {})
     home = {equation.index: group for group in groups for equation in group.equations}
+    makers = {made.value.id: group for group in groups for made in group.made}
     once = read_once(program)
     hoisted = hoisted_sums(program, once, home) if backend.sums.hoists else {}
     summed = summed_products(program, once, home) if backend.sums.adds_first else {}
@@ -89,6 +90,8 @@ def groups_of(
             folded=again.folded[i],
             repeated=again.repeated[i],
             sunk=again.sunk[i],
+            ends_product=_ends_product(group, readers, home, makers),
+            copied=_is_copied(group, needed_outside),
             last=last[i],
         )
         for i, group in enumerate(groups)
@@ -122,6 +125,21 @@ def _joined(
     return [_group_of(i, draft, readers, home, needed_outside) for i, draft in enumerate(reversed(drafts))]
 
 
+def _ends_product(group: Group, readers: _Readers, home: Mapping[int, Group], makers: Mapping[int, Group]) -> bool:
+    """`Group.ends_product` of a group."""
+    if not group.fuses:
+        return False
+    products = (use.value.id for use in group.uses if use.value.id in makers and makers[use.value.id].contracts)
+    return any(all(home[reader.index] is group for reader, _ in readers[value]) for value in products)
+
+
+def _is_copied(group: Group, needed_outside: Set[int]) -> bool:
+    """Whether a group that computes nothing has to write a result: a view of an argument, or what repeats an array."""
+    if not group.only_moves or not any(made.value.id in needed_outside for made in group.made):
+        return False
+    return group.broadcasts or all(use.value.from_outside for use in group.uses)
+
+
 def _leading_to_results(
     program: Program, groups: Sequence[Group], users: Sequence[Sequence[Group]]
 ) -> tuple[list[bool], list[bool]]:
@@ -133,7 +151,8 @@ def _leading_to_results(
         aside[group.index] = all(user is group or aside[user.index] for user in read) and not any(
             id(made.value) in carried for made in group.made
         )
-        late[group.index] = all(user is group or (user.fuses and late[user.index]) for user in read)
+        decides = not read and any(made.value.trips > 1 for made in group.made)  # whether a loop goes on
+        late[group.index] = not decides and all(user is group or (user.fuses and late[user.index]) for user in read)
     return aside, late
 
 

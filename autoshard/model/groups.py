@@ -68,6 +68,8 @@ class Group:
     folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
     repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
     sunk: bool = False  # whether it is repeated inside a loop that it stands before
+    ends_product: bool = False  # whether it is elementwise, and alone reads a product: one operation makes both
+    copied: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
     last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Resharding, counted
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
+from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
@@ -33,7 +34,12 @@ SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
 
 
-def solve_within(formulation: Formulation, time_limit: float) -> Solution:
+def solve_within(
+    formulation: Formulation,
+    time_limit: float,
+    until: float = math.inf,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
     What a resharding holds depends on two choices at once, so no problem has it at first. Small values may hold less
@@ -44,6 +50,11 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     If that finds nothing within the limit, or something far from its bound, lean choices are looked at. The problem may
     say of such a choice that it does not fit. All rounds share one budget, so that a busy machine finds the same
     solution, unless the clock ends the search. Ctrl-C ends it with the best solution by then.
+
+    Args:
+        time_limit: seconds to spend.
+        until: when the clock ends the search, if that is before the time limit has passed.
+        progress: told what is known, as by `solve`.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.
@@ -56,7 +67,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
-    budget = Budget.of(time_limit)
+    budget = Budget.of(time_limit, until)
     reshardings: dict[Resharding, None] = {}
     best = None
 
@@ -68,7 +79,8 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
             break
         try:
             gap = ENOUGH if i else 0.0
-            solution = _solved(formulation, problem, reshardings, budget.part(ROUND_SHARE), gap=gap, accepts=within)
+            part = budget.part(ROUND_SHARE)
+            solution = _solved(formulation, problem, reshardings, part, gap=gap, accepts=within, progress=progress)
         except ForbiddenError:
             raise
         except SolverError:  # nothing fits, or nothing was found in time
@@ -89,7 +101,7 @@ def solve_within(formulation: Formulation, time_limit: float) -> Solution:
         problem = rounded
     needed, free = math.inf, 0.0
     try:
-        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit):
+        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit, progress):
             if needed == math.inf:
                 free = solution.bound  # the first is sought without a limit
             needed = min(needed, peak / usable)
@@ -129,7 +141,11 @@ def _solved(
 
 
 def _lean_solutions(
-    formulation: Formulation, problem: Problem, budget: Budget, time_limit: float
+    formulation: Formulation,
+    problem: Problem,
+    budget: Budget,
+    time_limit: float,
+    progress: Callable[[Progress], None] | None,
 ) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
@@ -143,7 +159,9 @@ def _lean_solutions(
     """
     first = budget.part(LEAST_SHARE)
     try:
-        solution = solve_for_plan(replace(problem, limit=0.0), time_limit=first.seconds, budget=first)
+        solution = solve_for_plan(
+            replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
+        )
         yield solution, formulation.peak_bytes(solution.choice)
         return
     except ForbiddenError:
@@ -163,7 +181,8 @@ def _lean_solutions(
                     continue  # about as good as any here
                 reshardings.update(dict.fromkeys(formulation.reshardings_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            last = _solved(formulation, leaner, reshardings, budget.part(1.0), iterations=LEAN_ITERATIONS, gap=ENOUGH)
+            how = {"iterations": LEAN_ITERATIONS, "gap": ENOUGH, "progress": progress}
+            last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
             peak = formulation.peak_bytes(last.choice)
             yield last, peak
     assert least.choice is not None, "`solve` says which choice needs so little"

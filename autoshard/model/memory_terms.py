@@ -31,7 +31,7 @@ from autoshard.model.pricing.cost_tables import (
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
-from autoshard.model.workspaces import ShardBytes, has_workspace, workspace_bytes
+from autoshard.model.workspaces import NUMBERS, ShardBytes, has_workspace, workspace_bytes
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import ROUNDED
@@ -47,6 +47,7 @@ class HeldBytes:
     span: Span
     usage: np.ndarray  # bytes per option of the node
     in_heap: bool = True  # whether it lies among the temporaries, which have gaps
+    may_be_on_chip: bool = True  # of temporaries: whether a chip's own memory may hold them instead
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +118,16 @@ class HeldOutput:
     def is_stored(self) -> bool:
         """Whether it has a buffer of its own while it is used, even where it is used as it was made."""
         return self.lifetime.stored and not self.has_buffer
+
+    @property
+    def may_be_on_chip(self) -> bool:
+        """Whether the chip's own memory may hold it: what loops hand on, what is sorted, and numbers lie outside."""
+        return not self.least_bytes and self.group.equations[0].primitive not in ("scan_carry", "sort")
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that it takes as a temporary at least."""
+        return self.prices.backend.number_bytes if math.prod(self.value.shape) == 1 else 0
 
     @cached_property
     def unfinished(self) -> np.ndarray:
@@ -261,7 +272,8 @@ def unfinished_sums(output: HeldOutput) -> Iterator[HeldBytes]:
 def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
     """The value as it is made, until it is first used."""
     if output.lifetime.made and not output.has_buffer:
-        yield HeldBytes(output.node, output.lifetime.made, output.left * ~output.waits)
+        usage = np.maximum(output.left, output.least_bytes) * ~output.waits
+        yield HeldBytes(output.node, output.lifetime.made, usage, may_be_on_chip=output.may_be_on_chip)
 
 
 @of_outputs
@@ -289,7 +301,11 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
-            yield HeldBytes(output.node, span, np.array([workspace_bytes(name, one) for one in sizes]))
+            usage = np.array([workspace_bytes(name, one) for one in sizes])
+            yield HeldBytes(output.node, span, usage, may_be_on_chip=output.may_be_on_chip)
+        if numbers := sum(NUMBERS.get(name, {}).get(one.primitive, 0) for one in group.equations):
+            usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
+            yield HeldBytes(output.node, span, usage, may_be_on_chip=False)
 
 
 def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:
@@ -349,7 +365,8 @@ def read_values(read: ReadValue) -> Iterator[HeldBytes]:
     """The value as it is read, from its first to its last use."""
     output, (start, end) = read.made, read.used
     if output.is_stored:
-        yield HeldBytes(read.holder, (start, end - read.is_overwritten), read.sizes)
+        span, usage = (start, end - read.is_overwritten), np.maximum(read.sizes, output.least_bytes)
+        yield HeldBytes(read.holder, span, usage, may_be_on_chip=output.may_be_on_chip)
 
 
 def _around(spans: Sequence[Span]) -> Span:

@@ -151,15 +151,27 @@ def _groups_apart(shards: ShardBytes) -> float:
 
 
 def _of_cublas(shards: ShardBytes) -> float:
-    """What XLA gives cuBLAS for any product of floating-point numbers but the smallest."""
+    """What XLA gives cuBLAS for any product of floating-point numbers but the smallest on one device."""
     equation = shards.equation
-    if not jnp.issubdtype(equation.outputs[0].dtype, jnp.inexact):
+    tensors = (*equation.inputs[:2], equation.outputs[0])
+    if not jnp.issubdtype(tensors[-1].dtype, jnp.inexact):
         return 0.0
-    elements = [math.prod(value.shape) for value in (*equation.inputs[:2], equation.outputs[0])]
+    if jnp.issubdtype(tensors[-1].dtype, jnp.complexfloating):
+        return _CUBLAS_BYTES
+    sizes = (*shards.operands[:2], shards.whole)
+    elements = [size / value.dtype.itemsize for value, size in zip(tensors, sizes, strict=True)]
+    pieces = [math.prod(value.shape) / max(1.0, size) for value, size in zip(tensors, elements, strict=True)]
     _, (batch, _) = equation.params["dimension_numbers"]
-    batches = math.prod(equation.inputs[0].shape[dim] for dim in batch)
-    multiplied = math.sqrt(math.prod(elements) / max(1, batches) ** 3)  # rows x columns x summed
+    batches = math.prod(equation.inputs[0].shape[dim] for dim in batch) / min(pieces)  # what splits all splits these
+    multiplied = math.sqrt(math.prod(elements) / max(1.0, batches) ** 3)  # rows x columns x summed
     return _CUBLAS_BYTES if multiplied > _LEAST_PRODUCT else 0.0
+
+
+def _solved_in_place(shards: ShardBytes) -> float:
+    """cuBLAS solves on copies of the matrices, and is given a pointer to each of them, and to each right side."""
+    rows, columns = shards.equation.inputs[0].shape[-2:]
+    matrices = shards.operands[0] / (rows * columns * shards.itemsize)
+    return shards.operands[0] + 16 * matrices
 
 
 def _overwritten_spectrum(shards: ShardBytes) -> float:
@@ -192,6 +204,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "ormqr": lambda shards: copied(shards) + copied(shards, -1),
         "qr": copied,
         "ragged_dot_general": _groups_apart,
+        "regularized_incomplete_beta": lambda shards: 31 * shards.whole / shards.itemsize,
         "random_bits": _threefry_bits,
         "random_fold_in": lambda shards: 4.5 * shards.whole,
         "random_split": _threefry_keys,
@@ -209,11 +222,29 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "gpu": {
         "dot_general": _of_cublas,
         "fft": _overwritten_spectrum,
+        "lu": copied,
+        "qr": lambda shards: shards.results[0],
         "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
+        "regularized_incomplete_beta": lambda shards: 21 * shards.whole / shards.itemsize,
+        "sort": copied,
         "svd": copied_and_results,
+        "top_k": _sorted,
+        "triangular_solve": _solved_in_place,
     },
-    "tpu": {
+    "tpu": {  # of what does not lie in the chip's own memory
         "sort": lambda shards: sum(shards.operands),
         "top_k": lambda shards: shards.operands[0],
+    },
+}
+
+# Numbers that an operation of XLA for TPU works with and puts into memory, each a temporary of its own
+# (`Backend.number_bytes`): flags, counters, the words of a key.
+NUMBERS: Mapping[str, Mapping[str, int]] = {
+    "tpu": {
+        **dict.fromkeys(("argmax", "argmin", "sort"), 3),
+        "cholesky": 2,
+        "random_gamma": 23,
+        **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 6),
+        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "rng_bit_generator"), 9),
     },
 }

@@ -12,6 +12,12 @@ Size = Callable[[Task], float | Fraction]  # of what a forward task saves, in by
 _Change = tuple[float, float | Fraction]  # moment, and by how much more or less is held from then on
 
 
+def part_of_stage(schedule: Schedule) -> Size:
+    """What a forward task saves, in microbatches of a whole stage."""
+    parts = [Fraction(1, sharers * schedule.slices) for sharers in schedule.sharers]
+    return lambda task: parts[task.virtual_stage]
+
+
 def changes(
     schedule: Schedule, order: Sequence[Task], saved: Size, kept: Size
 ) -> Iterator[tuple[Task, str, float | Fraction]]:

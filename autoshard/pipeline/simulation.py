@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from fractions import Fraction
 
 from autoshard.errors import ArgumentError
 from autoshard.pipeline.amounts import Amount, Transfer, between_devices, is_number, per_task
-from autoshard.pipeline.memory import Size, peaks
-from autoshard.pipeline.operations import OperationGraph, operation_graph
+from autoshard.pipeline.memory import Size, part_of_stage, peaks
+from autoshard.pipeline.operations import OperationGraph
 from autoshard.pipeline.orders import Schedule, Task
 from autoshard.pipeline.timeline import Timeline
-from autoshard.pipeline.validation import validate
+from autoshard.pipeline.validation import checked_graph
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def simulate(
     of task: `backward` is the whole backward pass where the schedule has no W, and the part without W where it has.
 
     Args:
-        schedule: checked by `validate` first.
+        schedule: checked as by `validate`.
         forward: seconds of F.
         backward: seconds of B.
         weight: seconds of W.
@@ -56,8 +55,7 @@ def simulate(
         ScheduleError: the schedule cannot run.
         ArgumentError: an amount is negative, no number, or of the wrong length.
     """
-    validate(schedule)
-    graph = operation_graph(schedule)
+    graph = checked_graph(schedule)
     durations = durations_of(graph, forward, backward, weight, transfer, overlap=overlap)
     starts = graph.start_times(durations.seconds, durations.lags)
     start: dict[Task, float] = {}
@@ -73,11 +71,8 @@ def simulate(
     kept = saved if weight_memory is None else per_task(schedule, "weight_memory", weight_memory)
     _check_kept(start, saved, kept)
     work = tuple(sum(durations.seconds[operation] for operation in row) for row in graph.rows)
-
-    def part_of_stage(task: Task) -> Fraction:
-        return Fraction(1, schedule.sharers[task.virtual_stage] * schedule.slices)
-
-    peak = peaks(schedule, start, end, part_of_stage, part_of_stage)
+    parts = part_of_stage(schedule)
+    peak = peaks(schedule, start, end, parts, parts)
     return Timeline(schedule, start, end, work, peak, peaks(schedule, start, end, saved, kept))
 
 

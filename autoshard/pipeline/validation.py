@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.errors import ScheduleError
-from autoshard.pipeline.operations import operation_graph
+from autoshard.pipeline.operations import OperationGraph, operation_graph
 from autoshard.pipeline.orders import Schedule, Task
 
 
@@ -15,12 +15,17 @@ def validate(schedule: Schedule) -> None:
     Raises:
         ScheduleError: with the first fault: its task, its device, and what would mend it.
     """
+    graph = checked_graph(schedule)
+    lags = [[(other, 0.0) for other in inputs] for inputs in graph.inputs]
+    graph.start_times([0.0] * len(lags), lags)
+
+
+def checked_graph(schedule: Schedule) -> OperationGraph:
+    """The operations of a schedule that has every task once, on its device. Devices may still wait forever."""
     _check_shape(schedule)
     _check_tasks(schedule)
     _check_groups(schedule)
-    graph = operation_graph(schedule)
-    lags = [[(other, 0.0) for other in inputs] for inputs in graph.inputs]
-    graph.start_times([0.0] * len(lags), lags)
+    return operation_graph(schedule)
 
 
 def _check_shape(schedule: Schedule) -> None:

@@ -1,5 +1,8 @@
 """A formulation in, the figures of the parallelism that people write by hand out: what a plan is compared with.
 
+Its figures are those of the program that `jax.jit` makes of the arguments so laid out (`model/partitioner/`), since
+that is what people run. Where the same arguments with inner layouts of our own are faster, these have a second row.
+
 *State* is what the step carries over: arguments whose place a result takes. All other arguments are the *batch*; it is
 split along dim 0, or the first dim that no loop goes through, over all axes of the mesh or as many as divide that of
 its largest array. Arrays of the batch that have no such dim, or one of another size, are split or whole.
@@ -31,6 +34,7 @@ from autoshard.errors import SolverError
 from autoshard.layout import Layout, MeshShape, replicated, shards
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
+from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.strategies import Strategy
 from autoshard.plans.chosen import prediction_of
@@ -40,6 +44,8 @@ from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
 
+PLANNED = "inner layouts planned"  # what a second row is called, after the first one's name
+_SAME = 0.001  # share of a step by which two may differ and count as one
 _TIME_LIMIT = 10.0  # s, per alternative; an alternative leaves few choices, and rarely takes 1 s
 
 Allowed = Mapping[int, list[int]]  # node -> options
@@ -51,10 +57,43 @@ class _AbsentError(Exception):
 
 def alternatives_of(formulation: Formulation) -> dict[str, Prediction | str]:
     """Alternative -> what a step costs under it, or why there are no figures."""
-    return {
-        name: found if isinstance(found, str) else prediction_of(formulation, found.choice)
-        for name, found in _found(formulation).items()
-    }
+    found: dict[str, Prediction | str] = {}
+    for name, one in _found(formulation).items():
+        found |= {name: one} if isinstance(one, str) else _both_ways(name, formulation, one)
+    return found
+
+
+def with_inner_layouts_planned(by_jit: Prediction, formulation: Formulation) -> dict[str, Prediction | str]:
+    """What a step under `jax.jit` is compared with: the same arguments, where that is faster, and the alternatives.
+
+    Args:
+        by_jit: what the step costs under `jax.jit`.
+        formulation: the step with its arguments laid out so.
+    """
+    search = partial(solve, time_limit=_TIME_LIMIT)
+    free = replace(formulation, problem=replace(formulation.problem, limit=None, lives=()))
+    try:
+        planned = with_limited_overlap(free, search(free.problem), search)
+    except SolverError:
+        return alternatives_of(formulation)
+    ours = prediction_of(formulation, planned.choice)
+    return ({PLANNED: ours} if _is_faster(ours, by_jit) else {}) | alternatives_of(formulation)
+
+
+def _both_ways(name: str, formulation: Formulation, solution: Solution) -> dict[str, Prediction | str]:
+    """An alternative as `jax.jit` runs it, and with the inner layouts that a solution has where these are faster."""
+    program, prices = formulation.program, formulation.prices
+    ours = prediction_of(formulation, solution.choice)
+    homes = {i: options[solution.choice[i]].home for i, options in enumerate(formulation.arguments)}
+    jitted, choice = as_jitted(program, formulation.rules, formulation.mesh, prices.topology, prices.backend, homes, {})
+    by_jit = prediction_of(jitted, choice.choice)
+    if _is_faster(ours, by_jit):
+        return {name: by_jit, f"{name}, {PLANNED}": ours}
+    return {name: ours}  # of what both do alike, jit's program is the one whose reshardings cannot share
+
+
+def _is_faster(ours: Prediction, by_jit: Prediction) -> bool:
+    return ours.step_seconds < by_jit.step_seconds * (1 - _SAME)
 
 
 def solutions_of(formulation: Formulation) -> dict[str, Solution]:
@@ -262,7 +301,9 @@ class _Problems:
             for value, shared in self.formulation.shared.items()
             if value in self.of_state
         }
-        sliced = {node: self.formulation.prices.backend.slicing.least_seconds * count for node, count in trips.items()}
+        sliced = {
+            node: self.formulation.prices.backend.operations.least_seconds * count for node, count in trips.items()
+        }
         edges = tuple(
             replace(edge, costs=np.where(edge.costs > sliced[edge.i], np.inf, edge.costs)) if edge.i in sliced else edge
             for edge in problem.edges

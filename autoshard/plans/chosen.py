@@ -155,6 +155,7 @@ class ChosenOptions:
     def prediction(self) -> Prediction:
         arrival = self.arrival()
         compute, communication, hidden = arrival + self.rounding() + self.resharded_memory(), 0.0, 0.0
+        further_turns = 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, turns: int, source, why: str) -> None:
@@ -170,6 +171,7 @@ class ChosenOptions:
             compute += seconds.compute
             communication += seconds.communication
             hidden += seconds.hidden
+            further_turns += seconds.total * (1 - 1 / group.guessed)
             for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
                 if group.summed is not None and finish.kind == "all_reduce":
                     if (group.summed, finish.axes) in reduced_sums:
@@ -197,7 +199,9 @@ class ChosenOptions:
                 communication += taken
             else:  # a slice
                 compute += taken
-            hidden += self.prices.hidden(value, source, target, readers) * value.trips
+            behind = self.prices.hidden(value, source, target, readers) * value.trips
+            hidden += behind
+            further_turns += (taken - behind) * (1 - 1 / value.guessed)
             size = self.prices.widths.moving(value, readers)
             smaller = f" in {8 * size} bits" if size < value.itemsize else ""
             for step in steps:
@@ -207,7 +211,7 @@ class ChosenOptions:
             Collective(kind, axes, size, count, source, why, is_per_turn)
             for (kind, axes, source, why, is_per_turn), (size, count) in found.items()
         )
-        peak = self.formulation.peak_bytes(self.choice)
+        peak = self.formulation.peak_outside_chip(self.choice)
         exposed = communication - min(hidden, compute)
         return Prediction(
             step_seconds=compute + exposed,
@@ -218,6 +222,7 @@ class ChosenOptions:
             collectives=collectives,
             host_bytes=self.host_bytes(),
             arrival_seconds=arrival,
+            further_turns_seconds=min(further_turns, compute + exposed - arrival),
         )
 
     def arrival(self) -> float:

@@ -18,6 +18,7 @@ from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.nodes import Node, number_of
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
+from autoshard.plans.shown_json import shown_from_json, shown_to_json
 from autoshard.plans.tree_json import tree_from_json, tree_to_json
 from autoshard.program.paths import printable
 from autoshard.program.trees import Tree
@@ -69,8 +70,12 @@ def _of_some_plans(plan: PlanData) -> dict:
     """What is left out of the file of a plan that has none of it, so that this file is as older versions wrote it."""
     mesh = dict(plan.mesh.shape)
     captured = [_placed_to_json(placed, mesh) for placed in plan.captured]
-    return ({"captured": captured} if captured else {}) | (
-        {"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {}
+    in_place = sorted(set(range(len(plan.results))).difference(plan.result_tree.order))
+    return (
+        ({"captured": captured} if captured else {})
+        | ({"in_place": in_place} if in_place else {})  # results that stand in modules among the arguments alone
+        | ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
+        | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
 
@@ -140,6 +145,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         sums=_layouts(node["sums"], axes),
         implied=frozenset(node["implied"].items(Node.count)),
     )
+    in_place = () if (entries := node.get("in_place")) is None else entries.items(Node.count)
     plan = PlanData(
         name=node["name"].name(),
         mesh=with_auto_axes(mesh),
@@ -155,10 +161,11 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         warnings=node["warnings"].items(Node.text),
         annotations=annotations,
         argument_tree=_argument_tree(node["argument_slots"], len(arguments)),
-        result_tree=tree_from_json(node["result_slots"], len(results) + len(arguments)),
+        result_tree=tree_from_json(node["result_slots"], len(results), in_place, len(arguments)),
         axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
         compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
         captured=captured,
+        **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
     return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
 
@@ -167,7 +174,7 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("compiled_peak", "digest"),
+    *("in_place", "compiled_peak", "shown", "digest"),
 )
 
 
@@ -183,8 +190,6 @@ def _alternatives(found: Node, absent: Node | None, axes: MeshShape) -> dict[str
 
 def _argument_tree(node: Node, arrays: int) -> Tree:
     tree = tree_from_json(node, arrays)
-    if len(tree.array_paths) != arrays:
-        raise node.wrong(f"a tree of {arrays} arrays")
     kinds = [child.structure.node_data() for child in tree.children()]
     if [kind and kind[0] for kind in kinds] != [tuple, dict]:
         raise node.wrong("a tuple of positional and a dict of keyword arguments")

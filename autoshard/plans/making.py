@@ -12,6 +12,7 @@ from autoshard.layout import Layout, without_idle_axes
 from autoshard.model.formulation import Formulation
 from autoshard.plans.chosen import ChosenOptions
 from autoshard.plans.limited_overlap import at_its_price
+from autoshard.plans.memory_use import memory_use
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
 from autoshard.solver.problem import Solution
@@ -48,6 +49,7 @@ def make_plan(
         result_tree=program.out_tree,
         axis_types=None if program.types is None else program.types.mesh.axis_types,
         captured=placed[count:],
+        memory_use=memory_use(formulation, solution.choice),
     )
 
 

@@ -14,7 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.errors import PlanError
 from autoshard.jaxprs import HOST
 from autoshard.layout import Layout, spec_of, with_auto_axes, with_axis_types
+from autoshard.plans.activations import Activation
 from autoshard.plans.annotations import Annotations
+from autoshard.plans.memory_use import MemoryUse
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.program.trees import Tree
@@ -75,6 +77,9 @@ class PlanData:
     captured: tuple[PlacedArray, ...] = ()  # the large arrays that the step closes over
     # Bytes per device by XLA's account of the compiled program; None: that was not asked, or ran out of memory.
     compiled_peak: int | None = None
+    memory_use: MemoryUse | None = field(repr=False, default=None)  # None: the plan was loaded
+    machine: str | None = None  # that it was planned for, by name; None: the plan was loaded
+    activations: tuple[Activation, ...] = field(repr=False, default=())  # the largest; empty if the plan was loaded
 
     @property
     def gap(self) -> float:

@@ -20,6 +20,13 @@ class Prediction:
     host_bytes: int = 0  # of arguments, and of results that replace none, that lie in the host's memory
     arrival_seconds: float = 0.0  # of compute: to write arguments that arrive anew, before the compiled program starts
 
+    further_turns_seconds: float = 0.0  # of all turns but one of loops of which no program tells how often they turn
+
+    @property
+    def comparable_seconds(self) -> float:
+        """Seconds of the compiled program, as the program itself tells: loops of unknown length turn once."""
+        return self.program_seconds - self.further_turns_seconds
+
     @property
     def program_seconds(self) -> float:
         """Seconds of the compiled program, which starts when its arguments are there."""

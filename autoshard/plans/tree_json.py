@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Collection
 from typing import Any
 
 from autoshard.plans.nodes import Node
@@ -32,15 +33,20 @@ def tree_to_json(tree: Any) -> Any:
     return tree
 
 
-def tree_from_json(node: Node, arrays: int) -> Tree:
-    """What `tree_to_json` made of a tree of some of so many arrays.
+def tree_from_json(node: Node, leaves: int, elsewhere: Collection[int] = (), others: int = 0) -> Tree:
+    """What `tree_to_json` made of a tree of so many arrays.
+
+    Args:
+        elsewhere: which of them it does not hold.
+        others: how many arrays, numbered after these, it may hold beside them.
 
     Raises:
         ValueError: it is no such tree.
     """
     tree = Tree.of_indices(_tree(node))
-    if any(index is not None and index >= arrays for index in tree.order):
-        raise ValueError(f"{node.path} holds more than {arrays} arrays")
+    held = {index for index in tree.order if index is not None}
+    if held - set(range(leaves, leaves + others)) != set(range(leaves)) - set(elsewhere):
+        raise ValueError(f"{node.path} does not hold each of {leaves} arrays")
     return tree
 
 

@@ -123,6 +123,7 @@ class Program:
     out_tree: Tree
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
+    barriers: frozenset[tuple] = frozenset()  # the paths of these recomputations
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
     merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
     # The path of an equation of a primitive of the user's own -> what it computes, in JAX's primitives.
@@ -130,6 +131,7 @@ class Program:
     loops: tuple[LoopLength, ...] = ()  # of unknown length: how often each `while` is taken to turn
     apart: frozenset[tuple] = frozenset()  # paths of loops, branches and calls whose bodies JAX traces by themselves
     inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
+    microbatches: int = 1  # how many the step runs in, one after the other
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)

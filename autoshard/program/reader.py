@@ -64,6 +64,7 @@ class Reader:
         self.equations: list[Equation] = []
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
+        self.barriers: set[tuple] = set()
         self.merged: dict[tuple, int] = {}
         self.platforms: dict[tuple, tuple] = {}
         self.implementations: dict[tuple, ClosedJaxpr] = {}
@@ -103,6 +104,7 @@ class Reader:
             out_tree=out_tree,
             jaxpr=closed,
             guarded=frozenset(self.guarded),
+            barriers=frozenset(self.barriers),
             merged=self.merged,
             platforms=self.platforms,
             implementations=self.implementations,
@@ -144,8 +146,9 @@ class Reader:
     def equation(self, eqn: JaxprEqn, inputs: list, at: _Place) -> list:
         opened = called_jaxpr(eqn)
         if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
-            behind = itertools.compress(inputs, guards(eqn))
-            self.guarded |= {x.id for x in behind if isinstance(x, Value)}
+            behind = {x.id for x in itertools.compress(inputs, guards(eqn)) if isinstance(x, Value)}
+            self.guarded |= behind
+            self.barriers |= {at.path} if behind else set()
         if opened is not None:
             if eqn.primitive.name in REMAT | CUSTOM:
                 self.apart.add(at.path)

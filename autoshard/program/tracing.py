@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,6 +28,17 @@ if TYPE_CHECKING:
     from autoshard.program.modules import ModuleArguments, ModuleChanges
 
 
+@dataclass(frozen=True)
+class TracedStep:
+    """A step that has been traced, and can be traced again for other shapes."""
+
+    closed: ClosedJaxpr
+    paths: Sequence[tuple]  # of keys, one per flat argument: positional or keyword, which one, and below
+    carried: Collection[int]  # arguments whose place a result takes
+    is_explicit: bool  # whether types of explicit mode say how arrays lie
+    again: Callable[[Sequence[Any]], ClosedJaxpr]  # flat ShapeDtypeStructs -> the step traced for these
+
+
 def trace(
     fn: Callable,
     args: tuple,
@@ -38,6 +49,7 @@ def trace(
     merges: bool = True,
     has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
     trips: Mapping[str, int] | None = None,
+    rewritten: Callable[[TracedStep], ClosedJaxpr] | None = None,
     **jit_keywords: Any,
 ) -> Program:
     """The Program of `fn` on arrays or ShapeDtypeStructs.
@@ -51,6 +63,7 @@ def trace(
         merges: whether equations that compute the same become one, as XLA makes them one.
         has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
         trips: line, function or glob of a loop of unknown length -> how often it turns.
+        rewritten: what is read in the place of the traced step: a jaxpr from the same arguments to the same results.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -65,23 +78,37 @@ def trace(
     given += [(name in donating, dynamic[1][name]) for name in sorted(dynamic[1])]
     modules = module_arguments(dynamic)
     in_tree = Tree.of(dynamic) if modules is None else modules.tree()
-    boxed = _boxes(dynamic, in_tree, leaves) if modules is None else modules.boxes(in_tree, leaves)
-    flags = [is_donated for (is_donated, _), box in zip(given, boxed, strict=True) for _ in box.leaves]
-    count = len(positions)
     recorded: list[ModuleChanges] = []
     called = _watched(fn, static) if modules is None else _recording(fn, static, modules, recorded)
-    closed, result = jax.make_jaxpr(called, return_shape=True)(
-        *boxed[:count], **dict(zip(sorted(dynamic[1]), boxed[count:], strict=True))
-    )
+    names, count = sorted(dynamic[1]), len(positions)
+
+    def boxes_of(leaves: Sequence[Any] | None) -> list[Box]:
+        return _boxes(dynamic, in_tree, leaves) if modules is None else modules.boxes(in_tree, leaves)
+
+    def traced(boxed: Sequence[Box]) -> tuple[ClosedJaxpr, Any]:
+        by_name = dict(zip(names, boxed[count:], strict=True))
+        made: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(called, return_shape=True)(*boxed[:count], **by_name)
+        return made
+
+    boxed = boxes_of(leaves)
+    flags = [is_donated for (is_donated, _), box in zip(given, boxed, strict=True) for _ in box.leaves]
+    closed, result = traced(boxed)
     places = Places(in_tree.array_paths, result.tree.array_paths, frozenset(i for i, flag in enumerate(flags) if flag))
-    out_tree = result.tree
-    if recorded:
-        out_tree = recorded[-1].shown
-        donated, in_place = places.donated - recorded[-1].kept, recorded[-1].in_place
-        places = replace(places, donated=donated, in_place=in_place, untouched=recorded[-1].untouched)
+    out_tree, changes = result.tree, recorded[-1] if recorded else None
+    if changes is not None:
+        out_tree, donated = changes.shown, places.donated - changes.kept
+        places = replace(places, donated=donated, in_place=changes.in_place, untouched=changes.untouched)
     types = types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, places) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
+    if rewritten is not None:
+
+        def again(structs: Sequence[Any]) -> ClosedJaxpr:
+            others, _ = traced(boxes_of(structs))
+            return on_auto_axes(others, None, obey=obey)
+
+        carried = _carried(closed, places)
+        untyped = rewritten(TracedStep(untyped, in_tree.array_paths, carried, types is not None, again))
     taking, captured = with_captured(untyped)
     if captured and types is not None:
         types = replace(types, arguments=(*types.arguments, *[None] * len(captured)))
@@ -89,7 +116,7 @@ def trace(
     program = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips).program(in_tree, out_tree, places)
     check_places(trips or {}, program.loops)
     wishes = wishes_of(dynamic, in_tree, modules) if obey else {}
-    return replace(program, types=types, changes=recorded[-1] if recorded else None, wishes=wishes)
+    return replace(program, types=types, changes=changes, wishes=wishes)
 
 
 def _boxes(dynamic: Arguments, in_tree: Tree, leaves: Sequence[Any] | None) -> list[Box]:
@@ -111,11 +138,16 @@ def _names(fn: Callable, captured: Sequence[CapturedArray], traced: ClosedJaxpr,
     ]
 
 
-def _results_in_place(closed: ClosedJaxpr, types: Types, places: Places) -> list[int]:
-    """Results that take the place of an argument of their type, and so lie as it does."""
+def _carried(closed: ClosedJaxpr, places: Places) -> dict[int, int]:
+    """Argument -> the result that takes its place in the next step."""
     arguments = list(map(kind_of, closed.in_avals))
     results = [None if isinstance(atom, Literal) else kind_of(atom.aval) for atom in closed.jaxpr.outvars]
-    carried = carried_results(places, arguments, results)
+    return carried_results(places, arguments, results)
+
+
+def _results_in_place(closed: ClosedJaxpr, types: Types, places: Places) -> list[int]:
+    """Results that take the place of an argument of their type, and so lie as it does."""
+    carried = _carried(closed, places)
     return [result for argument, result in carried.items() if types.arguments[argument] == types.results[result]]
 
 

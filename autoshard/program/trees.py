@@ -97,6 +97,12 @@ class Tree:
         """Leaves as the structure lists them, with None in the place of static ones."""
         return [None if index is None else leaves[index] for index in self.order]
 
+    def indices(self) -> list[int | None]:
+        """Per leaf that JAX finds in the user's pytree, which array it is; None for a static leaf."""
+        if not holds_flat_objects(self.structure):
+            return list(self.order)
+        return jax.tree.leaves(self.filled(range(1 + max(index for index in self.order if index is not None))))
+
     def under(self, prefix: Any, is_entry: Callable[[Any], bool]) -> Iterator[tuple[Any, tuple[int, ...]]]:
         """Every entry of a pytree that is a prefix of this one, and the indices of the leaves below it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
@@ -28,8 +29,17 @@ class Source:
     function: str
 
     def __str__(self) -> str:
-        name = printable(self.file.rsplit("/", 1)[-1])
+        name = printable(_cell(self.file) or self.file.rsplit("/", 1)[-1])
         return f"{name}:{self.line}" if self.line else "unknown line"
+
+
+def _cell(file: str) -> str | None:
+    """What a notebook calls the cell that a file stands for: ``In[3]``; None if it is no cell."""
+    if not re.search(r"ipykernel_\d+[/\\]|<ipython-input", file):
+        return None
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)(file)
+    return named[1] if named else None
 
 
 def source_of(eqn: JaxprEqn) -> Source | None:

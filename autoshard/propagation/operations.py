@@ -78,7 +78,7 @@ class StartingLayout:
 class Operation:
     """An equation, or the broadcast before one, as propagation sees it."""
 
-    equation: Equation
+    equation: Equation | None  # None: a result that is returned in a layout of its own
     sizes: Mapping[str, int]  # factor -> size
     ids: tuple[int, ...]  # of the operands, then of the results; literals and scalars have no part
     dims: tuple[Dims, ...]  # of each of them
@@ -107,12 +107,15 @@ class Operations:
     A tensor is an id: the id of its value in the program, or a negative id for a tensor that only XLA has.
     """
 
-    def __init__(self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout]):
+    def __init__(
+        self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout], ends: Mapping[int, Layout]
+    ):
         self.spreading: list[Operation] = []  # in program order
         self.constant: list[Operation] = []  # that make constants, in program order: they follow their readers
         self.given = {id_: StartingLayout(layout, frozenset(), id_) for id_, layout in fixed.items()}
         self.ndims = {value.id: len(value.shape) for value in program.values}
         self._outer: dict[int, int] = {}  # value in a branch -> the value outside that it is
+        self._carries: dict[int, int] = {}  # what a loop ends with -> what its body sees, which has the same layout
         self._held: dict[int, int] = {}  # value -> what a constraint makes of it, which all others read instead
         self._chained: dict[int, Equation] = {}  # value -> the last constraint in a row, after which others read that
         self._copied: set[int] = set()  # constants and broadcast scalars
@@ -122,9 +125,21 @@ class Operations:
         reads = self._reads(program)
         for equation, rule in zip(program.equations, rules, strict=True):
             self._add(equation, rule, reads)
+        self.spreading.sort(key=_place)
+        returned = ((program.results[i], layout) for i, layout in ends.items())
+        self.ends = [
+            self._end(x, layout) for x, layout in returned if isinstance(x, Value) and self.read_as(x) is not None
+        ]
+
+    def laid_as(self, value: Value) -> int:
+        """The id that has the layout of a value."""
+        return self._laid_as(self.seen_as(value))
+
+    def _laid_as(self, id_: int) -> int:
+        return self._carries.get(id_, id_)
 
     def seen_as(self, value: Value) -> int:
-        """The id that has the layout of a value."""
+        """The id of what a value is: of one in a branch, that outside."""
         return self._outer.get(value.id, value.id)
 
     def read_as(self, value: Value) -> int | None:
@@ -148,6 +163,9 @@ class Operations:
             if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
                 outer = equation.inputs[0].id
                 self._outer[equation.outputs[0].id] = self._outer.get(outer, outer)
+            if equation.primitive == "scan_carry":
+                seen, final = equation.outputs
+                self._carries[final.id] = seen.id
             if rule.given:
                 for value, dims in zip(equation.inputs, rule.operands, strict=True):
                     if isinstance(value, Value) and dims:
@@ -167,7 +185,7 @@ class Operations:
                 if hands_over and equation.primitive in CONSTRAINTS:
                     self._held[id_] = equation.outputs[0].id
                 else:
-                    self.given[id_] = wanted
+                    self.given[self._laid_as(id_)] = wanted
         self._find_chains(program, said)
 
     def _find_chains(self, program: Program, said: Mapping[int, Sequence[StartingLayout]]) -> None:
@@ -207,6 +225,23 @@ class Operations:
                         reads[self._read(value, equation)] += times
         return reads
 
+    def _end(self, value: Value, layout: Layout) -> Operation:
+        """What a result is returned by: it lies as said, whatever the value does."""
+        factors = tuple(map(str, range(len(value.shape))))
+        returned, dims = self._new(tuple((factor,) for factor in factors))
+        self.given[returned] = StartingLayout(layout, frozenset(), value.id)
+        return Operation(
+            equation=None,
+            sizes=dict(zip(factors, value.shape, strict=True)),
+            ids=(self._laid_as(self._read(value)), returned),
+            dims=(dims, dims),
+            operands=1,
+            passing=factors,
+            kind="keeps_dims",
+            alone=False,
+            elementwise=False,
+        )
+
     def _new(self, dims: Dims) -> Tensor:
         id_ = -1 - len(self.ndims)
         self.ndims[id_] = len(dims)
@@ -225,7 +260,8 @@ class Operations:
     def _add(self, equation: Equation, rule: Rule, reads: Counter[int]) -> None:
         if equation.primitive == "branch_const" or (rule.given and equation.primitive not in CONSTRAINTS):
             return
-        results = [(value.id, dims) for value, dims in zip(equation.outputs, rule.results, strict=True) if dims]
+        made = zip(equation.outputs, rule.results, strict=True)
+        results = [(value.id, dims) for value, dims in made if dims and value.id not in self._carries]
         constant = bool(results) and all(id_ in self._copied for id_, _ in results)
         add = partial(self._add_operation, self.constant if constant else self.spreading, equation, rule, reads)
         elementwise = equation.primitive in ELEMENTWISE
@@ -266,7 +302,7 @@ class Operations:
             Operation(
                 equation=equation,
                 sizes=rule.sizes,
-                ids=tuple(id_ for id_, _ in tensors),
+                ids=tuple(self._laid_as(id_) for id_, _ in tensors),
                 dims=tuple(dims for _, dims in tensors),
                 operands=len(operands),
                 passing=rule.passing,
@@ -275,6 +311,15 @@ class Operations:
                 elementwise=elementwise,
             )
         )
+
+
+def _place(operation: Operation) -> tuple[int, int]:
+    """Where Shardy comes to an operation: what hands values to a loop and back stands behind the loop."""
+    equation = operation.equation
+    assert equation is not None, "results have no place"
+    if equation.primitive in ("scan_carry", "scan_const") and equation.loop is not None:
+        return equation.loop[1], 0
+    return equation.index, 1
 
 
 def _id(operand: Value | np.ndarray) -> int | None:

@@ -84,7 +84,13 @@ class Layouts:
     origins: Mapping[int, tuple[Origin, ...]]  # value id -> one per axis that splits it
 
 
-def propagate_layouts(program: Program, rules: Sequence[Rule], mesh: MeshShape, fixed: Mapping[int, Layout]) -> Layouts:
+def propagate_layouts(
+    program: Program,
+    rules: Sequence[Rule],
+    mesh: MeshShape,
+    fixed: Mapping[int, Layout],
+    ends: Mapping[int, Layout] | None = None,
+) -> Layouts:
     """The layout of every value, spread from those that are fixed and those that the program's constraints give.
 
     Args:
@@ -92,18 +98,20 @@ def propagate_layouts(program: Program, rules: Sequence[Rule], mesh: MeshShape, 
         rules: one per equation.
         mesh: axis -> devices.
         fixed: value id -> layout; these stay as they are.
+        ends: index of a result -> the layout in which it is returned, as `out_shardings` say. The value may lie
+            otherwise before.
     """
     parts = {axis: _parts(axis, devices) for axis, devices in mesh.items()}
-    spread = _Spread(Operations(program, rules, fixed), parts)
+    spread = _Spread(Operations(program, rules, fixed, ends or {}), parts)
     for round_ in range(_ROUNDS):
         spread.to_fixed_point(round_)
     spread.lay_out_constants()
-    seen_as = {value.id: spread.operations.seen_as(value) for value in program.values}
-    values = {id_: tuple(_joined(axes, parts) for axes in spread.layouts[seen]) for id_, seen in seen_as.items()}
+    laid_as = {value.id: spread.operations.laid_as(value) for value in program.values}
+    values = {id_: tuple(_joined(axes, parts) for axes in spread.layouts[laid]) for id_, laid in laid_as.items()}
     return Layouts(
         values=values,
         results=tuple(_result(x, spread, values, mesh) for x in program.results),
-        origins={id_: spread.origins_of(seen, values[id_], program) for id_, seen in seen_as.items()},
+        origins={id_: spread.origins_of(laid, values[id_], program) for id_, laid in laid_as.items()},
     )
 
 
@@ -161,6 +169,8 @@ class _Spread:
         spreading = self.operations.spreading
         directions = [operation.direction(round_) for operation in spreading]
         waiting = [direction is not None for direction in directions]
+        for end in self.operations.ends:
+            self.agree(end, "both")
         stack = [index for index in reversed(range(len(waiting))) if waiting[index]]
         while stack:
             index = stack.pop()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from autoshard.plans.plan import PlacedArray
 
+_LONG = 8  # words in braces, at most
+
 Key = tuple[frozenset[str], ...]  # the words that stand at each place of a path
 
 
@@ -69,8 +71,17 @@ def _pattern(key: Key, placed: Sequence[PlacedArray], indices: list[int], number
         if len(choices) == 1:
             words.append(in_order[0])
         else:
-            words.append("*" if choices == there else "{" + ",".join(_ranges(in_order)) + "}")
+            words.append("*" if choices == there else "{" + ",".join(_shortened(_ranges(in_order))) + "}")
     return "/".join(words)
+
+
+def _shortened(words: list[str]) -> list[str]:
+    """A list that a line can hold.
+
+    >>> _shortened(["q", "k", "v"]), _shortened([f"layer{i}" for i in range(40)])
+    (['q', 'k', 'v'], ['layer0', 'layer1', 'layer2', '... 37 more'])
+    """
+    return words if len(words) <= _LONG else [*words[:3], f"... {len(words) - 3} more"]
 
 
 def _ranges(words: list[str]) -> list[str]:

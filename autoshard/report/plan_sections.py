@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.mesh.collectives import Collective
+from autoshard.plans.memory_use import MemoryUse
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.report.folding import folded
 from autoshard.report.section import ArrayCount, Bytes, Column, Names, Phrase, Piece, Row, Seconds, Section, Share, Spec
+from autoshard.report.units import bytes_text, seconds_text
 
 _MAX_ARRAYS = 40  # rows of arguments or results; all further arrays share one row
 _MAX_COLLECTIVES = 12  # rows of collectives; all further ones share one row
@@ -26,10 +28,20 @@ def plan_sections(plan: PlanData, alternatives: Alternatives) -> list[Section]:
         arguments(plan),
         *([captured(plan)] if plan.captured else []),
         results(plan),
+        *([activations(plan)] if plan.activations else []),
         comparison(plan, alternatives),
+        *([memory(plan.memory_use)] if plan.memory_use is not None else []),
         collectives(plan.predicted.collectives),
         *(Section(lines=(("Warning: ", warning),)) for warning in plan.warnings),
     ]
+
+
+def repr_text(plan: PlanData) -> str:
+    """A plan in one line, whatever its size."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+    predicted = plan.predicted
+    figures = f"{seconds_text(predicted.step_seconds)} per step, {bytes_text(predicted.peak_bytes)} per device"
+    return f"<Plan of {plan.name!r} on ({mesh}): {len(plan.arguments)} arguments, {figures}, {plan.status}>"
 
 
 def summary(plan: PlanData) -> Section:
@@ -37,25 +49,27 @@ def summary(plan: PlanData) -> Section:
     axes: list[Piece] = []
     for axis, size in plan.mesh.shape.items():
         axes += [", " if axes else "", axis, "=", size]
+    machine = "" if plan.machine is None else f", planned for {plan.machine}"
     limit: Phrase = () if plan.memory is None else (" of ", Bytes(plan.memory))
     predicted = plan.predicted
     return Section(
         lines=(
-            (plan.name, " on ", plan.mesh.size, " devices (", *axes, ")"),
+            (plan.name, " on ", plan.mesh.size, " devices (", *axes, ")", machine),
             (
                 *(Seconds(predicted.step_seconds), " per step, ", Bytes(predicted.peak_bytes), *limit),
-                *(" per device; ", *_proof(plan)),
+                *(" per device; ", *proof(plan)),
             ),
         )
     )
 
 
-def _proof(plan: PlanData) -> Phrase:
+def proof(plan: PlanData) -> Phrase:
+    """How good the plan is proven to be."""
     if plan.status == "optimal":
-        return ("optimal: no sharding of this step is predicted to be faster",)
+        return ("optimal on this mesh: no sharding of this step is predicted to be faster",)
     if plan.bound <= 0:
         return ("not proven to be near the best",)
-    return "at most ", Share(plan.gap), " slower than the best possible"
+    return "at most ", Share(plan.gap), " slower than the best possible on this mesh"
 
 
 def arguments(plan: PlanData) -> Section:
@@ -100,6 +114,28 @@ def _placed(title: Phrase, placed: Sequence[PlacedArray]) -> Section:
 
 def _local_bytes(placed: Iterable[PlacedArray]) -> Bytes:
     return Bytes(sum(one.local_bytes for one in placed))
+
+
+def activations(plan: PlanData) -> Section:
+    """How the largest values inside the step lie, by the lines of the model that make them."""
+    rows: list[Row] = [
+        (one.line, ArrayCount(one.count), one.primitive, f"{one.dtype}{list(one.shape)}", Spec(one.layout),
+         Bytes(one.count * one.local_bytes))
+        for one in plan.activations
+    ]  # fmt: skip
+    columns = (
+        *(Column(""), Column(""), Column("whole array"), Column("PartitionSpec")),
+        Column("per device", is_number=True),
+    )
+    return Section(("Inside the step, the largest",), columns, tuple(rows))
+
+
+def memory(use: MemoryUse) -> Section:
+    """What the peak consists of."""
+    peak = use.peak
+    held = [(part.name, Bytes(part.bytes[peak])) for part in use.parts if part.bytes[peak]]
+    title = "Memory at the peak, ", use.lines[peak]
+    return Section(title, (Column("per device", is_number=True),), tuple(held))
 
 
 def comparison(plan: PlanData, alternatives: Alternatives) -> Section:

@@ -30,6 +30,14 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Change:
+    """How much more or less one figure is than another, as a share of the other."""
+
+    figure: float
+    other: float
+
+
+@dataclass(frozen=True)
 class ArrayCount:
     """How many arrays a row stands for."""
 
@@ -50,7 +58,7 @@ class Names:
     names: tuple[str, ...]
 
 
-Piece: TypeAlias = str | int | Bytes | Seconds | Share | ArrayCount | Spec | Names
+Piece: TypeAlias = str | int | Bytes | Seconds | Share | Change | ArrayCount | Spec | Names
 Phrase: TypeAlias = tuple[Piece, ...]  # pieces of one line; words bring their own spaces
 Row: TypeAlias = tuple[Piece | Phrase, ...]  # one cell per column
 

@@ -26,3 +26,16 @@ def seconds_text(seconds: float) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds:.3g} s"
+
+
+def change_text(figure: float, other: float) -> str:
+    """How much more a figure is than another.
+
+    >>> change_text(1.1, 1.0), change_text(0.5, 1.0), change_text(2.0, 2.0), change_text(300.0, 2.0)
+    ('+10.00%', '-50.00%', 'same', '150 times')
+    """
+    if figure == other:
+        return "same"
+    if not other:
+        return "more"
+    return f"{figure / other - 1:+.2%}" if figure < 10 * other else f"{figure / other:.0f} times"

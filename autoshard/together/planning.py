@@ -19,6 +19,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.arrays.shared_arguments import shared_arguments
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, ConflictError, MemoryLimitError, SolverError
 from autoshard.layout import Layout
@@ -27,7 +28,6 @@ from autoshard.model.search_policy import solve_for_plan
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, formulated, lowered, planned
 from autoshard.plans.limited_overlap import mixed
-from autoshard.plans.shared_arguments import shared_arguments
 from autoshard.program import Program
 from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Problem, Solution

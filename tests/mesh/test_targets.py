@@ -277,7 +277,44 @@ def test_a_slice_takes_an_operation(machine):
     hlo = compiled_for(machine, {"x": 4}, lambda row: row, (P(),), P("x"), f32(4, 128))
     slices = [step for _, step, _ in Module.of(hlo).executed() if "dynamic-slice" in step.name and step.cycles]
     clock = CHIPS[parse_machine(machine).chip].clock
-    assert [step.cycles / clock for step in slices] == [pytest.approx(V5E.slicing.least_seconds, rel=0.05)]
+    assert [step.cycles / clock for step in slices] == [pytest.approx(V5E.operations.least_seconds, rel=0.05)]
+
+
+OPERATIONS = {  # function of what shapes: how many operations libtpu counts, each of 1.2 us and its work
+    "elementwise": (lambda x, y: jnp.tanh(x) + y, [f32(8, 128), f32(8, 128)]),
+    "a sum, and what it divides": (lambda x: x / x.sum(1, keepdims=True), [f32(64, 128)]),
+    "a product of arguments": (jnp.matmul, [f32(64, 64), f32(64, 64)]),
+    "a product and what is made of it alone": (lambda x, w: jnp.tanh(x @ w), [f32(64, 64), f32(64, 64)]),
+    "a result that is a view": (lambda x: x.reshape(-1), [f32(8, 128)]),
+    "a result that repeats": (lambda x: jnp.broadcast_to(x[:, None], (64, 8, 128)), [f32(64, 128)]),
+    "numbers alone": (lambda x: jnp.sin(x) * x, [f32()]),
+}
+
+
+@pytest.mark.parametrize("machine", ["v5e:2x2", "v5p:2x2x1"])
+def test_what_operations_take_however_little_they_do(machine):
+    """Within a third of libtpu's cycles."""
+    needs(machine)
+    chip, axes = parse_machine(machine).chip, {"x": 4}
+    mesh, clock = AbstractMesh((4,), ("x",)), CHIPS[parse_machine(machine).chip].clock
+    for name, (fn, shapes) in OPERATIONS.items():
+        whole = [P()] * len(shapes)
+        hlo = compiled_for(machine, axes, fn, tuple(whole), P(), *shapes)
+        schedule = schedule_of(hlo, axes, autoshard.topology(machine, axes), clock)
+        assert schedule.unestimated == (), name
+        foreseen = autoshard.evaluate(
+            fn, *shapes, in_shardings=tuple(whole), out_shardings=P(), mesh=mesh, topology=machine
+        ).predicted.comparable_seconds
+        assert foreseen == pytest.approx(schedule.compute_seconds, rel=1 / 3, abs=1e-7), (chip, name)
+
+
+def test_operations_without_an_estimate_are_named():
+    """Of a sort libtpu writes no cycles, of a loop it does not know how often it turns."""
+    needs("v5e:2x2")
+    axes = {"x": 4}
+    hlo = compiled_for("v5e:2x2", axes, lambda x: jnp.sort(x, 1), (P(),), P(), f32(8, 128))
+    schedule = schedule_of(hlo, axes, autoshard.topology("v5e:2x2", axes), CHIPS["v5e"].clock)
+    assert schedule.unestimated == ("sort",)
 
 
 def heads_step(weights, x):

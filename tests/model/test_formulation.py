@@ -592,7 +592,7 @@ def test_what_readers_make_again_is_written_to_be_resharded():
     prices, (sine, *_) = formulation.prices, formulation.groups
     value = sine.made[0].value
     assert sine.repeated and prices.writing(value, whole) > 0
-    sliced = V5E.slicing.least_seconds
+    sliced = V5E.operations.least_seconds
     assert prices.table(value, (whole,), (whole, rows)).tolist() == [[0.0, sliced + prices.writing(value, whole)]]
     argument = formulation.program.arguments[0]
     assert prices.table(argument, (whole,), (whole, rows)).tolist() == [[0.0, sliced]]

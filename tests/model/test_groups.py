@@ -18,8 +18,8 @@ from autoshard.model.groups import Group
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import widths_of
-from autoshard.model.xla.slicing import stacked_beside
 from autoshard.program import Program, Value, trace
 from autoshard.program.turns import UNKNOWN_TURNS
 from autoshard.propagation import rules_for
@@ -644,3 +644,11 @@ def test_loops_wait_for_what_weights_are_made_of_that_they_read():
     found = entering_loops(groups, made_of_state(program, groups))
     assert {value.name for value in program.arguments if value.id in found} == {"ws", "w"}
     assert entering_loops(groups, frozenset()).isdisjoint(value.id for value in program.arguments)
+
+
+def test_a_loop_waits_for_its_flag():
+    """What decides whether a loop goes on is read by no equation, and still is no sum that can end late."""
+    program = traced(lambda x: jax.lax.while_loop(lambda c: c.max() > 0, lambda c: c - 1, x), f32(8, 16))
+    groups = groups_of(program, rules_for(program), V5E)
+    late = {group.equations[-1].primitive: group.late for group in groups}
+    assert late["reduce_max"] is False and late["gt"] is False

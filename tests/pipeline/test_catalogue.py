@@ -14,8 +14,8 @@ WHOLE = [(1.0, 2.0, 0.0), (1.0, 1.0, 0.0), (3.0, 4.0, 0.0)]  # seconds of F and 
 SPLIT = [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8)]
 EQUAL = [(1.0, 1.0, 1.0)]
 
-# Name, chunks, seconds at which it holds, bubble, and peak of the device that holds most. The last two are functions of
-# p stages, m microbatches, v chunks and seconds f, b, w. A "span" is from a device's own first task to its last.
+# Name, chunks, seconds at which it holds, bubble, and peak of the device that holds most. Bubble and peak are functions
+# of p stages, m microbatches, v chunks and seconds f, b, w. A "span" is from a device's own first task to its last.
 PUBLISHED = [
     ("gpipe", 1, WHOLE, lambda p, m, v, f, b, w: (p - 1) * (f + b), lambda p, m, v: m),
     ("1f1b", 1, WHOLE, lambda p, m, v, f, b, w: (p - 1) * (f + b), lambda p, m, v: min(p, m)),
@@ -84,13 +84,14 @@ def test_eager_1f1b_hides_transfers():
     assert (plain, eager) == (17.0, 12.0)
 
 
+@pytest.mark.parametrize("overlap", [0.25, 0.5, 1.0])
 @pytest.mark.parametrize("p, m", SIZES)
-def test_dualpipe_with_overlap(p, m):
-    """F&B of 2 instead of 3 seconds. The README's figure is of the devices that fuse all pairs: those outside."""
-    timeline = simulate(schedule("dualpipe", p, m), 1, 1, 1, overlap=1.0)
-    assert timeline.makespan - min(timeline.work) == pytest.approx((p / 2 - 1) * (2 + 2 - 3))
-    timeline = simulate(schedule("dualpipe_v", p, m), 1, 1, 1, overlap=1.0)
-    assert timeline.makespan - min(timeline.work) == pytest.approx((p - 1) * (2 + 2 - 3) / 2)
+def test_dualpipe_with_overlap(p, m, overlap):
+    """The README's figure is of the outer devices, which fuse all pairs. F&B takes 3 seconds less the overlap."""
+    timeline = simulate(schedule("dualpipe", p, m), 1, 1, 1, overlap=overlap)
+    assert timeline.makespan - min(timeline.work) == pytest.approx((p / 2 - 1) * (3 - overlap + 2 - 3))
+    timeline = simulate(schedule("dualpipe_v", p, m), 1, 1, 1, overlap=overlap)
+    assert timeline.makespan - min(timeline.work) == pytest.approx((p - 1) * (3 - overlap + 2 - 3) / 2)
 
 
 @pytest.mark.parametrize("p, m", SIZES)

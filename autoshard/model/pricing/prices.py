@@ -25,6 +25,7 @@ from autoshard.model.strategies import Finish, Strategy, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
+from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
@@ -85,14 +86,16 @@ class Prices:
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
         waits_only: bool = False,
+        steps: dict[int, ReshardingSteps] | None = None,
     ):
         """
         Args:
+            steps: rank of arrays -> steps between their layouts, as other prices for this mesh and backend know them.
             waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
         """
         topology.check(mesh)
         if waits_only:
-            backend = replace(backend, overlap=Overlap(), slicing=replace(backend.slicing, least_seconds=0.0))
+            backend = replace(backend, overlap=Overlap(), operations=Operations())
         self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend = backend
@@ -109,7 +112,7 @@ class Prices:
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
-        self._steps: dict[int, ReshardingSteps] = {}  # rank of arrays -> steps between their layouts
+        self.steps_by_rank: dict[int, ReshardingSteps] = {} if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
@@ -259,7 +262,7 @@ class Prices:
         if source == target:
             return (), 0.0, 0.0
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
-        steps, total, behind = [], 0.0 if found else self.backend.slicing.least_seconds, 0.0
+        steps, total, behind = [], 0.0 if found else self.backend.operations.least_seconds, 0.0
         for kind, axes, size, several in combined(found, self.mesh, self.backend.gathers):
             sent, seconds, share = self._sent(kind, axes, size, late)
             if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
@@ -295,8 +298,10 @@ class Prices:
             _, takes, share = self._sent(kind, axes, size, late)
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
         seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
-        if self.backend.slicing.least_seconds:
-            seconds[..., 0] += self.backend.slicing.least_seconds * (_differ(sources, targets) & (steps[..., 0] == 0))
+        if self.backend.operations.least_seconds:
+            seconds[..., 0] += self.backend.operations.least_seconds * (
+                _differ(sources, targets) & (steps[..., 0] == 0)
+            )
         if ordering.any():
             one, together = self._out_of_order(shape, sources, targets)[..., np.newaxis]
             seconds = seconds + ordering * np.where(several, together, one)
@@ -307,7 +312,7 @@ class Prices:
         return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
 
     def _steps_of(self, rank: int) -> ReshardingSteps:
-        return self._steps.setdefault(rank, ReshardingSteps(self.mesh, self.backend.gathers))
+        return self.steps_by_rank.setdefault(rank, ReshardingSteps(self.mesh, self.backend.gathers))
 
     def _out_of_order(self, shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """[several, source, target]: whether what is gathered, in one dim or in several, is copied into order."""
@@ -427,6 +432,8 @@ class Prices:
             group.hoisted,
             group.repeated,
             group.sunk,
+            group.copied,
+            self.backend.operations.seconds(group),
         )
 
 

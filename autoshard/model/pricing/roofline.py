@@ -39,7 +39,8 @@ class GroupWork:
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        if (group.only_moves and not group.sunk) or group.equations[0].primitive in _CROSSINGS:
+        is_free = group.only_moves and not (group.sunk or group.copied)
+        if is_free or group.equations[0].primitive in _CROSSINGS:
             return [0.0] * len(strategies)
         pieces = {
             factor: np.array([shards(strategy.axes.get(factor, ()), self.arrays.mesh) for strategy in strategies])
@@ -59,8 +60,22 @@ class GroupWork:
         )
         moved = np.broadcast_to(through, work.shape)
         dtype = compute_dtype(group.equations)
-        both = zip(work.tolist(), moved.tolist(), strict=True)
-        return [compute_seconds(done, through, dtype, self.topology) for done, through in both]
+        least = np.broadcast_to(self._least(group, wants), work.shape)
+        each = zip(least.tolist(), work.tolist(), moved.tolist(), strict=True)
+        return [least + compute_seconds(done, through, dtype, self.topology) for least, done, through in each]
+
+    def _least(self, group: Group, wants) -> np.ndarray | float:
+        """Seconds that its operations take however little they do, per strategy."""
+        operations = self.arrays.backend.operations
+        least, turn = operations.seconds(group), operations.turn_seconds(group)
+        if not turn:
+            return least
+        (first, *_) = group.equations
+        window = first.params["dimension_numbers"].update_window_dims
+        wanted = [want for use, want in zip(group.uses, wants, strict=True) if use.operand == 2]
+        shapes = [local_shape(first.inputs[2].shape, layout, self.arrays.mesh) for want in wanted for layout in want]
+        updates = [math.prod(size for dim, size in enumerate(shape) if dim not in window) for shape in shapes]
+        return least + turn * (np.array(updates) if updates else math.prod(first.inputs[1].shape[:-1]))
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""
@@ -82,7 +97,7 @@ class GroupWork:
                 2
                 * written
                 * padding
-                / (self.arrays.backend.slicing.loop_bandwidth_share if first.primitive == "scan_slice" else 1.0)
+                / (self.arrays.backend.operations.slice_bandwidth_share if first.primitive == "scan_slice" else 1.0)
             )
         if first.primitive in _WRITES_PART:
             part = first, _WRITES_PART[first.primitive]

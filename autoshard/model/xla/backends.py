@@ -20,12 +20,12 @@ from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.fusion import Fusion
 from autoshard.model.xla.gathers import Gathers
 from autoshard.model.xla.loop_memory import LoopMemory
+from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.products import VectorProducts
 from autoshard.model.xla.recopies import Recopies
 from autoshard.model.xla.rounding import Rounding
 from autoshard.model.xla.scatters import Scatters
-from autoshard.model.xla.slicing import Slicing
 from autoshard.model.xla.sums import Sums
 from autoshard.model.xla.tiles import Tile
 from autoshard.primitives import primitives_where
@@ -41,6 +41,8 @@ class Backend:
     measured_on: str  # the chip whose programs the constants were read from: a key of BACKENDS
     usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
     slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
+    on_chip_bytes: float = 0.0  # temporaries of no more lie in the chip's own memory, which is no part of the peak
+    number_bytes: int = 0  # that a temporary of one element takes, which lies outside the chip; 0: what it has
     tile: Tile | None = None  # to which the two minor dims of an array are padded
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     combining: Combining = field(default_factory=Combining)
@@ -52,7 +54,7 @@ class Backend:
     recopies: Recopies = field(default_factory=Recopies)
     rounding: Rounding = field(default_factory=Rounding)
     scatters: Scatters = field(default_factory=Scatters)
-    slicing: Slicing = field(default_factory=Slicing)
+    operations: Operations = field(default_factory=Operations)
     sums: Sums = field(default_factory=Sums)
     vector_products: VectorProducts = field(default_factory=VectorProducts)
 
@@ -108,7 +110,9 @@ V5E = Backend(
     lowers_as="tpu",
     chip="v5e",
     measured_on="v5e",
+    number_bytes=2**14,
     tile=(8, 128),
+    on_chip_bytes=48 * 2**20,  # of 128 MiB; a grouped convolution of 51 MB leaves none outside, softmaxes of 64 MiB do
     combining=Combining(below_bytes=2**26),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
     gathers=Gathers(several_dims_at_once=True, summed_up_to_bytes=2**24),
@@ -121,7 +125,7 @@ V5E = Backend(
     recopies=Recopies(pieces=2, image_pieces=4),
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
     scatters=Scatters(over_all_devices=False),
-    slicing=Slicing(least_seconds=1.2e-6, loop_bandwidth_share=0.5),  # loops: slices of 2 to 32 MiB
+    operations=Operations(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
     sums=Sums(hoists=True, adds_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
 )
@@ -129,6 +133,7 @@ V5P = replace(
     V5E,
     chip="v5p",
     measured_on="v5p",
+    on_chip_bytes=24 * 2**20,  # of 64 MiB
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),

@@ -28,6 +28,11 @@ class Scatters:
     over_all_devices: bool = True  # whether there are some over all devices of a program; or it all_reduces, and slices
 
 
+def merges_slices(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
+    """Whether the backend makes one reduce_scatter of an all_reduce over these axes and a slice."""
+    return backend.scatters.from_all_reduces and scatters_at_once(axes, mesh, backend)
+
+
 def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
     """Whether the backend has a reduce_scatter over these axes: between slices, or of some devices of one slice."""
     between, inside = _levels(axes, mesh, backend)

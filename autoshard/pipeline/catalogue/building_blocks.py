@@ -54,16 +54,19 @@ def _from_blocks(name: str, microbatches: int, blocks: list[tuple[int, int, int,
             slots[Task("F", microbatch, turned)] = at + forward_turned
             slots[Task("B", microbatch, turned)] = at + backward_turned
             slots[Task("B", microbatch, device)] = at + backward
+    rows = [_Row(max(slots.values()) + 1) for _ in range(stages)]
     placement = v_placement(stages)
-    rows: list[list[Task | None]] = [[None] * (max(slots.values()) + 1) for _ in range(stages)]
     for task, slot in slots.items():
-        rows[placement[task.virtual_stage]][slot] = task
+        rows[placement[task.virtual_stage]].tasks[slot] = task
+    for row in rows:
+        row.count()
     while _moved_left(slots, rows, placement, limit):
         pass
-    return Schedule(name, microbatches, tuple(map(_with_weights, rows)), placement, chain(2 * stages))
+    orders = tuple(row.order() for row in rows)
+    return Schedule(name, microbatches, orders, placement, chain(2 * stages))
 
 
-def _moved_left(slots: dict[Task, int], rows: list[list[Task | None]], placement: tuple[int, ...], limit: int) -> bool:
+def _moved_left(slots: dict[Task, int], rows: list[_Row], placement: tuple[int, ...], limit: int) -> bool:
     """Moves every task to the first free slot that it can have; whether one moved.
 
     In the steady state there is no such slot. While the pipeline fills or drains there are many.
@@ -73,13 +76,10 @@ def _moved_left(slots: dict[Task, int], rows: list[list[Task | None]], placement
         row = rows[placement[task.virtual_stage]]
         earliest = max((slots[other] + 1 for other in _earlier(task, len(placement)) if other in slots), default=0)
         for free in range(earliest, slot):
-            if row[free] is None:
-                row[free], row[slot] = task, None
-                if _in_flight(row) <= limit:
-                    slots[task] = free
-                    any_moved = True
-                    break
-                row[free], row[slot] = None, task
+            if row.tasks[free] is None and row.moved(slot, free, limit):
+                slots[task] = free
+                any_moved = True
+                break
     return any_moved
 
 
@@ -93,29 +93,53 @@ def _earlier(task: Task, virtual_stages: int) -> list[Task]:
     return [*inputs, Task(kind, microbatch - 1, stage)]
 
 
-def _in_flight(row: list[Task | None]) -> int:
-    """The most chunks in flight on a device that runs a W in every free slot as long as one is due."""
-    most = held = due = 0
-    for task in row:
-        if task is None:
-            held, due = (held - 1, due - 1) if due else (held, due)
-        elif task.kind == "F":
-            held += 1
-            most = max(most, held)
-        else:
-            due += 1
-    return most
+class _Row:
+    """The slots of one device. Free ones run the W that has waited longest, as long as one is due."""
+
+    def __init__(self, length: int):
+        self.tasks: list[Task | None] = [None] * length
+        self._state = [(0, 0)] * length  # per slot, chunks in flight and W due after it
+
+    def count(self) -> None:
+        """Brings the counts up to date with the tasks."""
+        state = (0, 0)
+        for slot, task in enumerate(self.tasks):
+            state = self._state[slot] = _after(state, task)
+
+    def moved(self, slot: int, free: int, limit: int) -> bool:
+        """Moves a task to an earlier free slot unless more than `limit` chunks are then in flight; whether it did."""
+        tasks = self.tasks
+        tasks[free], tasks[slot] = tasks[slot], None
+        state = self._state[free - 1] if free else (0, 0)
+        changed = []
+        for at in range(free, len(tasks)):
+            state = _after(state, tasks[at])
+            if at >= slot and state == self._state[at]:
+                break
+            if state[0] > limit:
+                tasks[slot], tasks[free] = tasks[free], None
+                return False
+            changed.append(state)
+        self._state[free : free + len(changed)] = changed
+        return True
+
+    def order(self) -> tuple[Task, ...]:
+        """The tasks with W in free slots, and at the end the W that are left."""
+        order: list[Task] = []
+        due: deque[Task] = deque()
+        for task in self.tasks:
+            if task is not None:
+                order.append(task)
+                if task.kind == "B":
+                    due.append(task._replace(kind="W"))
+            elif due:
+                order.append(due.popleft())
+        return (*order, *due)
 
 
-def _with_weights(row: list[Task | None]) -> tuple[Task, ...]:
-    """The order of a device with W in the free slots, and at the end those that are left."""
-    order: list[Task] = []
-    due: deque[Task] = deque()
-    for task in row:
-        if task is not None:
-            order.append(task)
-            if task.kind == "B":
-                due.append(task._replace(kind="W"))
-        elif due:
-            order.append(due.popleft())
-    return (*order, *due)
+def _after(state: tuple[int, int], task: Task | None) -> tuple[int, int]:
+    """Chunks in flight and W due after a slot."""
+    held, due = state
+    if task is None:
+        return (held - 1, due - 1) if due else state
+    return (held + 1, due) if task.kind == "F" else (held, due + 1)

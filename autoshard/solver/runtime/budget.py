@@ -6,6 +6,7 @@ How much a search has left decides what it does next. The clock decides nothing:
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -30,9 +31,13 @@ class Budget:
     whole: Budget | None = None  # what this one is a part of
 
     @classmethod
-    def of(cls, time_limit: float) -> Budget:
-        """That of a time limit in seconds, which starts now."""
-        return cls(QUIET_SHARE * time_limit, time.monotonic() + time_limit)
+    def of(cls, time_limit: float, until: float = math.inf) -> Budget:
+        """That of a time limit in seconds, which starts now.
+
+        Args:
+            until: when the clock ends it, if that is before.
+        """
+        return cls(QUIET_SHARE * time_limit, min(until, time.monotonic() + time_limit))
 
     def part(self, share: float) -> Budget:
         """A share of what is left of it."""

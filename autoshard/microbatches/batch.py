@@ -1,0 +1,83 @@
+"""The arguments of a step in, out which of their dims is the batch, and its rows in microbatches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+
+from autoshard.errors import MicrobatchError
+from autoshard.jaxprs import ClosedJaxpr, is_array
+from autoshard.microbatches.loop import looped
+from autoshard.microbatches.rows import Microbatches
+from autoshard.program.paths import slashed
+from autoshard.program.tracing import TracedStep
+
+
+def batch_of(traced: TracedStep, count: int, groups: int = 1) -> Microbatches:
+    """The batch of a step: the first dim of the arrays that are no state.
+
+    Of several sizes that such dims have, the batch is the one that the most arguments agree on; then, the one of the
+    most elements. Arrays whose first dim has another size have no rows: tables, masks, keys.
+
+    Raises:
+        MicrobatchError: no argument has rows, or there are too few, or they do not divide.
+    """
+    avals = traced.closed.in_avals
+    dims = {i: aval.shape[0] for i, aval in enumerate(avals) if i not in traced.carried and _may_have_rows(aval)}
+    if not dims:
+        raise MicrobatchError(
+            f"microbatches={count}: no argument has a batch; all arrays are state, which the step returns anew, or "
+            "scalars.\nPass the batch as an argument of its own, with its rows along the first dim."
+        )
+    agreeing, elements = Counter[int](), Counter[int]()
+    for argument in {traced.paths[i][:2] for i in dims}:
+        sizes = {size for i, size in dims.items() if traced.paths[i][:2] == argument}
+        agreeing.update(sizes if len(sizes) == 1 else ())
+    for i, size in dims.items():
+        elements[size] += math.prod(avals[i].shape)
+    batch = max(elements, key=lambda size: (agreeing[size], elements[size]))
+    rows = {i: 0 for i, size in dims.items() if size == batch}
+    if batch % (count * groups):
+        name = slashed(traced.paths[min(rows)][1:])
+        fitting = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
+        raise MicrobatchError(
+            f"microbatches={count} do not divide the {batch} rows of the batch ({name or 'the first argument'} and "
+            f"{len(rows) - 1} more arrays).\nUse one of {', '.join(map(str, fitting))}, or pad the batch."
+        )
+    return Microbatches(count, batch, rows, groups)
+
+
+def _may_have_rows(aval: Any) -> bool:
+    """Whether an array may have rows of the batch: keys, raw ones too, have none."""
+    if not is_array(aval) or not aval.shape or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return False
+    return not (aval.shape == (2,) and aval.dtype == "uint32")
+
+
+def in_microbatches(traced: TracedStep, count: int, groups: int = 1) -> ClosedJaxpr:
+    """The step as a loop over so many microbatches.
+
+    Args:
+        groups: of rows that are run side by side, each with sums of its own until after the last microbatch.
+
+    Raises:
+        MicrobatchError: there is no batch to be split, or some line needs all of its rows at once.
+    """
+    if traced.is_explicit:
+        raise MicrobatchError(
+            f"microbatches={count}: the step says in types of explicit mode how its arrays lie, and those of a "
+            "microbatch would differ.\nUse a mesh of Auto axes: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
+        )
+    split = batch_of(traced, count, groups)
+    types = [
+        jax.ShapeDtypeStruct(
+            (split.rows, *aval.shape[1:]) if i in split.dims else aval.shape, aval.dtype, weak_type=aval.weak_type
+        )
+        if is_array(aval)
+        else aval
+        for i, aval in enumerate(traced.closed.in_avals)
+    ]
+    return looped(traced.closed, traced.again(types), split)

@@ -1,0 +1,233 @@
+"""A step's two traces and their proof in, one jaxpr out: what comes before, a scan over microbatches, what comes after.
+
+Parts of sums are added up in the carry of the scan. With groups of rows (`Microbatches.groups`) every microbatch is
+mapped over these, and each group has a sum of its own, to be added up once after the scan: split over the devices,
+such sums wait with their communication until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.jaxprs import (
+    ClosedJaxpr,
+    Jaxpr,
+    Var,
+    aval_of,
+    equations_of,
+    evaluated,
+    opened,
+)
+from autoshard.microbatches.microbatch import Microbatch
+from autoshard.microbatches.proof import Proof, proof
+from autoshard.microbatches.relations import Known, Partial, Rows
+from autoshard.microbatches.rows import Microbatches, Place, stacked, unstacked
+
+_COMBINED = {
+    "add": jax.lax.add,
+    "max": jax.lax.max,
+    "min": jax.lax.min,
+    "and": jax.lax.bitwise_and,
+    "or": jax.lax.bitwise_or,
+}
+_OVER_GROUPS: Mapping[str, Callable[..., Any]] = {
+    "add": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+    "and": jnp.bitwise_and.reduce,
+    "or": jnp.bitwise_or.reduce,
+}
+_LAST = "last"  # of a value that is the same in all microbatches
+# Sums in so few bits would lose what a microbatch adds.
+_SUMMED_IN = {np.dtype(jnp.bfloat16): np.dtype(np.float32), np.dtype(np.float16): np.dtype(np.float32)}
+
+
+def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> ClosedJaxpr:
+    """The jaxpr of a step, computed microbatch by microbatch.
+
+    Args:
+        whole: the step.
+        part: the step traced for the rows of one microbatch.
+        split: which arguments have rows.
+
+    Raises:
+        MicrobatchError: some line needs all rows of the batch at once.
+    """
+    whole, part = opened(whole), opened(part)
+    steps = _Steps(whole.jaxpr, part.jaxpr, split, proof(whole, part, split))
+    variables = [*whole.jaxpr.constvars, *whole.jaxpr.invars]
+    avals = map(aval_of, variables)
+    types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+    made = jax.make_jaxpr(steps.run)(*types)
+    constants = len(whole.jaxpr.constvars)
+    jaxpr = made.jaxpr.replace(
+        constvars=[*made.jaxpr.constvars, *made.jaxpr.invars[:constants]],
+        invars=made.jaxpr.invars[constants:],
+        debug_info=whole.jaxpr.debug_info,
+    )
+    return ClosedJaxpr(jaxpr, [*made.consts, *whole.consts])
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Which values of the whole step each of its three parts makes for others."""
+
+    before: frozenset[Var]
+    sums: tuple[Var, ...]
+    rows: tuple[Var, ...]
+    after: frozenset[int]  # equations
+    looped: tuple[int, ...]  # equations
+
+
+class _Steps:
+    """The three parts of a step that runs in microbatches."""
+
+    def __init__(self, whole: Jaxpr, part: Jaxpr, split: Microbatches, found: Proof):
+        self.whole, self.part, self.split, self.proof = whole, part, split, found
+        self.equations, self.small = equations_of(whole), equations_of(part)
+        self.makers = {var: i for i, eqn in enumerate(self.equations) for var in eqn.outvars}
+        self.twins: dict[Var, Var] = dict(
+            zip((*whole.constvars, *whole.invars), (*part.constvars, *part.invars), strict=True)
+        )
+        for eqn, small in zip(self.equations, self.small, strict=True):
+            self.twins.update(zip(eqn.outvars, small.outvars, strict=True))
+        self.needs = self.needed()
+
+    # What is needed where.
+
+    def in_loop(self, var: Var) -> bool:
+        """Whether every microbatch makes a value of its own."""
+        return var in self.makers and self.proof.places[self.makers[var]] is None and var not in self.proof.ahead
+
+    def needed(self) -> _Needs:
+        before, looping = set[Var](), set[Var]()
+        after = set[int]()
+
+        def want(atoms: Iterable[Any]) -> None:
+            for var in (atom for atom in atoms if isinstance(atom, Var)):
+                if self.in_loop(var):
+                    looping.add(var)
+                elif var in self.makers and self.proof.places[self.makers[var]] is Known.AFTER:
+                    wanted.add(var)
+                else:
+                    before.add(var)
+
+        wanted = set[Var]()
+        want(self.whole.outvars)
+        places = self.proof.places
+        for i in reversed(range(len(self.equations))):
+            eqn = self.equations[i]
+            if places[i] is Known.AFTER and (eqn.effects or not wanted.isdisjoint(eqn.outvars)):
+                after.add(i)
+                want(eqn.invars)
+        outside = frozenset(looping)
+        looped = []
+        for i in reversed(range(len(self.equations))):
+            eqn = self.equations[i]
+            if places[i] is None and (eqn.effects or not looping.isdisjoint(eqn.outvars)):
+                looped.append(i)
+                want(eqn.invars)
+        handed = [var for eqn in self.equations for var in eqn.outvars if var in outside]
+        return _Needs(
+            before=frozenset(before),
+            sums=tuple(var for var in handed if not isinstance(self.proof.relations[var], Rows)),
+            rows=tuple(var for var in handed if isinstance(self.proof.relations[var], Rows)),
+            after=frozenset(after),
+            looped=tuple(looped[::-1]),
+        )
+
+    def made_before(self) -> list[int]:
+        """The equations that run on the whole batch, or on none of it, before the first microbatch."""
+        wanted, found = set(self.needs.before), []
+        for i in reversed(range(len(self.equations))):
+            eqn = self.equations[i]
+            has_effect = bool(eqn.effects) and self.proof.places[i] is Known.BEFORE
+            if has_effect or not wanted.isdisjoint(eqn.outvars):
+                found.append(i)
+                wanted |= {atom for atom in eqn.invars if isinstance(atom, Var)}
+        return found[::-1]
+
+    # The step.
+
+    def run(self, *values: Any) -> list[Any]:
+        env: dict[Var, Any] = dict(zip((*self.whole.constvars, *self.whole.invars), values, strict=True))
+        early = self.made_before()
+        made = [var for i in early for var in self.equations[i].outvars if var in self.needs.before]
+        env.update(zip(made, evaluated([self.equations[i] for i in early], env, made), strict=True))
+        if self.needs.looped:
+            env |= self.loop(env)
+        late = [self.equations[i] for i in sorted(self.needs.after)]
+        results = [atom for atom in dict.fromkeys(self.whole.outvars) if isinstance(atom, Var)]
+        known = dict(zip(results, evaluated(late, env, results), strict=True))
+        return [known[atom] if isinstance(atom, Var) else atom.val for atom in self.whole.outvars]
+
+    def loop(self, env: Mapping[Var, Any]) -> dict[Var, Any]:
+        """What all microbatches together make."""
+        split = self.split
+        read = {atom for i in self.needs.looped for atom in self.equations[i].invars if isinstance(atom, Var)}
+        rows = {var: relation for var in env if var in read and isinstance(relation := self.relation(var), Rows)}
+        known = {self.twins[var]: env[var] for var in env if var in read and var not in rows}
+        equations = [(self.equations[i], self.small[i], (i,)) for i in self.needs.looped]
+        wanted = [self.twins[var] for var in (*self.needs.sums, *self.needs.rows)]
+
+        def of_group(place: Place, slices: list[Any]) -> list[Any]:
+            inner = known | {self.twins[var]: one for var, one in zip(rows, slices, strict=True)}
+            return Microbatch(self.proof, split, place).run(equations, inner, wanted)
+
+        def of_all_groups(index: Any, slices: list[Any]) -> list[Any]:
+            if split.groups == 1:
+                return of_group(Place(index, 0), slices)
+            return jax.vmap(of_group, in_axes=(Place(None, 0), 0))(Place(index, jnp.arange(split.groups)), slices)
+
+        ops = list(map(self.op, self.needs.sums))
+
+        def microbatch(totals: list[Any], turn: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            made = of_all_groups(*turn)
+            parts = zip(ops, totals, made[: len(ops)], strict=True)
+            return [_added(*one) for one in parts], made[len(ops) :]
+
+        turns = jnp.arange(split.count), [stacked(env[var], one, split) for var, one in rows.items()]
+        totals, made = jax.lax.scan(microbatch, list(map(self.start, self.needs.sums)), turns)
+        sums = {var: self.total(var, total) for var, total in zip(self.needs.sums, totals, strict=True)}
+        pairs = zip(self.needs.rows, made, strict=True)
+        return sums | {var: unstacked(one, self.relation(var), split) for var, one in pairs}
+
+    def relation(self, var: Var) -> Any:
+        return self.proof.relations[var]
+
+    def total(self, var: Var, total: Any) -> Any:
+        """A sum over all groups, in the type that it has in the step."""
+        if self.split.groups > 1:
+            total = total[0] if (op := self.op(var)) == _LAST else _OVER_GROUPS[op](total, axis=0)
+        return jax.lax.convert_element_type(total, aval_of(var).dtype)
+
+    def op(self, var: Var) -> str:
+        relation = self.proof.relations[var]
+        return relation.op if isinstance(relation, Partial) else _LAST
+
+    def start(self, var: Var) -> Any:
+        """What a sum is before the first microbatch."""
+        op, type_ = self.op(var), aval_of(var)
+        dtype = _SUMMED_IN.get(type_.dtype, type_.dtype) if op == "add" else type_.dtype
+        shape = (self.split.groups, *type_.shape) if self.split.groups > 1 else type_.shape
+        number: Any = {"add": 0, _LAST: 0, "or": 0, "and": -1}.get(op)
+        if number is None:
+            number = _limits(dtype)[op == "min"]
+        return jax.lax.full(shape, np.asarray(number, dtype), dtype)
+
+
+def _limits(dtype: Any) -> tuple[Any, Any]:
+    """The least and the greatest number of a type."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf, np.inf
+    return (False, True) if dtype.kind == "b" else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+
+
+def _added(op: str, total: Any, part: Any) -> Any:
+    return part if op == _LAST else _COMBINED[op](total, jax.lax.convert_element_type(part, total.dtype))

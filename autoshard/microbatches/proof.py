@@ -1,0 +1,480 @@
+"""Traces of a step in, for the whole batch and for a microbatch; out, how the one follows from the other.
+
+Or the line that forbids it.
+
+Both jaxprs are walked side by side. Each equation gets the relations of its operands, and its sharding rule says what
+its results are: a factor that holds rows of the batch passes to a result, or is reduced, which leaves a part of a sum.
+What the rule of an equation keeps whole, a microbatch cannot compute alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard.errors import MicrobatchError
+from autoshard.jaxprs import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    aval_of,
+    called_jaxpr,
+    called_operands,
+    equations_of,
+    implementation_of,
+    scan_counts,
+)
+from autoshard.microbatches.relations import (
+    REDUCTIONS,
+    Known,
+    Partial,
+    Relation,
+    Rows,
+    batch_factor,
+    handed_on,
+    joined,
+    keeps_zero,
+    linear,
+    scaled_dims,
+)
+from autoshard.microbatches.rows import Microbatches
+from autoshard.program import Equation, Value
+from autoshard.program.reader import kind_of
+from autoshard.program.user_code import source_of
+from autoshard.propagation.registry import has_rule, rule_of
+
+Path = tuple[int | str, ...]
+
+# Parameters that say shapes, which differ between the two traces.
+_SHAPES = frozenset({
+    "dimensions", "limit_indices", "new_sizes", "out_sharding", "padding_config", "shape", "sharding", "sizes",
+    "slice_sizes", "start_indices",
+})  # fmt: skip
+_PARTWISE = frozenset({"optimization_barrier"})  # each result is its operand
+_SUMMED_ON = frozenset({"add_any", "convert_element_type", "copy", "reshape", "sharding_constraint", "transpose"})
+_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+
+
+@dataclass
+class Proof:
+    """How the values of a step follow from those of its microbatches."""
+
+    relations: dict[Var, Relation]  # of the variables of the whole step's own jaxpr
+    places: list[Known | None]  # per equation: computed before, after, or None: in every microbatch
+    ahead: set[Var]  # sums that microbatches need, and that are made of the batch alone: computed before, of all of it
+    drawn: set[Path]  # equations that have no rows, and make some: run for the whole batch, of which rows are taken
+    touched: set[Path] = field(default_factory=set)  # equations with a drawn one somewhere inside
+
+
+class _Conflict(Exception):
+    """Microbatches need something of each other."""
+
+    def __init__(self, eqn: JaxprEqn, reason: str):
+        super().__init__(reason)
+        self.eqn, self.reason = eqn, reason
+
+
+def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
+    """How `whole` follows from `part`, run on each microbatch.
+
+    Args:
+        whole: the step, its calls opened (`jaxprs.opened`).
+        part: the same for the rows of one microbatch.
+        split: which arguments have rows.
+
+    Raises:
+        MicrobatchError: the result would not be that of the whole batch, with the line that needs all of its rows.
+    """
+    ahead: set[Var] = set()
+    while True:
+        walk = _Walk(split, ahead)
+        try:
+            return walk.step(whole, part)
+        except _NeedsAhead as needed:
+            if not needed.vars - ahead:
+                raise refusal(needed.conflict, split) from None
+            if not all(_of_batch_alone(whole.jaxpr, var, split) for var in needed.vars):
+                raise refusal(needed.conflict, split) from None
+            ahead |= needed.vars
+        except _Conflict as conflict:
+            raise refusal(conflict, split) from None
+
+
+def refusal(conflict: _Conflict, split: Microbatches) -> MicrobatchError:
+    line = source_of(conflict.eqn) or "unknown line"
+    hint = "One row is a case of its own to jax.numpy: try half as many microbatches. " if split.rows == 1 else ""
+    return MicrobatchError(
+        f"microbatches={split.count} would change what the step computes: {conflict.eqn.primitive.name} at {line} "
+        f"{conflict.reason}.\n"
+        f"{hint}Compute there what each of the {split.batch} rows of the batch can compute alone, or use "
+        "microbatches=1."
+    )
+
+
+class _NeedsAhead(Exception):
+    """An equation of the step's own jaxpr needs sums over the batch before microbatches run."""
+
+    def __init__(self, conflict: _Conflict, wanted: set[Var]):
+        super().__init__(conflict.reason)
+        self.conflict, self.vars = conflict, wanted
+
+
+def _sums_behind(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation]) -> set[Var]:
+    """The sums over the batch that these values are made of."""
+    makers = {made: eqn for eqn in jaxpr.eqns for made in eqn.outvars}
+    todo, found, seen = list(late), set[Var](), set[Var]()
+    while todo:
+        var = todo.pop()
+        if isinstance(relations[var], Partial):
+            found.add(var)
+        elif relations[var] is Known.AFTER and var not in seen:
+            seen.add(var)
+            todo += [atom for atom in makers[var].invars if isinstance(atom, Var)]
+    return found
+
+
+def _of_batch_alone(jaxpr: Jaxpr, var: Var, split: Microbatches) -> bool:
+    """Whether a value is cheap to compute of the whole batch: made of its arrays alone, and by no product."""
+    makers = {made: eqn for eqn in jaxpr.eqns for made in eqn.outvars}
+    arguments = {var: i for i, var in enumerate(jaxpr.invars)}
+    todo, seen = [var], set[Var]()
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if one in arguments and arguments[one] not in split.dims:
+            return False
+        if (maker := makers.get(one)) is not None:
+            if any(_multiplies(maker)):
+                return False
+            todo += [atom for atom in maker.invars if isinstance(atom, Var)]
+    return True
+
+
+def _multiplies(eqn: JaxprEqn) -> Iterable[bool]:
+    yield eqn.primitive.name in _PRODUCTS
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else [value]:
+            inner = one.jaxpr if isinstance(one, ClosedJaxpr) else one
+            if isinstance(inner, Jaxpr):
+                yield from (any(_multiplies(each)) for each in inner.eqns)
+
+
+class _Walk:
+    """One walk over both jaxprs."""
+
+    def __init__(self, split: Microbatches, ahead: set[Var]):
+        self.split, self.ahead = split, ahead
+        self.drawn: set[Path] = set()
+
+    # The step's own jaxpr.
+
+    def step(self, whole: ClosedJaxpr, part: ClosedJaxpr) -> Proof:
+        env: dict[Var, Relation] = {}
+        for i, var in enumerate(whole.jaxpr.invars):
+            env[var] = Rows(self.split.dims[i], 1) if i in self.split.dims else Known.BEFORE
+        for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
+            if (relation := self.made_of_nothing(var, other, Known.BEFORE)) is None:
+                raise refusal(
+                    _Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not"), self.split
+                )
+            env[var] = relation
+        places: list[Known | None] = []
+        inside: set[Var] = set()  # made in every microbatch
+        pairs = _paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))
+        for i, (eqn, small) in enumerate(pairs):
+            relations = [_read(env, atom) for atom in eqn.invars]
+            try:
+                found, place = self.placed(eqn, small, relations, (i,))
+            except _NeedsAhead as needed:
+                raise _NeedsAhead(needed.conflict, _sums_behind(needed.vars, whole.jaxpr, env)) from None
+            if place is Known.BEFORE and not inside.isdisjoint(atom for atom in eqn.invars if isinstance(atom, Var)):
+                place = None
+            env.update(zip(eqn.outvars, found, strict=True))
+            env |= dict.fromkeys(self.ahead.intersection(eqn.outvars), Known.BEFORE)
+            if place is None:
+                inside |= {var for var in eqn.outvars if env[var] in (Known.BEFORE, Known.ZERO)} - self.ahead
+            places.append(place)
+        touched = {path[:n] for path in self.drawn for n in range(1, len(path))}
+        return Proof(env, places, self.ahead, self.drawn, touched)
+
+    def placed(
+        self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path
+    ) -> tuple[list[Relation], Known | None]:
+        """The relations of an equation's results, and when it is computed."""
+        rows = any(isinstance(relation, Rows) for relation in relations)
+        if not rows and not _may_run_in_loop(eqn, relations):
+            return [Known.AFTER] * len(eqn.outvars), Known.AFTER
+        try:
+            found = self.equation(eqn, small, relations, path)
+            if Known.AFTER in found:
+                raise _Conflict(eqn, _NEEDS_SUMS)
+        except _Conflict as conflict:
+            late = {
+                atom
+                for atom, relation in zip(eqn.invars, relations, strict=True)
+                if isinstance(atom, Var) and (relation is Known.AFTER or isinstance(relation, Partial))
+            }
+            if not late:
+                raise
+            raise _NeedsAhead(conflict, late) from None
+        differs = rows or any(isinstance(relation, Rows | Partial) for relation in found)
+        if differs and eqn.effects and any("IO" in str(effect) or "Ordered" in str(effect) for effect in eqn.effects):
+            raise _Conflict(eqn, "has an effect that every microbatch would have")
+        return found, None if differs else Known.BEFORE
+
+    # Any equation.
+
+    def body(self, whole: ClosedJaxpr, part: ClosedJaxpr, entries: Sequence[Relation], path: Path) -> list[Relation]:
+        env: dict[Var, Relation] = dict(zip(whole.jaxpr.invars, entries, strict=True))
+        for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
+            if aval_of(var).shape != aval_of(other).shape:
+                raise _Conflict(whole.jaxpr.eqns[0], "reads a constant of the batch's size inside a loop or call")
+            env[var] = Known.BEFORE
+        for i, (eqn, small) in enumerate(_paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
+            found = self.equation(eqn, small, [_read(env, atom) for atom in eqn.invars], (*path, i))
+            env.update(zip(eqn.outvars, found, strict=True))
+        return [_read(env, atom) for atom in whole.jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
+        special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
+        if special is not None:
+            return special(eqn, small, relations, path)
+        called, other = called_jaxpr(eqn), called_jaxpr(small)
+        if called is None and not has_rule(eqn):
+            called, other = implementation_of(eqn), implementation_of(small)
+        if called is not None and other is not None:
+            return self.body(called, other, called_operands(eqn, relations), path)
+        return self.leaf(eqn, small, relations, path)
+
+    def leaf(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
+        name = eqn.primitive.name
+        if name in _PARTWISE:
+            return list(relations)
+        if any(isinstance(relation, Rows) for relation in relations):
+            return self.with_rows(eqn, small, relations)
+        if Known.AFTER in relations:
+            return [Known.AFTER] * len(eqn.outvars)
+        if any(isinstance(relation, Partial) for relation in relations):
+            is_linear = linear(name, relations, pads_with=1 if name == "pad" else None)
+            if not is_linear and _moves_only(name) and len(relations) == 1:
+                return list(relations) * len(eqn.outvars)
+            return [Partial("add") if is_linear else Known.AFTER] * len(eqn.outvars)
+        known = Known.ZERO if keeps_zero(name, relations) else Known.BEFORE
+        repeats = name == "broadcast_in_dim"
+        made: list[Relation] = []
+        for out, other in zip(eqn.outvars, small.outvars, strict=True):
+            if (relation := self.made_of_nothing(out, other, known)) is None:
+                raise _Conflict(eqn, "makes something else for a smaller batch")
+            made.append(Rows(relation.dim, None) if repeats and isinstance(relation, Rows) else relation)
+        if not repeats and any(isinstance(relation, Rows) for relation in made):
+            self.drawn.add(path)
+        elif len(path) > 1 and not repeats:
+            self.check_parameters(eqn, small)
+        return made
+
+    def made_of_nothing(self, whole: Var, part: Var, known: Known) -> Relation | None:
+        """What a value is that no rows go into: it may have some, as random bits have; None if it cannot be.
+
+        Of a dim that holds more than rows, these are taken for its major part. What such a value is combined with has
+        to agree with that.
+        """
+        shape = aval_of(whole).shape
+        dims = scaled_dims(shape, aval_of(part).shape, self.split.parts)
+        if dims == []:
+            return known
+        if dims is None or len(dims) > 1 or shape[dims[0]] % self.split.batch:
+            return None
+        return Rows(dims[0], shape[dims[0]] // self.split.batch)
+
+    def with_rows(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation]) -> list[Relation]:
+        name = eqn.primitive.name
+        others = relations[1:] if name == "scatter-add" and relations[0] == Partial("add") else relations
+        if any(isinstance(relation, Partial) or relation is Known.AFTER for relation in others):
+            raise _Conflict(eqn, _NEEDS_SUMS)
+        self.check_parameters(eqn, small)
+        if (fault := _reads_positions(eqn, relations)) is not None:
+            raise _Conflict(eqn, fault)
+        rule = rule_of(_equation(eqn))
+        factor = batch_factor(rule, relations, self.split.batch)
+        if isinstance(factor, str):
+            raise _Conflict(eqn, factor)
+        if factor.name in rule.need_replication | rule.permutation:
+            raise _Conflict(eqn, "needs all rows of the batch at once")
+        found: list[Relation] = []
+        for i, (out, other) in enumerate(zip(eqn.outvars, small.outvars, strict=True)):
+            rows = handed_on(rule, factor, i)
+            dims = scaled_dims(aval_of(out).shape, aval_of(other).shape, self.split.parts)
+            if dims is None or dims != ([] if rows is None else [rows.dim]):
+                raise _Conflict(eqn, "takes the dim of the batch apart")
+            found.append(rows or self.reduced(eqn, relations, factor.name in rule.reduction))
+        return found
+
+    def reduced(self, eqn: JaxprEqn, relations: Sequence[Relation], is_reduced: bool) -> Relation:
+        """What a result is over whose rows an equation reduces."""
+        op = REDUCTIONS.get(eqn.primitive.name)
+        if op is None or not is_reduced:
+            raise _Conflict(eqn, "needs all rows of the batch at once")
+        if eqn.primitive.name == "scatter-add" and relations[0] not in (Known.ZERO, Partial("add")):
+            raise _Conflict(eqn, "adds to an array that each microbatch would add again")
+        return Partial(op)
+
+    def check_parameters(self, eqn: JaxprEqn, small: JaxprEqn) -> None:
+        for key, value in eqn.params.items():
+            if key in _SHAPES or isinstance(value, Jaxpr | ClosedJaxpr) or callable(value):
+                continue
+            if not _same(value, small.params.get(key)):
+                raise _Conflict(eqn, f"has a parameter, {key}, that depends on the size of the batch")
+
+    # Loops and branches.
+
+    def scan(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
+        if eqn.params["length"] != small.params["length"]:
+            raise _Conflict(eqn, "loops over the rows of the batch")
+        consts, carries = scan_counts(eqn)
+        carry, stacked = list(relations[consts : consts + carries]), list(relations[consts + carries :])
+        if any(isinstance(relation, Rows) and relation.dim == 0 for relation in stacked):
+            raise _Conflict(eqn, "loops over the rows of the batch")
+        slices = [_moved(relation, -1) for relation in stacked]
+        whole, part = eqn.params["jaxpr"], small.params["jaxpr"]
+        while True:
+            self.forget(path)
+            results = self.body(whole, part, [*relations[:consts], *carry, *slices], path)
+            if carry == (after := self.joined(eqn, carry, results[:carries])):
+                return [*carry, *(_moved(relation, 1) for relation in results[carries:])]
+            carry = after
+
+    def while_loop(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
+        params = eqn.params
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        carry = list(relations[tests + consts :])
+        while True:
+            self.forget(path)
+            flag = self.body(
+                params["cond_jaxpr"], small.params["cond_jaxpr"], [*relations[:tests], *carry], (*path, "test")
+            )
+            if isinstance(flag[0], Partial) or flag[0] is Known.AFTER:
+                raise _Conflict(eqn, "turns until all rows of the batch are done")
+            results = self.body(
+                params["body_jaxpr"], small.params["body_jaxpr"], [*relations[tests : tests + consts], *carry],
+                (*path, "body"),
+            )  # fmt: skip
+            if carry == (after := self.joined(eqn, carry, results)):
+                return carry
+            carry = after
+
+    def cond(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
+        if isinstance(relations[0], Partial) or relations[0] is Known.AFTER:
+            raise _Conflict(eqn, _NEEDS_SUMS)
+        pairs = zip(eqn.params["branches"], small.params["branches"], strict=True)
+        found = [self.body(*pair, relations[1:], (*path, b)) for b, pair in enumerate(pairs)]
+        results = found[0]
+        for other in found[1:]:
+            results = self.joined(eqn, results, other)
+        return results
+
+    def joined(self, eqn: JaxprEqn, ones: Sequence[Relation], others: Sequence[Relation]) -> list[Relation]:
+        made = [joined(one, other) for one, other in zip(ones, others, strict=True)]
+        if None in made:
+            raise _Conflict(eqn, "adds sums over the batch to what every microbatch would count again")
+        return [relation for relation in made if relation is not None]
+
+    def forget(self, path: Path) -> None:
+        """What was found in an earlier round of a loop."""
+        self.drawn = {one for one in self.drawn if one[: len(path)] != path}
+
+
+_NEEDS_SUMS = "needs what only all microbatches together tell, a sum over the batch"
+
+
+def _paired(whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> list[tuple[JaxprEqn, JaxprEqn]]:
+    pairs = list(zip(whole, part, strict=False))
+    for eqn, small in pairs:
+        if eqn.primitive is not small.primitive or len(eqn.invars) != len(small.invars):
+            raise _Conflict(eqn, "computes something else for a smaller batch")
+        if [isinstance(atom, Literal) for atom in eqn.invars] != [isinstance(atom, Literal) for atom in small.invars]:
+            raise _Conflict(eqn, "computes something else for a smaller batch")
+    if len(whole) != len(part):
+        longer = whole if len(whole) > len(part) else part
+        raise _Conflict(longer[len(pairs)], "is not computed for every size of the batch")
+    return pairs
+
+
+def _read(env: Mapping[Var, Relation], atom: Var | Literal) -> Relation:
+    if not isinstance(atom, Literal):
+        return env[atom]
+    value = atom.val
+    is_zero = isinstance(value, int | float | np.ndarray | np.generic | jax.Array) and not np.any(np.asarray(value))
+    return Known.ZERO if is_zero else Known.BEFORE
+
+
+def _moved(relation: Relation, by: int) -> Relation:
+    return Rows(relation.dim + by, relation.inner) if isinstance(relation, Rows) else relation
+
+
+def _moves_only(name: str) -> bool:
+    return name in {"broadcast_in_dim", "copy", "reshape", "rev", "slice", "squeeze", "transpose"}
+
+
+def _may_run_in_loop(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
+    """Whether an equation without rows makes a value before the loop, or a sum that is as well taken of its result."""
+    if Known.AFTER in relations:
+        return False
+    if not any(isinstance(relation, Partial) for relation in relations):
+        return True
+    return eqn.primitive.name in _SUMMED_ON and _widens(eqn) and linear(eqn.primitive.name, relations)
+
+
+def _widens(eqn: JaxprEqn) -> bool:
+    """Whether a sum may as well be taken in the type of the result."""
+    if eqn.primitive.name != "convert_element_type":
+        return True
+    operand, result = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
+    return bool(operand.dtype.itemsize < result.dtype.itemsize)
+
+
+def _reads_positions(eqn: JaxprEqn, relations: Sequence[Relation]) -> str | None:
+    """Why an equation needs the numbers of rows in the whole batch, if it does."""
+    name, relation = eqn.primitive.name, relations[0] if relations else None
+    if not isinstance(relation, Rows):
+        return None
+    positions: Sequence[int] = ()
+    if name == "gather":
+        positions = eqn.params["dimension_numbers"].start_index_map
+    elif name.startswith("scatter"):
+        positions = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    elif name == "dynamic_update_slice":
+        array, written = aval_of(eqn.invars[0]).shape, aval_of(eqn.invars[1]).shape
+        positions = [dim for dim, (long, short) in enumerate(zip(array, written, strict=True)) if long != short]
+    return "reads or writes rows of the batch by their number" if relation.dim in positions else None
+
+
+def _equation(eqn: JaxprEqn) -> Equation:
+    """An equation of a jaxpr as rules see it."""
+
+    def value(aval: Any) -> Value:
+        shape, dtype, is_on_host = kind_of(aval)
+        return Value(0, shape, dtype, 0, on_host=is_on_host)
+
+    inputs = tuple(
+        np.asarray(atom.val, aval_of(atom).dtype)
+        if isinstance(atom, Literal) and not aval_of(atom).shape
+        else value(aval_of(atom))
+        for atom in eqn.invars
+    )
+    outputs = tuple(value(var.aval) for var in eqn.outvars)
+    return Equation(0, eqn.primitive.name, eqn.params, inputs, outputs, source_of(eqn), ())
+
+
+def _same(one: object, other: object) -> bool:
+    try:
+        return bool(one == other) or str(one) == str(other)
+    except Exception:  # arrays and what else cannot be compared
+        return str(one) == str(other)

@@ -1,0 +1,63 @@
+"""A formulation and how every value is left and read in, the choice that does so out. Nothing is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoshard.errors import SolverError
+from autoshard.layout import Layout
+from autoshard.model.formulation import Formulation
+from autoshard.model.groups import Group
+from autoshard.model.strategies import Strategy
+from autoshard.solver.problem import Solution
+from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.solve import solve
+from autoshard.solver.verify import verify
+
+_TIME_LIMIT = 20.0  # s; with the layouts given, little is left to choose
+_TIE = 1e-18  # s per byte held: of choices that take equally long, the one that holds less
+
+Wants = Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
+
+
+def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wants) -> Solution:
+    """The solution of a step whose values are left and read as said.
+
+    A group that cannot do so does what is nearest: it leaves its results so, or else is free to do its best. The
+    solution claims no bound, since it was not searched for among all shardings.
+
+    Args:
+        layouts: value id -> how it is left.
+        wants: how operands are read.
+    """
+    costs = [costs.copy() for costs in formulation.problem.costs]
+    for live in formulation.problem.lives:
+        costs[live.node] += _TIE * live.usage
+    free = replace(formulation.problem, costs=tuple(costs), limit=None, lives=())
+    allowed = {}
+    for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+        options = _nearest(group, priced.strategies, layouts, wants)
+        if options and not group.fills:
+            allowed[formulation.group_node(group)] = options
+    try:
+        solution = solve(free.restrict(allowed), budget=Budget.of(_TIME_LIMIT))
+    except SolverError as error:  #
+        print("FALLBACK", str(error)[:300])
+        # some value would have to be resharded in a way that no strategy has
+        solution = solve(free, budget=Budget.of(_TIME_LIMIT))
+    cost, _ = verify(formulation.problem, solution.choice)
+    return replace(solution, cost=cost, bound=0.0, status="feasible")
+
+
+def _nearest(group: Group, strategies: tuple[Strategy, ...], layouts: Mapping[int, Layout], wants: Wants) -> list[int]:
+    """The strategies that leave all results as said, and of these those that read the most operands so."""
+    ends = [layouts.get(made.value.id) for made in group.made]
+    reads = [wants.get((use.equation.index, use.operand)) for use in group.uses]
+    fitting = [i for i, one in enumerate(strategies) if _agreeing(ends, one.leaves) == len(ends)]
+    count = {i: _agreeing(reads, strategies[i].wants) for i in fitting}
+    return [i for i in fitting if count[i] == max(count.values())]
+
+
+def _agreeing(given: list[Layout | None], found: tuple[Layout, ...]) -> int:
+    return sum(layout is None or layout == other for layout, other in zip(given, found, strict=True))

@@ -1,0 +1,165 @@
+"""A matrix product or convolution and how its tensors lie in, the factors that XLA's partitioner splits out.
+
+A model of `PartitionDot` (openxla/xla, xla/service/spmd/dot_handler.cc). A factor is of one of four kinds, by the
+tensors that have it: of the *batch* (all three), *contracted* (both operands), or of the *left* or the *right* operand
+and the result. The partitioner looks for axes that two tensors have in one place:
+
+1. If every device has its own piece of what is split, one rule for all axes decides (`_at_once`).
+2. Otherwise some axes are settled, those of one kind, and the rest as if each piece were a product of its own. Of the
+   kinds that match, the one that holds the fewest bytes goes first, then the one that moves the fewest.
+3. Axes that split only the result slice an operand. Whatever else is split is gathered.
+
+Axes that are settled are gathered wherever else they split an operand. Products whose operands are large enough for
+XLA's windowed einsums are taken to be the collectives that these stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from autoshard.layout import MeshShape, axes_of, shards
+from autoshard.model.partitioner.placed import PlacedEquation, Split
+
+BATCH, CONTRACTED, LEFT, RIGHT = "batch", "contracted", "left", "right"
+
+
+class Product:
+    """A product: left operand, right operand, result."""
+
+    def __init__(self, placed: PlacedEquation):
+        self.placed, self.mesh, self.splits = placed, placed.mesh, placed.splits
+        left, right, made = ({factor for dim in tensor.dims for factor in dim} for tensor in placed.tensors)
+        self.kinds: Mapping[str, str] = {  # of each factor
+            **dict.fromkeys(left & right & made, BATCH),
+            **dict.fromkeys((left & right) - made, CONTRACTED),
+            **dict.fromkeys((left & made) - right, LEFT),
+            **dict.fromkeys((right & made) - left, RIGHT),
+        }
+
+    def size(self, tensor: int) -> int:
+        """Bytes of the whole tensor."""
+        return self.placed.tensors[tensor].bytes
+
+    def of_kind(self, split: Split, kind: str) -> Split:
+        return {factor: axes for factor, axes in split.items() if self.kinds.get(factor) == kind}
+
+
+def product_split(placed: PlacedEquation) -> Split:
+    """The factors that XLA splits of a product, and over which axes."""
+    product = Product(placed)
+    used = frozenset().union(*map(_axes, product.splits))
+    return _settled(product, product.splits, used)
+
+
+def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) -> Split:
+    """The factors that are split over these axes, where tensors are split over no others."""
+    if not axes:
+        return {}
+    found = _at_once(product, splits, axes, may_reshard=False)
+    if found is not None:
+        return found
+    ways = [
+        {
+            **first,
+            **_joined(first, _settled(product, [_without(split, first) for split in splits], axes - _axes(first))),
+        }
+        for first in _matches(product, splits)
+    ]
+    if ways:
+        return min(ways, key=product.placed.cost)
+    left, right, made = splits
+    if not left and not right and made and _axes(made) != axes:
+        return _settled(product, splits, _axes(made))
+    return _at_once(product, splits, axes, may_reshard=True) or {}
+
+
+def _at_once(product: Product, splits: Sequence[Split], axes: frozenset[str], may_reshard: bool) -> Split | None:
+    """The split, if each tensor is whole or split over all of the axes, and one rule settles all of them."""
+    if any(split and _axes(split) != axes for split in splits):
+        return None
+    left, right, made = splits
+
+    def only(split: Split, kind: str) -> bool:
+        return bool(split) and product.of_kind(split, kind) == split
+
+    if only(left, BATCH) and left == right:
+        return left
+    for operand in (left, right):
+        if only(operand, BATCH) and operand == made:
+            return operand
+    if only(left, CONTRACTED) and only(right, CONTRACTED):
+        return right if product.size(0) < product.size(1) else left
+    if only(left, LEFT) and left == made:
+        return left
+    if only(right, RIGHT) and right == made:
+        return right
+    if may_reshard and any(only(made, kind) for kind in (BATCH, LEFT, RIGHT)):
+        return made
+    if not made and not left and only(right, CONTRACTED) and product.size(1) > product.size(2):
+        return right
+    if not made and not right and only(left, CONTRACTED) and product.size(0) > product.size(2):
+        return left
+    return None
+
+
+def _matches(product: Product, splits: Sequence[Split]) -> Iterator[Split]:
+    """What may be settled first: factors of one kind that two tensors split."""
+    left, right, made = splits
+
+    def pieces(split: Split) -> int:
+        return shards(tuple(_axes(split)), product.mesh)
+
+    of = product.of_kind
+    batches = [of(split, BATCH) for split in splits]
+    if batches[2] and pieces(batches[2]) in (pieces(batches[0]), pieces(batches[1])):
+        yield batches[0] if batches[0] == batches[1] else batches[2]
+    sides = [(of(left, LEFT), of(made, LEFT)), (of(right, RIGHT), of(made, RIGHT))]
+    whole = [side for side, (operand, result) in enumerate(sides) if operand and pieces(operand) == pieces(result)]
+    if whole:
+        yield sides[_cheaper_side(product, sides) if len(whole) == 2 else whole[0]][1]
+    else:
+        for operand, result in sides:
+            if operand and result:
+                if matching := _alike(operand, result, product.mesh):
+                    yield matching
+                break
+    contracted = of(left, CONTRACTED), of(right, CONTRACTED)
+    larger = contracted[1] if product.size(0) < product.size(1) else contracted[0]
+    if contracted[0] and pieces(contracted[0]) == pieces(contracted[1]):
+        yield larger
+    elif matching := _alike(*contracted, product.mesh):
+        yield matching
+
+
+def _cheaper_side(product: Product, sides: Sequence[tuple[Split, Split]]) -> int:
+    """Which operand stays as it is: the one for which less of the other is gathered."""
+    gathered = [
+        shards(tuple(_axes(sides[side][0])), product.mesh) * product.placed.tensors[1 - side].local_bytes(product.mesh)
+        for side in (0, 1)
+    ]
+    return 0 if gathered[0] < gathered[1] else 1
+
+
+def _alike(one: Split, other: Split, mesh: MeshShape) -> Split:
+    """The factors that both split into as many pieces, as the second does."""
+    return {
+        factor: other[factor]
+        for factor, axes in one.items()
+        if factor in other and shards(axes, mesh) == shards(other[factor], mesh)
+    }
+
+
+def _axes(split: Split) -> frozenset[str]:
+    return axes_of(tuple(split.values()))
+
+
+def _without(split: Split, settled: Split) -> Split:
+    """What is left of a split once axes are settled."""
+    gone = _axes(settled)
+    kept = {factor: tuple(axis for axis in axes if axis not in gone) for factor, axes in split.items()}
+    return {factor: axes for factor, axes in kept.items() if axes}
+
+
+def _joined(first: Split, then: Split) -> Split:
+    """The factors of a later split, with the axes that the first has for them before."""
+    return {factor: (*first.get(factor, ()), *axes) for factor, axes in then.items()}

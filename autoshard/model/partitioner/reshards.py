@@ -1,0 +1,181 @@
+"""A program and its propagated layouts in, the same program with the reshardings of XLA's partitioner written out.
+
+`jax.jit` compiles a step in three moves: Shardy spreads layouts (`propagation/`), the partitioner decides how each
+operation is split (`splits.py`), and whatever does not lie as its reader wants is resharded. A group of elementwise
+operations has one strategy, so reshardings inside it are written as constraints, which end the group. So is what is
+reduced in one layout and wanted in another. All others are left to the edges of the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoshard.layout import Layout, MeshShape, even_axes, evened
+from autoshard.model.partitioner.placed import Split
+from autoshard.model.partitioner.splits import split_of
+from autoshard.primitives import facts_of
+from autoshard.program import Equation, Program, Value
+from autoshard.propagation.projection import layout_of_factors
+from autoshard.propagation.rule import Rule, dimwise
+
+_RESHARDS = "sharding_constraint"
+
+
+@dataclass(frozen=True)
+class PartitionedProgram:
+    """A step as XLA's partitioner takes it."""
+
+    program: Program
+    rules: tuple[Rule, ...]  # one per equation
+    layouts: Mapping[int, Layout]  # value id -> how it is left
+    wants: Mapping[tuple[int, int], Layout]  # (equation, operand) -> how it is read
+
+
+def partitioned(
+    program: Program,
+    rules: Sequence[Rule],
+    layouts: Mapping[int, Layout],
+    mesh: MeshShape,
+    scatters: Callable[[tuple[str, ...]], bool],
+) -> PartitionedProgram:
+    """The program as it is partitioned under these layouts.
+
+    Args:
+        layouts: value id -> layout, as propagation leaves them.
+        mesh: axis -> devices, of more than one.
+        scatters: whether an all_reduce over axes and a slice become a reduce_scatter.
+    """
+    shapes = {value.id: value.shape for value in program.values}
+    even = {id_: _in_order(shapes[id_], layout, mesh) for id_, layout in layouts.items()}
+    rewriting = _Rewriting(program, even, mesh, scatters)
+    for equation, rule in zip(program.equations, rules, strict=True):
+        rewriting.add(equation, rule)
+    return rewriting.finished()
+
+
+def _in_order(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> Layout:
+    """The layout nearest to this one of those that plans have: even, axes in the order of the mesh."""
+    several = (tuple(axis for axis in axes if axis in mesh) for axes in layout)
+    even = evened(shape, tuple(several), mesh)
+    return tuple(even_axes(size, axes, mesh) for size, axes in zip(shape, even, strict=True))
+
+
+@dataclass
+class _Rewriting:
+    """The equations so far, and what has become of the values."""
+
+    program: Program
+    layouts: dict[int, Layout]
+    mesh: MeshShape
+    scatters: Callable[[tuple[str, ...]], bool]
+    equations: list[Equation] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)  # those that are new
+    wants: dict[tuple[int, int], Layout] = field(default_factory=dict)
+    instead: dict[int, Value] = field(default_factory=dict)  # value -> what all its readers read
+    copies: dict[tuple, Value] = field(default_factory=dict)  # (value, layout, barrier) -> the copy there
+    places: list[int] = field(default_factory=list)  # equation of the program -> its place here
+
+    def add(self, equation: Equation, rule: Rule) -> None:
+        inputs = [self.read(x, equation) if isinstance(x, Value) else x for x in equation.inputs]
+        operands = [self.layouts.get(x.id) if isinstance(x, Value) else None for x in inputs]
+        results = [self.layouts[made.id] for made in equation.outputs]
+        split = split_of(equation, rule, operands, results, self.mesh)
+        wants = [self.layout(dims, split, rule) for dims in rule.operands]
+        fuses = _may_fuse(equation, rule)
+        for i, (x, lies, want) in enumerate(zip(inputs, operands, wants, strict=True)):
+            if not isinstance(x, Value) or lies is None or want is None or lies == want:
+                continue
+            if fuses or (x.from_outside and _adds(want, lies) is None):
+                inputs[i] = self.resharded(x, want, equation)
+        read = {i: want for i, want in enumerate(wants) if want is not None and operands[i] is not None}
+        self.wants |= {(len(self.equations), i): want for i, want in read.items()}
+        self.places.append(len(self.equations))
+        self.append(replace(equation, inputs=tuple(inputs)), rule)
+        if not facts_of(equation.primitive).is_boundary and not rule.given:
+            for made, dims in zip(equation.outputs, rule.results, strict=True):
+                self.finish(made, self.layout(dims, split, rule), rule, split, equation)
+
+    def read(self, value: Value, equation: Equation) -> Value:
+        """What an equation reads of a value: what it was resharded to, and a copy of its own from behind a barrier."""
+        value = self.instead.get(value.id, value)
+        if value.id not in self.program.guarded:
+            return value
+        maker = self.program.makers.get(value.id)
+        for end in range(1, len(equation.path)):
+            barrier = equation.path[:end]
+            if barrier in self.program.barriers and (maker is None or maker.path[:end] != barrier):
+                value = self.resharded(value, self.layouts[value.id], equation, barrier)
+        return value
+
+    def layout(self, dims, split: Split, rule: Rule) -> Layout | None:
+        return layout_of_factors(dims, split, rule.sizes, self.mesh)
+
+    def finish(self, made: Value, left: Layout | None, rule: Rule, split: Split, equation: Equation) -> None:
+        """Notes how a result is left, and reshards it if that is not how propagation has it."""
+        wanted = self.layouts[made.id]
+        if left is None or left == wanted:
+            return
+        reduced = tuple(axis for factor in rule.reduction if factor in split for axis in split[factor])
+        if reduced and self.scatters(reduced) and _adds(left, wanted) == set(reduced):
+            return
+        self.layouts[made.id] = left
+        self.instead[made.id] = self.resharded(made, wanted, equation)
+
+    def resharded(self, value: Value, layout: Layout, near: Equation, barrier: tuple = ()) -> Value:
+        """The copy of a value in a layout, made here if there is none; behind a barrier it is one of its own."""
+        if (value.id, layout, barrier) not in self.copies:
+            copy = replace(value, id=len(self.program.values) + len(self.values), name="", source=near.source)
+            self.values.append(copy)
+            self.layouts[copy.id] = layout
+            self.copies[value.id, layout, barrier] = copy
+            rule = dimwise([value.shape], [value.shape])
+            given = {factor: axes for dim, axes in zip(rule.results[0], layout, strict=True) for factor in dim}
+            made = replace(near, primitive=_RESHARDS, params={}, inputs=(value,), outputs=(copy,), loop=None)
+            self.append(made, replace(rule, given=given))
+        return self.copies[value.id, layout, barrier]
+
+    def append(self, equation: Equation, rule: Rule) -> None:
+        self.equations.append(replace(equation, index=len(self.equations)))
+        self.rules.append(rule)
+
+    def finished(self) -> PartitionedProgram:
+        places = np.array([*self.places, len(self.equations)])
+        equations = [
+            replace(one, loop=(int(places[one.loop[0]]), int(places[one.loop[1]]))) if one.loop else one
+            for one in self.equations
+        ]
+        results = tuple(self.instead.get(x.id, x) if isinstance(x, Value) else x for x in self.program.results)
+        carries = {
+            one.index: replace(
+                one, inputs=tuple(self.instead.get(x.id, x) if isinstance(x, Value) else x for x in one.inputs)
+            )
+            for one in equations
+            if one.primitive == "scan_carry"  # reads what is made later
+        }
+        program = replace(
+            self.program,
+            equations=tuple(carries.get(one.index, one) for one in equations),
+            values=(*self.program.values, *self.values),
+            results=results,
+        )
+        return PartitionedProgram(program, tuple(self.rules), self.layouts, self.wants)
+
+
+def _may_fuse(equation: Equation, rule: Rule) -> bool:
+    """Whether it may be one of a group of several, in which nothing is resharded."""
+    facts = facts_of(equation.primitive)
+    return not (facts.is_boundary or facts.never_fuses or rule.given or rule.reduction)
+
+
+def _adds(layout: Layout, other: Layout) -> set[str] | None:
+    """The axes by which another layout is finer; None if it is not only finer."""
+    found: set[str] = set()
+    for axes, finer in zip(layout, other, strict=True):
+        if not set(axes) <= set(finer):
+            return None
+        found |= set(finer) - set(axes)
+    return found

@@ -1,0 +1,94 @@
+"""Operations: what one takes on TPU however little it does, and what cutting a slice takes.
+
+libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
+product to bring an argument in from memory, and to bring a result out. Work comes on top. A product of what lies in the
+chip's own memory starts at once. What works on numbers alone runs beside the rest. A device that cuts its part out of
+what it has whole runs an operation of its own for that. A slice of a loop is copied at part of the memory's bandwidth,
+and a loop whose slices come over from other slices of TPUs clears what it stacks.
+
+Source: the cycles that libtpu notes on compiled v5e and v5p programs. `tests/mesh/test_targets.py` compiles operations
+of every kind, and a slice, and reads their cycles.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+
+from autoshard.model.groups import Group
+from autoshard.program import Equation, Program
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What operations take beside their work, and slices."""
+
+    least_seconds: float = 0.0  # of any operation, one that cuts a slice included
+    product_seconds: float = 0.0  # of a matrix product or convolution that reads an argument, or makes a result
+    slice_bandwidth_share: float = 1.0  # of the memory's bandwidth, at which a loop copies what it slices
+
+    def seconds(self, group: Group) -> float:
+        """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
+        inside = self.least_seconds * sum(_MORE.get(equation.primitive, 0) for equation in group.equations)
+        if group.repeated or group.stacks or group.ends_product or group.is_idle:
+            return inside
+        if group.contracts:
+            reads = any(use.value.from_outside for use in group.uses)
+            return inside + self.product_seconds * (reads + group.late)
+        arrays = (*(use.value for use in group.uses), *(made.value for made in group.made))
+        return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
+
+    def turn_seconds(self, group: Group) -> float:
+        """What one update takes of a scatter that is run as a loop over its updates; 0 of any other operation.
+
+        XLA for TPU does so where an update is a part of a row: that of a `dynamic_update_slice` in a batch. A few
+        updates it writes one after the other.
+        """
+        (first, *_) = group.equations
+        if not first.primitive.startswith("scatter") or math.prod(first.inputs[1].shape[:-1]) < _FEW:
+            return 0.0
+        numbers, operand, updates = first.params["dimension_numbers"], first.inputs[0].shape, first.inputs[2].shape
+        apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        rows = [size for dim, size in enumerate(operand) if dim not in apart]
+        parts = [updates[dim] for dim in numbers.update_window_dims]
+        return self.least_seconds * _OF_A_TURN if any(map(operator.lt, parts, rows)) else 0.0
+
+
+# Operations beside the one that an equation is: indices that are computed, words of a key that are taken apart, copies
+# of images, and loops until the last element has settled.
+_MORE = {
+    **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_window_sum"), 1),
+    **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta"), 400),
+    "conv_general_dilated": 2,
+    "fft": 2,
+    "gather": 2,
+    "nextafter": 2,
+    "ormqr": 40,
+    "philox4x32": 4,
+    "random_bits": 1,
+    "random_fold_in": 3,
+    "random_gamma": 24,
+    "random_split": 3,
+    "rng_bit_generator": 5,
+    "symmetric_product": 1,
+    "tridiagonal_solve": 20,
+}
+_FEW = 16  # updates of a scatter
+_OF_A_TURN = 4  # operations, of the loop of a scatter
+
+
+def stacked_beside(program: Program) -> dict[int, int]:
+    """Values that are made in loops -> bytes of all that the innermost loop around them stacks."""
+    stacks: dict[tuple[int, int], list[Equation]] = defaultdict(list)
+    for equation in program.equations:
+        if equation.primitive == "scan_stack":
+            assert equation.loop is not None, "boundaries of loops know theirs"
+            stacks[equation.loop].append(equation)
+    found: dict[int, int] = {}
+    for (start, end), stacked in sorted(stacks.items(), key=lambda item: (item[0][0], -item[0][1])):  # from outside in
+        inside = (made for equation in program.equations[start:end] for made in equation.outputs)
+        size = sum(equation.outputs[0].bytes for equation in stacked)
+        found |= {made.id: size for made in inside if made.trips >= stacked[0].trips}
+    return found

@@ -1,0 +1,273 @@
+"""`Planner`, which a plan keeps: by it the plan is explained, and planned again under another wish."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from autoshard.errors import ArgumentError, MeshError, PlanError, SolverError
+from autoshard.layout import Layout, MeshShape
+from autoshard.mesh.topology import Topology
+from autoshard.model.formulation import Formulation
+from autoshard.options import Options, options_of
+from autoshard.planning import (
+    asked_layouts,
+    cheapest,
+    checked_rules,
+    comparison_of,
+    formulated,
+    lowered,
+    remarks,
+    solved,
+)
+from autoshard.plans.activations import activations_of
+from autoshard.plans.making import make_plan
+from autoshard.program import Program
+from autoshard.replanning.explaining import ArgumentQuestion
+from autoshard.replanning.near_choices import agreeing, enough_gap, near
+from autoshard.report.explanation import Explanation
+from autoshard.solver.problem import Problem, Solution
+from autoshard.solver.solve import with_bound
+from autoshard.solver.verify import fits
+from autoshard.specs import fixed_layouts, patterns_of, wished_layouts
+from autoshard.user_plan import Plan, Wish
+
+_OTHERS = 4  # layouts that an explanation shows beside the one that was chosen
+_LISTED = 5  # paths that are near one that nothing fits
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """What a plan was made of."""
+
+    program: Program
+    options: Options
+    jit_keywords: Mapping[str, Any] = field(repr=False)
+    fixed: Mapping[int, Layout]  # argument -> how the user says that it lies
+    patterns: Mapping[int, str]  # the same arguments -> what they were called
+    is_given: bool = False  # whether the user wrote the plan, or how all arguments lie, so that nothing is proven of it
+
+    @classmethod
+    def of(cls, program: Program, options: Options, jit_keywords: Mapping[str, Any], *, is_given: bool) -> Planner:
+        """That of a plan under these options."""
+        wished = wished_layouts(program, dict(options.mesh.shape))
+        kept = {i: layout for i, layout in wished.items() if i not in program.ordered_arguments}
+        fixed = kept | asked_layouts(program, options)
+        return cls(program, options, jit_keywords, fixed, patterns_of(program, options.fixed), is_given)
+
+    def formulation(self, fixed: Mapping[int, Layout]) -> Formulation:
+        """The problem in which these arguments lie as the user says."""
+        rules = checked_rules(self.program, dict(self.options.mesh.shape))
+        return formulated(self.program, rules, self.options, fixed)
+
+    def bound(self, plan: Plan) -> Plan:
+        """The plan, which can be asked again."""
+        given = self.options.given_topology
+        chip = self.options.backend.chip
+        machine = (
+            given if isinstance(given, str) else f"a topology of your own, with {chip}'s compiler" if given else chip
+        )
+        inside = activations_of(self.program, plan.annotations, dict(plan.mesh.shape))
+        return replace(plan, planner=self, machine=machine, activations=inside)
+
+    # Explanations.
+
+    def explain(self, plan: Plan, path: str) -> Explanation:
+        """Why the argument of this path lies as it does."""
+        found = self.arguments_at(path)
+        argument = found[0]
+        value = self.program.arguments[argument]
+        kept = {i: layout for i, layout in self.fixed.items() if i != argument}
+        is_free = argument not in self.fixed and not self.is_given
+        question = ArgumentQuestion(self.formulation(kept), plan, argument, plan.bound if is_free else 0.0, cheapest)
+        others = question.others(_OTHERS, self.options.time_limit)
+        return Explanation(
+            argument=(*plan.arguments, *plan.captured)[argument],
+            chosen=question.chosen,
+            others=others,
+            reasons=(*self.said_of(argument, value.name), *question.reasons(others)),
+            count=len(found),
+        )
+
+    def said_of(self, argument: int, name: str) -> list[str]:
+        """What the user says of where an argument lies."""
+        said = []
+        if argument in self.patterns:
+            said.append(f"The user says so: fixed[{self.patterns[argument]!r}]. The other layouts are without it.")
+        elif argument in self.program.wishes and argument in self.fixed:
+            said.append("The metadata of flax says so; ignore_constraints=True frees it. The others are without it.")
+        elif argument in self.fixed and self.options.like is not None:
+            said.append(
+                f"like= says so: it lies as in the plan of {self.options.like.name}. The others are without it."
+            )
+        elif argument in self.fixed:
+            said.append("The user says so: in_shardings. The other layouts are without it.")
+        if argument in self.program.ordered_arguments:
+            said.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
+        if argument in self.program.carried:
+            result = self.program.result_names[self.program.carried[argument]]
+            said.append(f"It is carried: {result or 'the result that takes its place'} lies alike in every step.")
+        return said
+
+    def arguments_at(self, path: str) -> list[int]:
+        """The arguments that a path, the end of one, or a glob fits; those with the fewest keys first.
+
+        Raises:
+            PlanError: there is none; the message names those that are near.
+        """
+        names = [value.name for value in self.program.arguments]
+        if path in names:
+            return [names.index(path)]
+        ends = [i for i, name in enumerate(names) if name.endswith(f"/{path}")]
+        found = ends or list(patterns_of(self.program, {path: PartitionSpec()}))
+        if found:
+            fewest = min(names[i].count("/") for i in found)
+            return [i for i in found if names[i].count("/") == fewest]
+        close = difflib.get_close_matches(path, names, _LISTED, cutoff=0.4)
+        last = path.rsplit("/", 1)[-1]
+        close += [name for name in names if name.rsplit("/", 1)[-1] == last and name not in close]
+        listed = ", ".join((close or names)[:_LISTED])
+        raise PlanError(
+            f"no argument of {self.program.name} has the path {path!r}; {'near ones' if close else 'there'} are "
+            f"{listed}.\nprint(plan) lists them all; the end of a path or a glob will do."
+        )
+
+    # Wishes.
+
+    def what_if(self, plan: Plan, wish: Mapping[str, Any]) -> Plan:
+        """The plan under another wish, and what the wish costs."""
+        other = self.under(wish)
+        moves = other.options.mesh.shape != self.options.mesh.shape or other.options.topology != self.options.topology
+        formulation = other.formulation(other.fixed)
+        solution = other.fresh(formulation) if moves else other.from_last(formulation, plan, self)
+        made = make_plan(
+            formulation, solution, other.options.mesh, remarks(formulation, dict(other.options.mesh.shape))
+        )
+        rules = checked_rules(other.program, dict(other.options.mesh.shape))
+        anew = functools.partial(formulated, other.program, rules, other.options, other.fixed)
+        asked = replace(
+            Plan.of(made, comparison_of(anew)),
+            memory=other.options.memory,
+            wish=Wish(_text_of(wish), plan.predicted),
+        )
+        return replace(other, is_given=False).bound(lowered(other.program, asked, other.jit_keywords))
+
+    def under(self, wish: Mapping[str, Any]) -> Planner:
+        """The same with a wish on top of what was asked for before.
+
+        Raises:
+            ArgumentError: it is none that can be planned with.
+        """
+        known = {"fixed", "memory", "mesh", "topology", "time_limit"}
+        if unknown := sorted(wish.keys() - known):
+            raise ArgumentError(f"what_if takes no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
+        old = self.options
+        asked = options_of(
+            wish.get("mesh") or old.given_mesh,
+            memory=wish.get("memory"),
+            topology=wish.get("topology") or _topology_for(wish.get("mesh"), old),
+            fixed=wish.get("fixed"),
+            time_limit=old.time_limit if wish.get("time_limit") is None else wish["time_limit"],
+            ignore_constraints=old.ignore_constraints,
+            trips=old.trips,
+        )
+        is_moved = wish.get("mesh") is not None or wish.get("topology") is not None
+        if is_moved and self.program.types is not None and dict(asked.mesh.shape) != dict(old.mesh.shape):
+            raise MeshError(
+                f"{self.program.name} is a program of explicit mode, whose types are for the mesh "
+                f"{dict(old.mesh.shape)}.\nPlan it anew on the other mesh, or with ignore_constraints=True."
+            )
+        place = asked if is_moved else old
+        keeps_memory = wish.get("memory") is None and (old.is_memory_given or not is_moved)
+        options = replace(
+            place,
+            memory=old.memory if keeps_memory else asked.memory,
+            is_memory_given=old.is_memory_given or wish.get("memory") is not None,
+            fixed={**old.fixed, **asked.fixed},
+            time_limit=asked.time_limit,
+            cache=None,
+            refine=1,
+            like=old.like,
+        )
+        shape = dict(options.mesh.shape)
+        fixed = fixed_layouts(self.program, asked.fixed, shape)
+        kept = {i: layout for i, layout in self.fixed.items() if i not in fixed}
+        _check_axes(self.program, kept, shape)
+        patterns = {i: one for i, one in self.patterns.items() if i in kept}
+        patterns |= patterns_of(self.program, asked.fixed)
+        return replace(self, options=options, fixed=kept | fixed, patterns=patterns)
+
+    def fresh(self, formulation: Formulation) -> Solution:
+        """The cheapest solution, sought among all choices."""
+        return solved(self.program, formulation, self.options)
+
+    def from_last(self, formulation: Formulation, plan: Plan, last: Planner) -> Solution:
+        """The cheapest solution found, beginning with the plan's own choice.
+
+        Under a wish that only takes choices away nothing is faster than what was proven of the plan. So a solution near
+        the plan that comes as close to that as the planner asks for is enough.
+        """
+        limit, problem = self.options.memory * self.options.backend.usable, formulation.problem
+        only_takes = last.fixed.items() <= self.fixed.items() and self.options.memory <= last.options.memory
+        bound = plan.bound if only_takes and not last.is_given else 0.0
+        before = agreeing(formulation, plan.annotations)
+        moved = {node: list(range(len(problem.costs[node]))) for node, options in before.items() if not options}
+
+        def within(restricted: Problem) -> Solution | None:
+            try:
+                return cheapest(replace(formulation, problem=restricted), self.options.time_limit / 4)
+            except SolverError:
+                return None
+
+        best: Solution | None = None
+        enough = enough_gap(problem, plan)
+        for found in near(formulation, before, moved, within):
+            if best is None or found.cost < best.cost:
+                best = found
+            is_close = best is not None and best.cost - bound <= enough * best.cost
+            if is_close or not moved:
+                break
+        if best is None or best.cost - bound > enough * best.cost:
+            found = solved(self.program, formulation, self.options)
+            bound = max(bound, found.bound)
+            if best is None or found.cost <= best.cost:
+                best = found
+        assert fits(formulation.peak_bytes(best.choice), limit), "`cheapest` stays within the limit"
+        return with_bound(best, bound)
+
+
+def _topology_for(mesh: Mesh | AbstractMesh | None, options: Options) -> Topology | str | None:
+    """The machine of another mesh, as the user gave it; None: guessed from the mesh."""
+    return None if options.given_topology is None and mesh is not None else options.given_topology or options.topology
+
+
+def _check_axes(program: Program, fixed: Mapping[int, Layout], mesh: MeshShape) -> None:
+    """
+    Raises:
+        MeshError: the mesh has not the axes over which arguments are fixed.
+    """
+    for i, layout in fixed.items():
+        missing = sorted({axis for axes in layout for axis in axes} - mesh.keys())
+        pieces = (math.prod(mesh[axis] for axis in axes if axis in mesh) for axes in layout)
+        uneven = [size for size, n in zip(program.arguments[i].shape, pieces, strict=True) if size % n]
+        if missing or uneven:
+            raise MeshError(
+                f"{program.arguments[i]} is fixed in a way that the mesh {dict(mesh)} cannot have: "
+                f"{', '.join(missing) or uneven}.\nSay with fixed= how it lies there."
+            )
+
+
+def _text_of(wish: Mapping[str, Any]) -> str:
+    """A wish as it is written."""
+    said = {name: one for name, one in wish.items() if one is not None}
+    return ", ".join(f"{name}={_option_text(one)}" for name, one in said.items()) or "the same again"
+
+
+def _option_text(option: Any) -> str:
+    return str(dict(option.shape)) if isinstance(option, Mesh | AbstractMesh) else repr(option)

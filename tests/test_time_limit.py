@@ -1,0 +1,91 @@
+"""The time limit is for all of planning: what formulates the step, every search for its plan, all rounds of each."""
+
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import mesh_of, slow_chips
+
+import autoshard
+from autoshard import planning
+from autoshard.options import options_of
+from autoshard.plans import limited_overlap
+from autoshard.propagation import rules_for
+from autoshard.solver.runtime.budget import Budget
+
+LIMIT = 40.0
+WEIGHTS, BATCH = np.ones((8, 32), np.float32), np.ones((16, 8), np.float32)
+
+
+def step(weights, batch):
+    return weights - 0.1 * jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of planning's own that can be put forward; it has the same time as the real one at first."""
+    moved = SimpleNamespace(by=0.0)
+    monkeypatch.setattr(planning, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + moved.by))
+    return moved
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """When each search is to end at the latest."""
+    ends, solve = [], planning.solve_within
+
+    def noted(formulation, time_limit, until):
+        ends.append(until)
+        return solve(formulation, time_limit)
+
+    monkeypatch.setattr(planning, "solve_within", noted)
+    return ends
+
+
+@pytest.mark.parametrize("formulating, left", [(0, 40), (25, 15), (35, 10), (500, 10)])
+def test_what_formulates_the_step_counts(clock, searched, monkeypatch, formulating, left):
+    formulate = planning.formulate
+
+    def slow(*args, **keywords):
+        clock.by += formulating
+        return formulate(*args, **keywords)
+
+    monkeypatch.setattr(planning, "formulate", slow)
+    start = time.monotonic()
+    autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh_of({"x": 8}), topology=slow_chips("x"), time_limit=LIMIT)
+    took = time.monotonic() - start
+    for end in searched:
+        assert formulating + left - 0.1 <= end - start <= formulating + left + took
+
+
+def test_the_searches_for_a_lean_plan_share_it(clock, searched):
+    """Where nothing fits, leaner plans are sought: not from the start of another limit."""
+    with pytest.raises(autoshard.MemoryLimitError):
+        autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh_of({"x": 8}), topology=slow_chips("x"), memory=100, time_limit=9)
+    assert max(searched) - min(searched) < 1e-6 or len(searched) == 1
+
+
+def test_no_round_begins_late(monkeypatch):
+    """Of the search for the cheapest plan that hides no more than it computes."""
+    options = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x")}
+    program = autoshard.autoshard(step, **options).trace(WEIGHTS, BATCH)
+    formulation = planning.formulated(program, rules_for(program), options_of(**options))
+    solution = planning.solve_within(formulation, 5.0)
+    hidden = SimpleNamespace(communication_seconds=2 * solution.cost)  # as if nearly all ran behind compute
+    monkeypatch.setattr(limited_overlap, "prediction_of", lambda *args: hidden)
+
+    def never(problem):
+        raise AssertionError("it is late")
+
+    limited_overlap.with_limited_overlap(formulation, solution, never, is_late=lambda: True)
+    with pytest.raises(AssertionError, match="it is late"):
+        limited_overlap.with_limited_overlap(formulation, solution, never)
+
+
+def test_a_budget_may_end_with_another():
+    now = time.monotonic()
+    assert Budget.of(60.0, now + 5).seconds <= 5 < 59 < Budget.of(60.0).seconds <= 60
+    assert Budget.of(60.0, now + 5).work == Budget.of(60.0).work  # what is found follows from the work in it
