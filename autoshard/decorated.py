@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -335,17 +336,19 @@ class ShardedFunction(Generic[Parameters, Result]):
         For the latter, each group of devices has a sum of its own. That takes more memory and communicates less.
         """
         sizes = self._options.mesh.shape.values()
+        programs = [program]
+        for groups in sorted({*itertools.accumulate(sizes, operator.mul), *sizes} - {1}):
+            with contextlib.suppress(MicrobatchError):  # the rows of a microbatch are no multiple of so many groups
+                programs.append(self._trace(static, dynamic, types, program.microbatches, groups)[0])
+        if self._given is not None:  # it was made for one of them
+            programs = [one for one in programs if one.fingerprint == self._given.fingerprint] or [program]
         found: list[_PlannedStep] = []
         errors: list[MemoryLimitError] = []
-        for groups in sorted({1, *itertools.accumulate(sizes, operator.mul), *sizes}):
+        for one in programs:
             try:
-                if groups > 1:
-                    program, _ = self._trace(static, dynamic, types, program.microbatches, groups)
-                found.append(self._planned_anew(program))
+                found.append(self._planned_anew(one))
             except MemoryLimitError as error:
                 errors.append(error)
-            except MicrobatchError:  # the rows of a microbatch are no multiple of so many groups
-                continue
         if not found:
             raise errors[0]
         return min(found, key=lambda one: one.plan.cost)

@@ -325,37 +325,6 @@ def _said_around(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """A jaxpr whose plain calls are opened: their equations stand in its own list, with variables of their own."""
-    equations: list[JaxprEqn] = []
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-    def copied(jaxpr: Jaxpr, names: dict[Var, Any]) -> list[Any]:
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, Literal) else names.get(atom, atom)
-
-        for eqn in equations_of(jaxpr):
-            inputs, name = list(map(read, eqn.invars)), eqn.primitive.name
-            called = None if name in CUSTOM | REMAT | HIDDEN_BODIES else called_jaxpr(eqn)
-            if called is not None:
-                inner = dict(zip(called.jaxpr.invars, inputs, strict=True))
-                for var, const in zip(called.jaxpr.constvars, called.consts, strict=True):
-                    inner[var] = Var(var.aval)
-                    constants[inner[var]] = const
-                names.update(zip(eqn.outvars, copied(called.jaxpr, inner), strict=True))
-                continue
-            made = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
-            names.update((old, new) for old, new in zip(eqn.outvars, made, strict=True) if not isinstance(old, DropVar))
-            equations.append(eqn.replace(invars=inputs, outvars=made))
-        return list(map(read, jaxpr.outvars))
-
-    results = copied(closed.jaxpr, {})
-    jaxpr = closed.jaxpr.replace(
-        constvars=list(constants), eqns=equations, outvars=results, debug_info=closed.jaxpr.debug_info
-    )
-    return ClosedJaxpr(jaxpr, list(constants.values()))
-
-
 def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
     """The equations run on values; each keeps the line that it comes from."""
     read = {atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var)} | set(wanted)

@@ -80,4 +80,11 @@ def in_microbatches(traced: TracedStep, count: int, groups: int = 1) -> ClosedJa
         else aval
         for i, aval in enumerate(traced.closed.in_avals)
     ]
-    return looped(traced.closed, traced.again(types), split)
+    try:
+        part = traced.again(types)
+    except Exception as error:  # whatever the step does with fewer rows
+        raise MicrobatchError(
+            f"microbatches={count}: the step takes a batch of {split.batch} rows, but not one of {split.rows}: "
+            f"{error}\nUse fewer microbatches, or write the step for any number of rows."
+        ) from error
+    return looped(traced.closed, part, split)

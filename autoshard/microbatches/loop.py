@@ -22,9 +22,9 @@ from autoshard.jaxprs import (
     aval_of,
     equations_of,
     evaluated,
-    opened,
 )
 from autoshard.microbatches.microbatch import Microbatch
+from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import Proof, proof
 from autoshard.microbatches.relations import Known, Partial, Rows
 from autoshard.microbatches.rows import Microbatches, Place, stacked, unstacked
@@ -163,7 +163,7 @@ class _Steps:
         if self.needs.looped:
             env |= self.loop(env)
         late = [self.equations[i] for i in sorted(self.needs.after)]
-        results = [atom for atom in dict.fromkeys(self.whole.outvars) if isinstance(atom, Var)]
+        results = list(dict.fromkeys(atom for atom in self.whole.outvars if isinstance(atom, Var)))
         known = dict(zip(results, evaluated(late, env, results), strict=True))
         return [known[atom] if isinstance(atom, Var) else atom.val for atom in self.whole.outvars]
 

@@ -77,7 +77,7 @@ class _Conflict(Exception):
 
     def __init__(self, eqn: JaxprEqn, reason: str):
         super().__init__(reason)
-        self.eqn, self.reason = eqn, reason
+        self.eqn, self.reason, self.line = eqn, reason, source_of(eqn)
 
 
 def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
@@ -107,7 +107,7 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
 
 
 def refusal(conflict: _Conflict, split: Microbatches) -> MicrobatchError:
-    line = source_of(conflict.eqn) or "unknown line"
+    line = conflict.line or "unknown line"
     hint = "One row is a case of its own to jax.numpy: try half as many microbatches. " if split.rows == 1 else ""
     return MicrobatchError(
         f"microbatches={split.count} would change what the step computes: {conflict.eqn.primitive.name} at {line} "
@@ -250,9 +250,13 @@ class _Walk:
         called, other = called_jaxpr(eqn), called_jaxpr(small)
         if called is None and not has_rule(eqn):
             called, other = implementation_of(eqn), implementation_of(small)
-        if called is not None and other is not None:
+        if called is None or other is None:
+            return self.leaf(eqn, small, relations, path)
+        try:
             return self.body(called, other, called_operands(eqn, relations), path)
-        return self.leaf(eqn, small, relations, path)
+        except _Conflict as conflict:  # what JAX has written itself has the line of who calls it
+            conflict.line = conflict.line or source_of(eqn)
+            raise
 
     def leaf(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
         name = eqn.primitive.name

@@ -43,7 +43,17 @@ from autoshard.user_plan import Plan
 _ROUNDS = 4  # of solving the joint problem, each with other mixtures
 _CLOSE = 1e-6  # relative: a total that is so close to its bound is left alone
 _TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the joint problem, which does not count what reshardings hold
-_OPTIONS = ("memory", "topology", "fixed", "time_limit", "cache", "refine", "ignore_constraints", "trips")
+_OPTIONS = (
+    "memory",
+    "topology",
+    "fixed",
+    "time_limit",
+    "cache",
+    "refine",
+    "ignore_constraints",
+    "trips",
+    "microbatches",
+)
 
 Homes = tuple[tuple[int, Layout], ...]  # (shared argument, its layout), one program's
 

@@ -1,0 +1,53 @@
+"""A jaxpr in, out the same whose plain calls are opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.jaxprs import (
+    CUSTOM,
+    HIDDEN_BODIES,
+    REMAT,
+    ClosedJaxpr,
+    DropVar,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    called_jaxpr,
+    equations_of,
+)
+from autoshard.program.user_code import source_of
+
+
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The equations of plain calls stand in the jaxpr's own list, with variables of their own and the user's line."""
+    equations: list[JaxprEqn] = []
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+    def copied(jaxpr: Jaxpr, names: dict[Var, Any], call: JaxprEqn | None) -> list[Any]:
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+        for eqn in equations_of(jaxpr):
+            inputs = list(map(read, eqn.invars))
+            if call is not None and source_of(eqn) is None:
+                eqn = eqn.replace(source_info=call.source_info)
+            called = None if eqn.primitive.name in CUSTOM | REMAT | HIDDEN_BODIES else called_jaxpr(eqn)
+            if called is not None:
+                inner = dict(zip(called.jaxpr.invars, inputs, strict=True))
+                for var, const in zip(called.jaxpr.constvars, called.consts, strict=True):
+                    inner[var] = Var(var.aval)
+                    constants[inner[var]] = const
+                names.update(zip(eqn.outvars, copied(called.jaxpr, inner, eqn), strict=True))
+                continue
+            made = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
+            names.update((old, new) for old, new in zip(eqn.outvars, made, strict=True) if not isinstance(old, DropVar))
+            equations.append(eqn.replace(invars=inputs, outvars=made))
+        return list(map(read, jaxpr.outvars))
+
+    results = copied(closed.jaxpr, {}, None)
+    jaxpr = closed.jaxpr.replace(
+        constvars=list(constants), eqns=equations, outvars=results, debug_info=closed.jaxpr.debug_info
+    )
+    return ClosedJaxpr(jaxpr, list(constants.values()))

@@ -1,0 +1,346 @@
+"""A step in microbatches computes what it computes at once, or is refused with the line that needs the whole batch."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from equality import are_equal, assert_equal
+from hypothesis import given, settings
+from jax import lax
+from jax.extend import core
+from models import MORE_MODELS
+from oracles import SMALL, mesh_of
+from random_steps import steps
+
+import autoshard
+from autoshard import MicrobatchError
+from autoshard.microbatches import relations
+from autoshard.microbatches.batch import in_microbatches
+from autoshard.program.tracing import trace
+from autoshard.propagation.registry import has_rule
+
+ROWS, FEATURES = 16, 12
+
+
+def in_parts(step, args, count, groups=1):
+    """The results of a step that runs in microbatches on one device."""
+    made = []
+
+    def rewritten(traced):
+        made.append(in_microbatches(traced, count, groups))
+        return made[-1]
+
+    trace(step, args, {}, has_rule=has_rule, rewritten=rewritten)
+    return jax.jit(core.jaxpr_as_fun(made[-1]))(*jax.tree.leaves(args))
+
+
+def check(step, args, count=4, groups=1):
+    expected = jax.tree.leaves(jax.jit(step)(*args))
+    assert_equal(list(in_parts(step, args, count, groups)), expected)
+
+
+def numbers(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+WEIGHTS = {"up": numbers(0, FEATURES, 8), "down": numbers(1, 8, FEATURES)}
+BATCH = {"x": numbers(2, ROWS, 6, FEATURES), "y": numbers(3, ROWS, 6, FEATURES)}
+
+
+def trained(loss):
+    """A step of clipped Adam on a loss of (weights, batch, key)."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    def step(weights, state, batch, key):
+        value, gradients = jax.value_and_grad(loss)(weights, batch, key)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, value, optax.global_norm(gradients)
+
+    return step, (WEIGHTS, optimizer.init(WEIGHTS), BATCH, jax.random.key(7))
+
+
+def layers(weights, x):
+    return jnp.tanh(x @ weights["up"]) @ weights["down"]
+
+
+def squares(weights, batch, key):
+    return jnp.mean((layers(weights, batch["x"]) - batch["y"]) ** 2)
+
+
+def merged_rows(weights, batch, key):
+    x = batch["x"].reshape(-1, FEATURES)
+    return jnp.mean((layers(weights, x).reshape(batch["y"].shape) - batch["y"]) ** 2)
+
+
+def masked(weights, batch, key):
+    mask = (batch["y"][..., 0] > 0).astype(jnp.float32)
+    errors = ((layers(weights, batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return jnp.sum(errors * mask) / jnp.sum(mask)
+
+
+def dropped_out(weights, batch, key):
+    hidden = jnp.tanh(batch["x"] @ weights["up"])
+    hidden = jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0)
+    return jnp.mean((hidden @ weights["down"] - batch["y"]) ** 2)
+
+
+def scanned(weights, batch, key):
+    @jax.checkpoint
+    def layer(x, key):
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        return x + jnp.where(kept, layers(weights, x), 0), jnp.mean(x, axis=-1)
+
+    x, means = lax.scan(layer, batch["x"], jax.random.split(key, 3))
+    return jnp.mean((x - batch["y"]) ** 2) + 0.1 * jnp.mean(means)
+
+
+def looked_up(weights, batch, key):
+    tokens = jnp.argmax(batch["x"], axis=-1)
+    return jnp.mean((weights["down"].T[tokens] @ weights["up"].T[:, :8] - batch["y"][..., :8]) ** 2)
+
+
+def per_row(weights, batch, key):
+    return jnp.mean(jax.vmap(lambda x, y: jnp.max((layers(weights, x) - y) ** 2))(batch["x"], batch["y"]))
+
+
+def each_row_until_small(weights, batch, key):
+    def halved(x):
+        return lax.while_loop(lambda x: jnp.sum(x * x) > 1.0, lambda x: x * 0.5, x)
+
+    return jnp.mean(jax.vmap(halved)(lax.stop_gradient(layers(weights, batch["x"])))) + squares(weights, batch, key)
+
+
+def chosen(weights, batch, key):
+    x = lax.cond(key_is_even(key), lambda x: x @ weights["up"], lambda x: jnp.tanh(x) @ weights["up"], batch["x"])
+    return jnp.mean((x @ weights["down"] - batch["y"]) ** 2)
+
+
+def key_is_even(key):
+    return jax.random.key_data(key)[-1] % 2 == 0
+
+
+EXACT = [
+    chosen,
+    dropped_out,
+    each_row_until_small,
+    looked_up,
+    masked,
+    merged_rows,
+    per_row,
+    scanned,
+    squares,
+]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("loss", EXACT, ids=lambda loss: loss.__name__)
+def test_what_is_exact_is_equal(loss, groups):
+    step, args = trained(loss)
+    check(step, args, count=4, groups=groups)
+
+
+@pytest.mark.parametrize("name", ["lstm", "moe", "tied"])
+def test_models(name):
+    model = SMALL[name]()
+    check(model.step, (model.state, model.batches(0)), count=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", [*SMALL, *MORE_MODELS])
+def test_all_models_are_equal_or_refused(name, groups):
+    model = SMALL[name]() if name in SMALL else MORE_MODELS[name]()
+    try:
+        check(model.step, (model.state, model.batches(0)), count=2, groups=groups)
+    except MicrobatchError:
+        assert name in ("cnn", "gnn", "resnet"), "these alone have statistics of the batch, or a graph for one"
+
+
+def test_results_per_row_come_back_in_their_places():
+    def step(weights, batch):
+        x = layers(weights, batch["x"])
+        return x, x.reshape(-1, FEATURES), jnp.max(x), jnp.min(x, axis=(0, 1)), jnp.all(x > 0), batch["x"].shape[0]
+
+    check(step, (WEIGHTS, BATCH))
+    check(step, (WEIGHTS, BATCH), groups=2)
+
+
+# What needs the whole batch, and the words of the refusal.
+
+
+def normalised_over_batch(weights, batch, key):
+    x = batch["x"] @ weights["up"]
+    x = (x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5)
+    return jnp.mean((x @ weights["down"] - batch["y"]) ** 2)
+
+
+def balanced(weights, batch, key):
+    shares = jax.nn.softmax(batch["x"] @ weights["up"]).mean((0, 1))
+    return squares(weights, batch, key) + jnp.sum(shares * shares)
+
+
+def root(weights, batch, key):
+    return jnp.sqrt(squares(weights, batch, key))
+
+
+def sorted_over_batch(weights, batch, key):
+    x = layers(weights, batch["x"])
+    return jnp.mean(jnp.sort(x, axis=0) * x)
+
+
+def summed_up_over_batch(weights, batch, key):
+    return jnp.mean(jnp.cumsum(layers(weights, batch["x"]), axis=0) ** 2)
+
+
+def reversed_rows(weights, batch, key):
+    return jnp.mean(layers(weights, batch["x"]) * layers(weights, batch["x"])[::-1])
+
+
+def contrasted(weights, batch, key):
+    x = layers(weights, batch["x"])[:, 0]
+    return jnp.mean(jax.nn.logsumexp(x @ x.T, axis=1))
+
+
+def first_rows(weights, batch, key):
+    return jnp.mean(layers(weights, batch["x"][: batch["x"].shape[0] // 2]) ** 2)
+
+
+def row_by_row(weights, batch, key):
+    return lax.scan(lambda total, x: (total + jnp.mean(layers(weights, x) ** 2), None), 0.0, batch["x"])[0]
+
+
+def until_all_are_small(weights, batch, key):
+    x = lax.while_loop(lambda x: jnp.max(x) > 0.1, lambda x: x * 0.5, lax.stop_gradient(layers(weights, batch["x"])))
+    return jnp.mean(x) + squares(weights, batch, key)
+
+
+def picked_rows(weights, batch, key):
+    return jnp.mean(layers(weights, batch["x"][jnp.array([0, 3])]) ** 2)
+
+
+def on_size(weights, batch, key):
+    extra = 2.0 if batch["x"].shape[0] > 8 else jnp.mean(weights["up"])
+    return squares(weights, batch, key) * extra
+
+
+REFUSED = [
+    (normalised_over_batch, "a sum over the batch"),
+    (balanced, "a sum over the batch"),
+    (root, "a sum over the batch"),
+    (sorted_over_batch, "needs all rows of the batch at once"),
+    (summed_up_over_batch, "needs all rows of the batch at once"),
+    (reversed_rows, "needs all rows of the batch at once"),
+    (contrasted, "pairs rows of the batch with other rows"),
+    (first_rows, "needs all rows of the batch at once"),
+    (row_by_row, "loops over the rows of the batch"),
+    (until_all_are_small, "turns until all rows of the batch are done"),
+    (picked_rows, "needs all rows of the batch at once|by their number"),
+    (on_size, "smaller batch|every size of the batch"),
+]
+
+
+@pytest.mark.parametrize(("loss", "words"), REFUSED, ids=[loss.__name__ for loss, _ in REFUSED])
+def test_what_needs_the_whole_batch_is_refused_with_its_line(loss, words):
+    step, args = trained(loss)
+    with pytest.raises(MicrobatchError, match=rf"(?s)at test_microbatches.py:\d+.*({words})"):
+        in_parts(step, args, 4)
+
+
+@pytest.mark.parametrize(
+    ("args", "count", "words"),
+    [
+        ((WEIGHTS, BATCH), 3, "do not divide the 16 rows"),
+        ((WEIGHTS,), 2, "no argument has a batch"),
+    ],
+)
+def test_a_batch_that_cannot_be_split(args, count, words):
+    def step(weights, batch=None):
+        return jax.tree.map(lambda w: w * 2, weights)
+
+    with pytest.raises(MicrobatchError, match=words):
+        in_parts(step, args, count)
+
+
+# Random steps.
+
+
+def equal_or_refused(step, seed):
+    rng = np.random.default_rng(seed)
+    args = step.state(rng), step.batch(rng)
+    rows = jax.tree.leaves(args[1])[0].shape[0]
+    for count in (2, 4):
+        if rows % count == 0:
+            try:
+                check(step, args, count)
+            except MicrobatchError:
+                hypothesis.event("refused")
+            else:
+                hypothesis.event("equal")
+
+
+@given(steps([4, 8]), hypothesis.strategies.integers(0, 2**32 - 1))
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+def test_random_steps(step, seed):
+    equal_or_refused(step, seed)
+
+
+@pytest.mark.slow
+@given(steps([4, 6, 8, 16]), hypothesis.strategies.integers(0, 2**32 - 1))
+@settings(max_examples=300, deadline=None, database=None)
+def test_many_random_steps(step, seed):
+    equal_or_refused(step, seed)
+
+
+# The oracle can fail.
+
+
+def test_a_false_sum_is_caught(monkeypatch):
+    def step(weights, batch):
+        return jnp.max(layers(weights, batch["x"]))
+
+    expected = [jax.jit(step)(WEIGHTS, BATCH)]
+    assert are_equal(list(in_parts(step, (WEIGHTS, BATCH), 4)), expected)
+    monkeypatch.setitem(relations.REDUCTIONS, "reduce_max", "add")
+    assert not are_equal(list(in_parts(step, (WEIGHTS, BATCH), 4)), expected)
+
+
+# Planned and run.
+
+
+def test_a_decorated_step_in_microbatches_is_the_step():
+    step, args = trained(scanned)
+    split = autoshard.autoshard(step, mesh=mesh_of({"data": 4, "model": 2}), microbatches=2)
+    assert_equal(jax.tree.map(np.asarray, split(*args)), jax.tree.map(np.asarray, jax.jit(step)(*args)))
+    assert any("2 microbatches" in warning for warning in split.plan(*args).warnings)
+
+
+def test_sums_of_groups_communicate_once():
+    step, args = trained(squares)
+    batch = jax.tree.map(lambda x: np.tile(x, (8, 1, 1)), BATCH)
+    plan = autoshard.plan(step, *args[:2], batch, args[3], mesh=mesh_of({"data": 8}), microbatches=4)
+    in_loop = [one for one in plan.predicted.collectives if one.count >= 4]
+    assert not in_loop, "gradients of all microbatches are reduced once"
+
+
+def test_a_plan_in_microbatches_is_saved_and_loaded(tmp_path):
+    step, args = trained(squares)
+    mesh = mesh_of({"data": 4, "model": 2})
+    plan = autoshard.plan(step, *args, mesh=mesh, microbatches=2)
+    plan.save(tmp_path / "plan.json")
+    again = autoshard.autoshard(step, mesh=mesh, microbatches=2, plan=tmp_path / "plan.json")
+    assert_equal(jax.tree.map(np.asarray, again(*args)), jax.tree.map(np.asarray, jax.jit(step)(*args)))
+
+
+def test_auto_takes_as_few_as_fit():
+    step, args = trained(squares)
+    batch = jax.tree.map(lambda x: np.tile(x, (64, 4, 1)), BATCH)
+    given = *args[:2], batch, args[3]
+    mesh = mesh_of({"data": 8})
+    with pytest.raises(autoshard.MemoryLimitError) as whole:
+        autoshard.plan(step, *given, mesh=mesh, memory=1000)
+    limit = 0.7 * whole.value.needed
+    plan = autoshard.plan(step, *given, mesh=mesh, memory=limit, microbatches="auto")
+    assert any("microbatches" in warning for warning in plan.warnings)
+    assert plan.predicted.peak_bytes < limit
