@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoshard.pipeline.chart import chart
 from autoshard.pipeline.orders import Schedule, Task
@@ -56,13 +56,13 @@ class Timeline:
     def __str__(self) -> str:
         return self.chart()
 
-    def plot(self, axes: Axes | None = None) -> Axes:
-        """Draws the timeline with matplotlib: one bar per task, one row per device.
+    def plot(self, axes: Axes | None = None) -> Any:
+        """Draws the timeline: a `matplotlib.figure.Figure` with one bar per task and one row per device.
 
         Args:
-            axes: what to draw on; by default new ones.
+            axes: of matplotlib, to draw on; by default those of a new figure.
 
         Raises:
-            ArgumentError: matplotlib is not installed.
+            MissingPackageError: matplotlib is not installed.
         """
         return plot(self.schedule, self.start, self.end, axes)

@@ -1,12 +1,13 @@
 """The simulator against an event queue on random schedules, and by hand; what `validate` refuses."""
 
 import random
+import sys
 from dataclasses import replace
 
 import pytest
 from event_queue import random_schedule, run
 
-from autoshard import ArgumentError, ScheduleError
+from autoshard import ArgumentError, MissingPackageError, ScheduleError
 from autoshard.pipeline import ASYNCHRONOUS, SCHEDULES, Eviction, Task, schedule, simulate, validate
 
 
@@ -196,14 +197,14 @@ def test_the_chart():
 
 
 def test_the_plot():
-    pytest.importorskip("matplotlib").use("svg")
-    axes = simulate(PLAN).plot()
+    figure = simulate(PLAN).plot()
+    (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["device 0", "device 1"]
     assert len(axes.patches) == 12
-    assert simulate(schedule("zb_h1", 2, 2)).plot(axes) is axes
+    assert simulate(schedule("zb_h1", 2, 2)).plot(axes) is figure
 
 
 def test_the_plot_says_what_it_needs(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(ArgumentError, match="pip install matplotlib"):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'autoshard\[plot\]'"):
         simulate(PLAN).plot()
