@@ -18,8 +18,8 @@ class Timeline:
     """When each task of a schedule runs, and what devices hold. `str` draws it."""
 
     schedule: Schedule
-    start: dict[Task, float]  # s; of a fused group, as if its tasks ran one after the other
-    end: dict[Task, float]  # s; the results of a fused group are there when its last task ends
+    start: dict[Task, float]  # s; of a group run as one, as if its tasks ran one after the other
+    end: dict[Task, float]  # s; the results of a group run as one are there when its last task ends
     work: tuple[float, ...]  # s, per device
     peak: tuple[float, ...]  # per device, most microbatches in flight, in whole stages; each until B or W ends
     peak_bytes: tuple[float, ...]  # bytes, per device, of what forward tasks saved

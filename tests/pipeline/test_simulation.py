@@ -66,8 +66,7 @@ def test_the_event_queue_sees_a_wrong_duration():
 
 @pytest.mark.parametrize("name", [*SCHEDULES, *ASYNCHRONOUS])
 def test_every_schedule_against_an_event_queue(name):
-    plan = replace(schedule(name, 4, 8), fused=(), evictions=())
-    agree(plan, *random_amounts(3))
+    agree(replace(schedule(name, 4, 8), evictions=()), *random_amounts(3))
 
 
 PLAN = schedule("1f1b", 2, 3)  # F0 F1 B0 F2 B1 B2 on device 0, F0 B0 F1 B1 F2 B2 on device 1
@@ -113,7 +112,8 @@ def test_bytes():
 
 def test_fused_tasks_run_as_one():
     fused = (Task("B", 0, 0), Task("F", 2, 0))
-    timeline = simulate(replace(PLAN, fused=(fused,)), 1.0, 2.0)
+    assert simulate(replace(PLAN, fused=(fused,))).end == simulate(PLAN).end
+    timeline = simulate(replace(PLAN, fused=(fused,)), 1.0, 2.0, overlap=0.0)
     assert (timeline.start["B", 0, 0], timeline.end["F", 2, 0]) == (4.0, 7.0)
     assert timeline.start["B", 1, 0] == 7.0
     timeline = simulate(replace(PLAN, fused=(fused,)), 1.0, 2.0, overlap=1.0)
