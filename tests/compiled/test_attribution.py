@@ -36,8 +36,10 @@ SHARDINGS = {  # of weights, momentum and batch
 }
 
 
-def assert_named(step, *args, **shardings):
-    made = autoshard.evaluate(step, *args, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), **shardings)
+def assert_named(step, *args, **options):
+    """Of what `jax.jit` makes of shardings, or of what a plan makes of `fixed` ones."""
+    make = autoshard.plan if "fixed" in options else autoshard.evaluate
+    made = make(step, *args, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), **options)
     found = made.verify().collectives
     assert found
     assert {one.source for one in found if not one.source.startswith(HERE)} == set()
@@ -57,7 +59,7 @@ def product(w, x):
 
 def assert_gather_is_named():
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    (found,) = assert_named(product, w, BATCH, in_shardings=(P("x"), P("x")), out_shardings=P("x"))
+    (found,) = assert_named(product, w, BATCH, fixed={"w": P("x"), "x": P("x")})
     assert (found.kind, found.why) == ("all_gather", "w for dot_general")
 
 
@@ -69,7 +71,7 @@ def assert_border_is_named():
     """What a scan makes by rows and hands on whole: the border of the loop gathers."""
     turn = lambda h, _: (jnp.tanh(h), None)  # noqa: E731
     step = lambda state, x: (state + lax.scan(turn, x, length=3)[0],)  # noqa: E731
-    assert_named(step, BATCH, BATCH, donate_argnums=0, in_shardings=(P(), P("x")), out_shardings=None)
+    assert_named(step, BATCH, BATCH, donate_argnums=0, fixed={"state": P(), "x": P("x")})
 
 
 def test_what_crosses_the_border_of_a_loop_is_named():
