@@ -33,6 +33,7 @@ WORK = [
     "two_of_them",
     "documented",
     "planned_together",
+    "tries_again",
     "works_after_errors",
 ]
 # Situation -> what every process but the one that caused it says.
@@ -105,6 +106,7 @@ ALONE = {
     "replanned_to_fit": lambda w, b: step(w, jnp.abs(b)),
     "two_of_them": step,
     "planned_together": step,
+    "tries_again": lambda w, b: step(w, b / 3),
     "works_after_errors": lambda w, b: step(w, 1 - b),
 }
 
@@ -130,6 +132,11 @@ def test_only_the_first_searches(outcomes):
 def test_the_program_of_the_page_trains_alike_everywhere(outcomes):
     first, *others = (one["value"] for one in outcomes["documented"])
     assert len(first) == 3 and others == [first] * len(others)
+
+
+def test_all_may_try_again(outcomes):
+    first, *others = (one["value"][1] for one in outcomes["tries_again"])
+    assert first == 2 and others == [1] * len(others)
 
 
 def test_functions_that_are_planned_together_have_the_plans_of_the_first(outcomes):
