@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.agreement import Claims, check_alike, peak_of_all, plan_of_all
+from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import find, keep, key_of
 from autoshard.compiled.memory_check import MemoryWarning, within_limit
 from autoshard.errors import ConflictError, MemoryLimitError, SolverError
@@ -24,12 +25,12 @@ from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
+from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
-from autoshard.plans.shared_arguments import shared_layouts
 from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
@@ -373,7 +374,8 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    return *split, *_unused_axes(program, mesh), *_guessed_loops(program), *formulation.prices.backend.remarks
+    said = *split, *_unused_axes(program, mesh), *uneven_batch(program, mesh), *_guessed_loops(program)
+    return *said, *formulation.prices.backend.remarks
 
 
 def _guessed_loops(program: Program) -> tuple[str, ...]:

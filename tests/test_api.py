@@ -678,6 +678,8 @@ BAD_CALLS = {
         "state/names/1 is array(['w'], dtype='<U1'), which is no array.\nMake its argument static"),
     "an object by keyword": ({}, lambda x, *, config=object: x, (BATCH, {"config": AB.items()}), ArgumentError,
         "config is dict_items("),
+    "a reference to an array": ({}, lambda r: r[...], (jax.new_ref(jnp.ones(8)),), ArgumentError,
+        "what changes under the step has no layout that a plan could keep.\nPass the array"),
     "an unhashable static argument": ({"static_argnums": 0}, lambda n: n, ([1],), ArgumentError,
         "static arguments must be hashable, as for jax.jit: unhashable type: 'list'"),
 }  # fmt: skip
@@ -720,6 +722,20 @@ def test_errors_of_options(fn, options, error, text):
         autoshard.autoshard(fn, **(OPTIONS | options))
     assert text in str(caught.value)
     assert isinstance(caught.value, autoshard.AutoshardError)
+
+
+@pytest.mark.parametrize(
+    "keywords, text",
+    [
+        ({"static_argnums": 3}, "static_argnums=(3,), but only accepts 2 positional arguments"),
+        ({"donate_argnames": "z"}, "invalid argnames {'z'} in donate_argnames"),
+        ({"static_argnums": 0, "donate_argnums": 0}, "cannot intersect"),
+    ],
+)
+def test_keywords_that_do_not_fit_the_function(keywords, text):
+    with pytest.raises(ArgumentError, match="step and the keywords given for it do not fit") as caught:
+        sharded(step, **keywords)
+    assert text in str(caught.value)
 
 
 def test_what_is_decorated_must_be_a_function():
