@@ -163,8 +163,14 @@ def _of_cublas(shards: ShardBytes) -> float:
     pieces = [math.prod(value.shape) / max(1.0, size) for value, size in zip(tensors, elements, strict=True)]
     _, (batch, _) = equation.params["dimension_numbers"]
     batches = math.prod(equation.inputs[0].shape[dim] for dim in batch) / min(pieces)  # what splits all splits these
-    multiplied = math.sqrt(math.prod(elements) / max(1.0, batches) ** 3)  # rows x columns x summed
-    return _CUBLAS_BYTES if multiplied > _LEAST_PRODUCT else 0.0
+    left, right, made = elements
+    batches = max(1.0, batches)
+    rows, columns = (
+        math.sqrt(side * made / max(1.0, other) / batches) for side, other in ((left, right), (right, left))
+    )
+    multiplied = math.sqrt(left * right * made / batches**3)  # rows x columns x summed
+    is_with_vector = min(rows, columns) < 1.5  # XLA multiplies elementwise
+    return 0.0 if is_with_vector or multiplied <= _LEAST_PRODUCT else _CUBLAS_BYTES
 
 
 def _solved_in_place(shards: ShardBytes) -> float:
@@ -204,7 +210,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "ormqr": lambda shards: copied(shards) + copied(shards, -1),
         "qr": copied,
         "ragged_dot_general": _groups_apart,
-        "regularized_incomplete_beta": lambda shards: 31 * shards.whole / shards.itemsize,
+        "regularized_incomplete_beta": lambda shards: 39 * shards.whole / shards.itemsize,
         "random_bits": _threefry_bits,
         "random_fold_in": lambda shards: 4.5 * shards.whole,
         "random_split": _threefry_keys,
@@ -225,14 +231,14 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "lu": copied,
         "qr": lambda shards: shards.results[0],
         "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
-        "regularized_incomplete_beta": lambda shards: 21 * shards.whole / shards.itemsize,
+        "regularized_incomplete_beta": lambda shards: 27 * shards.whole / shards.itemsize,
         "sort": copied,
         "svd": copied_and_results,
         "top_k": _sorted,
         "triangular_solve": _solved_in_place,
     },
     "tpu": {  # of what does not lie in the chip's own memory
-        "sort": lambda shards: sum(shards.operands),
+        "sort": copied,
         "top_k": lambda shards: shards.operands[0],
     },
 }
@@ -244,7 +250,7 @@ NUMBERS: Mapping[str, Mapping[str, int]] = {
         **dict.fromkeys(("argmax", "argmin", "sort"), 3),
         "cholesky": 2,
         "random_gamma": 23,
-        **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 6),
+        **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 5),
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "rng_bit_generator"), 9),
     },
 }

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import adjusted, tally
 
 import autoshard
-from autoshard.compiled.collectives import read_collectives
+from autoshard.compiled.collectives import peak_bytes, read_collectives
 from autoshard.compiled.module import Module, shape_bytes
 from autoshard.compiled.schedule import schedule_of
 from autoshard.errors import MeshError
@@ -306,6 +306,38 @@ def test_what_operations_take_however_little_they_do(machine):
             fn, *shapes, in_shardings=tuple(whole), out_shardings=P(), mesh=mesh, topology=machine
         ).predicted.comparable_seconds
         assert foreseen == pytest.approx(schedule.compute_seconds, rel=1 / 3, abs=1e-7), (chip, name)
+
+
+PEAKS = {  # function of what shapes: what a TPU has in the memory that arrays come from
+    "temporaries lie in the chip": (lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w) @ w, [f32(512, 512), f32(512, 512)]),
+    "what is sorted does not": (lambda x: jnp.sort(jnp.sin(x), 1).sum(), [f32(256, 1024)]),
+    "what a loop hands on does not": (
+        lambda x: jax.lax.while_loop(lambda c: c.sum() > 0, jnp.sin, x * 2).sum(0),
+        [f32(256, 1024)],
+    ),
+    "numbers do not": (
+        lambda key, x: jax.random.bits(jax.random.wrap_key_data(key), (8, 128)) + x,
+        [jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in ((2,), (8, 128))],
+    ),
+    "what is too large does not": (lambda x: jnp.sort(jnp.sort(x, 1) * 2, 1).sum(), [f32(2**14, 1024)]),
+}
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_what_lies_outside_the_chip(case):
+    """Within a fifth, or two numbers of 16 KiB, of what libtpu needs; `peak_memory_in_bytes` counts the chip, too."""
+    needs("v5e:2x2")
+    fn, shapes = PEAKS[case]
+    whole = tuple(P() for _ in shapes)
+    mesh = target_mesh("v5e:2x2", {"x": 4})
+    shardings = tuple(NamedSharding(mesh, spec) for spec in whole)
+    compiled = jax.jit(fn, in_shardings=shardings, out_shardings=NamedSharding(mesh, P())).lower(*shapes).compile()
+    made = autoshard.evaluate(
+        fn, *shapes, in_shardings=whole, out_shardings=P(), mesh=AbstractMesh((4,), ("x",)), topology="v5e:2x2"
+    )
+    assert made.predicted.peak_bytes == pytest.approx(peak_bytes(compiled), rel=0.2, abs=2**15)
+    if case == "temporaries lie in the chip":
+        assert compiled.memory_analysis().peak_memory_in_bytes > 1.2 * peak_bytes(compiled)
 
 
 def test_operations_without_an_estimate_are_named():
