@@ -327,7 +327,9 @@ def verify(
     if lower is None:
         raise ArgumentError(f"{fn!r} is not jitted; give verify jax.jit(fn, ...) or autoshard(fn, ...)")
     lowered = lower(*args, **kwargs)
-    placed = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs, lowered.out_info))]
+    if not isinstance(lowered, jax.stages.Lowered):
+        return _verification_of_wrapped(fn, lowered, mesh or mesh_of(_shardings_in((args, kwargs))))
+    placed = _shardings_in((args, kwargs, lowered.out_info))
     found = compiled(lowered, mesh or mesh_of(placed))
     try:
         in_shardings, _ = found.program.input_shardings
@@ -351,6 +353,20 @@ def verify(
     constants = sum(one.local_bytes for one in predicted.captured)  # as jit has them: XLA's account leaves them out
     prediction = replace(prediction, peak_bytes=prediction.peak_bytes - constants)
     return verification(prediction, found, found.mesh, plain=True)
+
+
+def _shardings_in(tree: Any) -> list[Any]:
+    return [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+
+
+def _verification_of_wrapped(fn: Callable[..., Any], lowered: Any, mesh: Mesh) -> Verification:
+    """What `nnx.jit` or `eqx.filter_jit` compiles. They take arguments apart, so that nothing is predicted of these."""
+    inner = getattr(lowered, "lowered", None)
+    if not isinstance(inner, jax.stages.Lowered):
+        raise ArgumentError(f"{fn!r} does not lower to a program of JAX; give verify jax.jit(fn, ...)")
+    found = compiled(inner, mesh)
+    why = f"{type(fn).__module__.split('.')[0]} takes its arguments apart. Give verify autoshard(fn, ...) instead"
+    return verification(None, found, mesh, unpredicted=why)
 
 
 def propagate(

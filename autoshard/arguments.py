@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -128,7 +129,8 @@ def _is_hashable(leaf: Any) -> bool:
 def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> list:
     """The arrays on the mesh as the plan wants them.
 
-    An array that has the plan's very sharding is not touched, and it is deleted if it is donated. An array that only
+    An array that has the plan's very sharding is not touched, and it is deleted if it is donated, unless it stands in
+    other places, too, as in a module and its clone: then it is copied. An array that only
     lies alike, for instance on a mesh of Explicit axes, is moved as any other: `jax.jit` would compile again for it.
 
     Raises:
@@ -136,6 +138,7 @@ def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> lis
         MeshError: an array lies on devices that the mesh does not have.
     """
     placed = list(leaves)
+    times = Counter(map(id, leaves)) if donated else Counter[int]()
     for i, (leaf, sharding) in enumerate(zip(leaves, plan.flat_in_shardings, strict=True)):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ArgumentError(
@@ -150,6 +153,8 @@ def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> lis
         lies = getattr(leaf, "sharding", None)
         if lies is not sharding and lies != sharding and not _is_alike(lies, sharding, leaf):
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
+        elif i in donated and times[id(leaf)] > 1 and isinstance(leaf, jax.Array):
+            placed[i] = jax.device_put(leaf, leaf.sharding, may_alias=False)
     return placed
 
 
@@ -211,7 +216,11 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
                 f"{name} lies on devices {sorted(device.id for device in elsewhere)}, which are not in the mesh "
                 f"{dict(sharding.mesh.shape)}.\nMove it first (jax.device_put), or give autoshard a mesh that has them."
             )
-        if donated and len(elsewhere) < len(leaf.sharding.device_set):
+        copies = donated and len(elsewhere) < len(leaf.sharding.device_set)
+    else:
+        copies = False
+    with jax.ensure_compile_time_eval():  # the step may be called while another function is being traced
+        if copies:
             # The result of the device_put below may share the array's memory. To donate it would delete the array.
             leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
-    return jax.device_put(leaf, sharding)
+        return jax.device_put(leaf, sharding)

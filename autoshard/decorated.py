@@ -31,7 +31,6 @@ from autoshard.arguments import (
 )
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, MicrobatchError
 from autoshard.jaxprs import calls_back
-from autoshard.layout import shares_cores
 from autoshard.lower import Step, named_refusals
 from autoshard.microbatches.batch import in_microbatches
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
@@ -39,7 +38,7 @@ from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, pla
 from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal, trace
 from autoshard.program.explicit import is_explicit, type_sharding
-from autoshard.program.flattening import FlatCall, flattened
+from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
@@ -114,19 +113,9 @@ class _Call(NamedTuple):
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
 
-
-@functools.lru_cache(maxsize=16)
-def _say_if_cores_are_shared(mesh: Mesh | AbstractMesh) -> None:
-    if shares_cores(mesh):
-        _say_that_cores_are_shared()
-
-
-@functools.cache  # once in a process
-def _say_that_cores_are_shared() -> None:
-    _LOG.warning(
-        "autoshard: the CPU devices of this mesh share the cores of one machine, so that splitting a step over them "
-        "makes no call faster. What a plan is worth elsewhere, its report predicts: print(step.plan(...))."
-    )
+    def may_run(self, flat: FlatCall) -> bool:
+        """Whether no argument has to be looked at, as one that is deleted or that has to be copied."""
+        return not any(is_deleted(flat.arrays[i]) for i in self.sentinels) and not flat.share_arrays
 
 
 class _Lock:
@@ -180,6 +169,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._planned_before: PlansByProgram = {}
         # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
         self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._modules_before: CallStructure | None = None  # of the last call, if there were nnx modules in it
         self._last: _Call | None = None  # the last call, if all of its arguments lay as planned
 
     @overload
@@ -196,10 +186,10 @@ class ShardedFunction(Generic[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         static, dynamic = self._static.split(args, kwargs)
         last, refused = self._last, False
-        flat = flattened(dynamic, last and last.signature[2])
+        flat = flattened(dynamic, last.signature[2] if last is not None else self._modules_before)
         leaves = flat.arrays
         signature = _kinds(static), static, flat.structure  # types first: values of unlike types are never compared
-        if last is not None and last.signature == signature and not any(is_deleted(leaves[i]) for i in last.sentinels):
+        if last is not None and last.signature == signature and last.may_run(flat):
             try:
                 with jax.no_tracing(True):  # run only what has been compiled, for arguments that lie as these do
                     results = last.run(*leaves)
@@ -213,6 +203,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if flat.is_guess:
             flat = flattened(dynamic)
             leaves, signature = flat.arrays, (*signature[:2], flat.structure)
+        self._modules_before = flat.structure if flat.structure.has_modules else None
         if _by_hand() or _transforms_types(leaves):
             plain = self._fn if flat.is_special else jax.jit(self._fn, **self._trace_keywords)
             inner: Result = plain(*args, **kwargs)
@@ -292,8 +283,6 @@ class ShardedFunction(Generic[Parameters, Result]):
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
-        if runs:
-            _say_if_cores_are_shared(compiled.plan.mesh)
         return compiled
 
     def _checked(self, compiled: _PlannedStep) -> _PlannedStep:

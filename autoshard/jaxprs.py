@@ -336,6 +336,16 @@ def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: 
     return list(core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*operands))
 
 
+def at_line_of(eqn: JaxprEqn, function: Callable[..., Any], *operands: Any) -> Any:
+    """What a function makes of arrays, as if it were written where an equation is."""
+    closed = jax.make_jaxpr(function)(*operands)
+    equations = [one.replace(source_info=eqn.source_info) for one in closed.jaxpr.eqns]
+    variables = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    (result,) = closed.jaxpr.outvars
+    assert isinstance(result, Var), "it is made of the operands"
+    return evaluated(equations, dict(zip(variables, [*operands, *closed.consts], strict=True)), [result])[0]
+
+
 def folded(eqn: JaxprEqn) -> Callable[[Sequence[Any], Sequence[Any]], list]:
     """The function by which a `reduce` folds two elements of each operand, applied to whole arrays of elements."""
 

@@ -44,14 +44,6 @@ def with_axis_types(mesh: Mesh | AbstractMesh, types: Sequence[AxisType]) -> Mes
     return mesh.update(axis_types=tuple(types))
 
 
-def shares_cores(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether several of its devices are made of the same cores, as `jax_num_cpu_devices` makes them."""
-    if not isinstance(mesh, Mesh):
-        return False
-    processes = [device.process_index for device in mesh.devices.flat if device.platform == "cpu"]
-    return len(set(processes)) < len(processes)
-
-
 def replicated(ndim: int) -> Layout:
     """The layout that keeps every dim whole."""
     return ((),) * ndim

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.agreement import Claims, check_alike, peak_of_all, plan_of_all
+from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import find, keep, key_of
 from autoshard.compiled.memory_check import MemoryWarning, within_limit
 from autoshard.errors import ConflictError, MemoryLimitError, SolverError
@@ -24,11 +25,12 @@ from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.options import Options
+from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
-from autoshard.plans.limited_overlap import ROUNDS, with_limited_overlap
+from autoshard.plans.chosen import prediction_of
+from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
-from autoshard.plans.shared_arguments import shared_layouts
 from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
@@ -36,10 +38,12 @@ from autoshard.refine import refined
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
+from autoshard.solver.run import begin_loading_compiled
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
 
+LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
 LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
@@ -141,11 +145,11 @@ def _leaner_of_all(
         return find_leaner()
     key = f"leaner/{group.round}/{target}"
     text = group.leader_says(key, lambda: "" if (made := find_leaner()) is None else made.dumps())
-    return _of_text(text, program, rules, options) if text else None
+    return plan_of_text(text, program, rules, options) if text else None
 
 
-def _of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
-    """The leader's plan, on another process."""
+def plan_of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
+    """The plan that another process has made of the same program."""
     loaded = Plan.loads(text, options.mesh, where="the plan of another process").bound_to(program)
     return replace(loaded, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
 
@@ -182,7 +186,7 @@ def planned(
         made = make()
     else:
         claims = Claims.of(program, rules, options, jit_keywords)
-        made = plan_of_all(group, claims, make, lambda text: _of_text(text, program, rules, options))
+        made = plan_of_all(group, claims, make, lambda text: plan_of_text(text, program, rules, options))
     if not program.closes_over_tracers:
         before[program.fingerprint] = rules, made
     return made
@@ -294,6 +298,8 @@ def _solved_in_reserve(
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
     until = options.until if options.until is not None else time.monotonic() + options.time_limit
+    if len(program.equations) > LARGE_PROGRAM:
+        begin_loading_compiled()
     formulation = formulated(program, rules, options)
     searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
     solution = solved(program, formulation, options, max(until, searched_until))
@@ -341,11 +347,15 @@ def cheapest(
         progress: told what is known, as by `solve`.
     """
 
-    def solve(problem: Problem) -> Solution:
+    def solve(problem: Problem) -> Solution | None:
+        if time.monotonic() > until:
+            return None
         return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
 
     solution = solve_within(formulation, time_limit, until, progress)
-    return with_limited_overlap(formulation, solution, solve, is_late=lambda: time.monotonic() > until)
+    if time.monotonic() > until:
+        return at_its_price(solution, prediction_of(formulation, solution.choice))
+    return with_limited_overlap(formulation, solution, solve)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
@@ -364,7 +374,8 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    return *split, *_unused_axes(program, mesh), *_guessed_loops(program), *formulation.prices.backend.remarks
+    said = *split, *_unused_axes(program, mesh), *uneven_batch(program, mesh), *_guessed_loops(program)
+    return *said, *formulation.prices.backend.remarks
 
 
 def _guessed_loops(program: Program) -> tuple[str, ...]:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from autoshard.arrays.state_and_batches import init, shard_batch
 from autoshard.compiled.verification import Verification, compiled, verification, without_dropped
 from autoshard.errors import ArgumentError, MeshError, PlanError
+from autoshard.export.golden import changes_of, text_of_changes
 from autoshard.export.logical_rules import maxtext_rules
 from autoshard.export.shardings_code import shardings_code
 from autoshard.files import write_whole
 from autoshard.lower import Lowering
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
-from autoshard.plans.arrays import init, shard_batch
-from autoshard.plans.difference import changes_of, text_of_changes
 from autoshard.plans.files import from_json, from_text, to_json, to_text
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction

@@ -143,6 +143,30 @@ def documented():
     return runpy.run_path(str(Path(__file__).parents[1] / "docs" / "how_to" / "many_hosts.py"))["losses"]
 
 
+def loads_its_rows():
+    """The state is born sharded, and each process passes its own rows of the batch, or all of them."""
+    fn, mesh = decorated(lambda weights, batch: step(weights, batch * 2), fixed={"batch": P("x")})
+    plan = fn.plan(WEIGHTS, BATCH)
+    mine = BATCH.reshape(COUNT, -1, BATCH.shape[1])[HERE]
+    weights = plan.init(lambda: jnp.ones(WEIGHTS.shape))
+    for batch in (mine, BATCH):
+        weights = fn(weights, plan.shard_batch(batch))
+    total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(weights)
+    return float(total.addressable_data(0))
+
+
+def plans_together():
+    """The first process searches for all, also for a layout that steps share."""
+    mesh, before = mesh_of(), SEARCHES[0]
+
+    def product(weights, batch):
+        return jnp.tanh(batch @ weights)
+
+    functions = {"few": (product, (WEIGHTS, BATCH[:4])), "many": (product, (WEIGHTS, BATCH))}
+    plans = autoshard.plan_together(functions, mesh=mesh, topology=slow(mesh), time_limit=10 + HERE)
+    return [str(plan.in_shardings) for plan in plans.values()], SEARCHES[0] - before
+
+
 def two_of_them():
     """A mesh of the first two processes; the others have nothing to do with it."""
     return trained(*decorated(mesh=mesh_of(2))) if HERE < 2 else None

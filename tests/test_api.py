@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, v5e
 
 import autoshard
-from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError, Plan, decorated
+from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError, Plan
 from autoshard.model.xla.backends import CPU
 
 SHAPE = {"x": 4, "y": 2}
@@ -678,6 +678,8 @@ BAD_CALLS = {
         "state/names/1 is array(['w'], dtype='<U1'), which is no array.\nMake its argument static"),
     "an object by keyword": ({}, lambda x, *, config=object: x, (BATCH, {"config": AB.items()}), ArgumentError,
         "config is dict_items("),
+    "a reference to an array": ({}, lambda r: r[...], (jax.new_ref(jnp.ones(8)),), ArgumentError,
+        "what changes under the step has no layout that a plan could keep.\nPass the array"),
     "an unhashable static argument": ({"static_argnums": 0}, lambda n: n, ([1],), ArgumentError,
         "static arguments must be hashable, as for jax.jit: unhashable type: 'list'"),
 }  # fmt: skip
@@ -722,6 +724,20 @@ def test_errors_of_options(fn, options, error, text):
     assert isinstance(caught.value, autoshard.AutoshardError)
 
 
+@pytest.mark.parametrize(
+    "keywords, text",
+    [
+        ({"static_argnums": 3}, "static_argnums=(3,), but only accepts 2 positional arguments"),
+        ({"donate_argnames": "z"}, "invalid argnames {'z'} in donate_argnames"),
+        ({"static_argnums": 0, "donate_argnums": 0}, "cannot intersect"),
+    ],
+)
+def test_keywords_that_do_not_fit_the_function(keywords, text):
+    with pytest.raises(ArgumentError, match="step and the keywords given for it do not fit") as caught:
+        sharded(step, **keywords)
+    assert text in str(caught.value)
+
+
 def test_what_is_decorated_must_be_a_function():
     with pytest.raises(ArgumentError, match="autoshard decorates a function; 3 cannot be called"):
         sharded(3)
@@ -745,17 +761,3 @@ def test_an_error_of_the_users_function_passes_unchanged():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'") as caught:
         sharded(step)(WEIGHTS)
     assert not isinstance(caught.value, autoshard.AutoshardError)
-
-
-def test_who_times_a_step_on_cpu_devices_is_told_once_that_they_share_cores(caplog):
-    decorated._say_that_cores_are_shared.cache_clear()
-    decorated._say_if_cores_are_shared.cache_clear()
-    x = np.ones((8, 8), np.float32)
-    alone = autoshard.autoshard(lambda x: x * 2, mesh=mesh_of({"x": 1}))
-    several = [autoshard.autoshard(lambda x, i=i: x * i, mesh=mesh_of({"x": 8})) for i in range(2)]
-    alone(x), several[0].plan(x)
-    assert not caplog.records
-    for step in (*several, *several):
-        step(x)
-    (record,) = caplog.records
-    assert record.name == "autoshard" and "share the cores of one machine" in record.getMessage()

@@ -28,6 +28,7 @@ ROOMS = {
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
     "plans": ["autoshard.plans"],
+    "arrays": ["autoshard.arrays"],
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],

@@ -138,10 +138,12 @@ def random_numbers():
 
 
 STEPS = [documented, model_in_optimizer, nested, returned, graph_changes, random_numbers]
+CASES = [*((make, True) for make in STEPS), *((make, False) for make in (nested, returned, graph_changes))]
 
 
-@pytest.mark.parametrize("donated", [True, False], ids=["donated", "kept"])
-@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make, donated", CASES, ids=[f"{make.__name__}, {'donated' if donated else 'kept'}" for make, donated in CASES]
+)
 def test_modules_are_changed_as_nnx_jit_changes_them(make, donated):
     step, ours = make()
     _, theirs = make()
@@ -216,6 +218,20 @@ def test_split_modules():
     assert plan.carried == {0: 0, 1: 1}
     nnx.update(model, state)  # split before, it goes on in either form
     assert sharded(sgd)(model, X) < second
+
+
+@pytest.mark.parametrize("donated", [0, (0, 1)], ids=["one", "both"])
+def test_a_clone_shares_arrays_that_are_donated(donated):
+    def step(model, target, x):
+        return sgd(model, x) + sgd(target, x)
+
+    decorated, model = sharded(step, donate_argnums=donated), linear()
+    losses = []
+    for _ in range(3):
+        target = nnx.clone(model)
+        losses.append(decorated(model, target, X))
+        assert_same(model, target)
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_a_step_that_raises_leaves_its_module():
@@ -304,9 +320,25 @@ def test_shared_variables_stand_in_every_module_that_has_them():
     assert first.kernel.get_value() == second.kernel.get_value() == plan.arguments[1].sharding(plan.mesh)
 
 
+def test_a_module_that_is_no_argument_is_named():
+    model = linear()
+
+    def step(x):
+        return sgd(model, x)
+
+    line = sgd.__code__.co_firstlineno + 1
+    with pytest.raises(ArgumentError, match=rf"step changes .* at test_nnx.py:{line} .*\nPass the module"):
+        sharded(step)(X)
+
+
 def test_references_to_arrays_are_refused():
     with pytest.raises(ArgumentError, match=r"counter is .*Ref.*\n.*write it back"):
         sharded(lambda counter: counter[...] + 1)(nnx.Variable(jnp.zeros(8), ref=True))
+
+
+def test_verify_reads_what_nnx_jit_compiles():
+    found = autoshard.verify(nnx.jit(sgd), linear(), X, mesh=mesh_of(SHAPE))
+    assert found.actual_peak > 0 and "Give verify autoshard(fn, ...) instead" in str(found)
 
 
 def test_metadata_of_variables_is_a_wish():

@@ -30,6 +30,8 @@ WORK = [
     "plan_on_the_first_alone",
     "plans_are_equal",
     "replanned_to_fit",
+    "loads_its_rows",
+    "plans_together",
     "two_of_them",
     "documented",
     "works_after_errors",
@@ -102,6 +104,7 @@ ALONE = {
     "one_has_a_cached_plan": lambda w, b: step(w, jnp.sin(b)),
     "plan_on_the_first_alone": lambda w, b: step(w, jnp.cos(b)),
     "replanned_to_fit": lambda w, b: step(w, jnp.abs(b)),
+    "loads_its_rows": lambda w, b: step(w, b * 2),
     "two_of_them": step,
     "works_after_errors": lambda w, b: step(w, 1 - b),
 }
@@ -123,6 +126,11 @@ def test_only_the_first_searches(outcomes):
     assert searches == 1 and others == [[plan, 0]] * len(others)
     (_, searches), *others = (one["value"] for one in outcomes["one_has_a_cached_plan"])
     assert searches == 1 and all(value[1] == 1 for value in others)  # that which filled the cache
+
+
+def test_functions_planned_together_have_one_layout_everywhere(outcomes):
+    (plans, searches), *others = (one["value"] for one in outcomes["plans_together"])
+    assert searches >= 2 and others == [[plans, 0]] * len(others)
 
 
 def test_the_program_of_the_page_trains_alike_everywhere(outcomes):

@@ -58,7 +58,7 @@ def explained(path):
 
 @functools.cache
 def tight() -> Plan:
-    return planned(memory=free().predicted.peak_bytes * 1.0)
+    return planned(memory=1_085_516)
 
 
 def argument(plan, name):
@@ -139,7 +139,7 @@ def test_what_a_sharding_by_hand_leaves_on_the_table():
         in_shardings=(None, P(("data", "model"))),
     )  # fmt: skip
     explanation = by_hand.explain("weights/up")
-    assert "in_shardings" in explanation.reasons[0] and explanation.chosen.spec == P()
+    assert "in_shardings" in explanation.reasons[0] and explanation.chosen.spec == P() and explanation.others
     assert by_hand.what_if(fixed={"batch/x": P("data")}).predicted.step_seconds > 0
 
 

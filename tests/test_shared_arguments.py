@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.plans.shared_arguments import shared_arguments, shared_layouts
+from autoshard.arrays.shared_arguments import shared_arguments, shared_layouts
 from autoshard.program import trace
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32

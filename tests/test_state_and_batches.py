@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.plans.arrays import initialiser, local_shape
+from autoshard.arrays.state_and_batches import initialiser, local_shape
 
 WIDTH, HIDDEN = 16, 64
 

@@ -37,7 +37,7 @@ def searched(monkeypatch):
     """When each search is to end at the latest."""
     ends, solve = [], planning.solve_within
 
-    def noted(formulation, time_limit, until):
+    def noted(formulation, time_limit, until, progress=None):
         ends.append(until)
         return solve(formulation, time_limit)
 
@@ -68,7 +68,8 @@ def test_the_searches_for_a_lean_plan_share_it(clock, searched):
     assert max(searched) - min(searched) < 1e-6 or len(searched) == 1
 
 
-def test_no_round_begins_late(monkeypatch):
+@pytest.mark.parametrize("late", [False, True])
+def test_no_round_begins_late(monkeypatch, clock, late):
     """Of the search for the cheapest plan that hides no more than it computes."""
     options = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x")}
     program = autoshard.autoshard(step, **options).trace(WEIGHTS, BATCH)
@@ -76,13 +77,18 @@ def test_no_round_begins_late(monkeypatch):
     solution = planning.solve_within(formulation, 5.0)
     hidden = SimpleNamespace(communication_seconds=2 * solution.cost)  # as if nearly all ran behind compute
     monkeypatch.setattr(limited_overlap, "prediction_of", lambda *args: hidden)
+    monkeypatch.setattr(planning, "prediction_of", lambda *args: hidden)
+    searches = []
 
-    def never(problem):
-        raise AssertionError("it is late")
+    def solve(*args, **keywords):
+        searches.append(args)
+        clock.by += 20 if late else 0
+        return solution
 
-    limited_overlap.with_limited_overlap(formulation, solution, never, is_late=lambda: True)
-    with pytest.raises(AssertionError, match="it is late"):
-        limited_overlap.with_limited_overlap(formulation, solution, never)
+    monkeypatch.setattr(planning, "solve_within", solve)
+    found = planning.cheapest(formulation, LIMIT, until=time.monotonic() + 10)
+    assert found.cost == hidden.communication_seconds if late else len(searches) > 1
+    assert len(searches) == 1 or not late
 
 
 def test_a_budget_may_end_with_another():

@@ -120,6 +120,26 @@ def test_a_tracer_may_be_closed_over(transform):
     assert_same(transform(closing_over(sharded))(W, X), transform(closing_over(jax.jit))(W, X))
 
 
+# Around a call whose own arguments are no tracers.
+AROUND = {
+    "jit": lambda f: jax.jit(f)(),
+    "scan": lambda f: lax.scan(lambda carry, _: (carry, f()), 0, None, length=2)[1],
+    "cond": lambda f: lax.cond(jnp.bool_(True), f, f),
+    "checkpoint": lambda f: jax.checkpoint(f)(),
+    "vmap": lambda f: jax.vmap(lambda _: f())(jnp.ones(2)),
+    "grad": lambda f: jax.grad(lambda s: s * f().sum())(1.0),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_concrete_arrays_may_be_donated_while_another_function_is_traced(name):
+    w = jnp.asarray(W)
+    decorated = sharded(lambda w, n: w * n, donate_argnums=0, static_argnums=1)
+    for _ in range(2):  # the second call finds it planned
+        assert_same(AROUND[name](lambda: decorated(w, 2)), AROUND[name](lambda: jax.jit(lambda w: w * 2)(w)))
+    np.testing.assert_array_equal(w, W)
+
+
 def test_a_tracer_that_was_closed_over_is_not_kept():
     seen, held = [], {}
     decorated = sharded(lambda x: loss(held["w"], x))

@@ -78,6 +78,8 @@ def why_none(program: Program) -> str:
     """Why a program has no table: the jaxpr that was planned is not the one that JAX makes of the step. "": it has."""
     if program.captured:
         return "the step closes over large arrays; pass them as arguments"
+    if program.microbatches > 1:
+        return "the step runs in microbatches"
     if program.types is not None:
         return "the step is a program of explicit mode"
     if program.changes is not None:

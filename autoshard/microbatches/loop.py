@@ -19,6 +19,7 @@ from autoshard.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
     Var,
+    at_line_of,
     aval_of,
     equations_of,
     evaluated,
@@ -189,8 +190,8 @@ class _Steps:
 
         def microbatch(totals: list[Any], turn: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             made = of_all_groups(*turn)
-            parts = zip(ops, totals, made[: len(ops)], strict=True)
-            return [_added(*one) for one in parts], made[len(ops) :]
+            parts = zip(self.needs.sums, totals, made[: len(ops)], strict=True)
+            return [self.added(*one) for one in parts], made[len(ops) :]
 
         turns = jnp.arange(split.count), [stacked(env[var], one, split) for var, one in rows.items()]
         totals, made = jax.lax.scan(microbatch, list(map(self.start, self.needs.sums)), turns)
@@ -203,9 +204,23 @@ class _Steps:
 
     def total(self, var: Var, total: Any) -> Any:
         """A sum over all groups, in the type that it has in the step."""
-        if self.split.groups > 1:
-            total = total[0] if (op := self.op(var)) == _LAST else _OVER_GROUPS[op](total, axis=0)
-        return jax.lax.convert_element_type(total, aval_of(var).dtype)
+        op, dtype = self.op(var), aval_of(var).dtype
+
+        def made(total: Any) -> Any:
+            if self.split.groups > 1:
+                total = total[0] if op == _LAST else _OVER_GROUPS[op](total, axis=0)
+            return jax.lax.convert_element_type(total, dtype)
+
+        return at_line_of(self.equations[self.makers[var]], made, total)
+
+    def added(self, var: Var, total: Any, part: Any) -> Any:
+        """What is summed up once one more microbatch has run."""
+        op = self.op(var)
+
+        def made(total: Any, part: Any) -> Any:
+            return _COMBINED[op](total, jax.lax.convert_element_type(part, total.dtype))
+
+        return part if op == _LAST else at_line_of(self.equations[self.makers[var]], made, total, part)
 
     def op(self, var: Var) -> str:
         relation = self.proof.relations[var]
@@ -227,7 +242,3 @@ def _limits(dtype: Any) -> tuple[Any, Any]:
     if jnp.issubdtype(dtype, jnp.floating):
         return -np.inf, np.inf
     return (False, True) if dtype.kind == "b" else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-
-
-def _added(op: str, total: Any, part: Any) -> Any:
-    return part if op == _LAST else _COMBINED[op](total, jax.lax.convert_element_type(part, total.dtype))

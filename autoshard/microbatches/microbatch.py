@@ -33,6 +33,7 @@ from autoshard.jaxprs import (
 )
 from autoshard.microbatches.proof import Path, Proof
 from autoshard.microbatches.relations import Rows
+from autoshard.microbatches.row_numbers import renumbered
 from autoshard.microbatches.rows import Microbatches, Place, taken
 
 
@@ -57,7 +58,7 @@ class Microbatch:
         return [env[atom] if isinstance(atom, Var) else atom.val for atom in wanted]
 
     def is_touched(self, path: Path) -> bool:
-        return path in self.proof.touched or path in self.proof.drawn
+        return path in self.proof.touched or path in self.proof.drawn or path in self.proof.counted
 
     def body(self, whole: ClosedJaxpr, part: ClosedJaxpr, operands: Sequence[Any], path: Path) -> list[Any]:
         env = dict(zip((*part.jaxpr.invars, *part.jaxpr.constvars), (*operands, *whole.consts), strict=True))
@@ -73,6 +74,8 @@ class Microbatch:
     def equation(self, eqn: JaxprEqn, small: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         if path in self.proof.drawn:
             return self.drawn(eqn, small, operands)
+        if (column := self.proof.counted.get(path)) is not None:
+            return self.at_rows(eqn, small, operands, column)
         name = eqn.primitive.name
         if name in REMAT:
             return self.remat(eqn, small, operands, path)
@@ -94,6 +97,13 @@ class Microbatch:
             made.get(var) if made.get(var) is None else self.taken(made[var], aval_of(other).shape)
             for var, other in zip(eqn.outvars, small.outvars, strict=True)
         ]
+
+    def at_rows(self, eqn: JaxprEqn, small: JaxprEqn, operands: list[Any], column: int) -> list[Any]:
+        """A gather or scatter whose indices count the rows of the whole batch."""
+        operands[1] = renumbered(operands[1], column, self.split)
+        alike = with_numbers_of(eqn, small)
+        inputs = {atom: x for atom, x in zip(alike.invars, operands, strict=True) if isinstance(atom, Var)}
+        return evaluated([alike], inputs, alike.outvars)
 
     def taken(self, array: Any, shape: tuple[int, ...]) -> Any:
         dims = [dim for dim, (long, short) in enumerate(zip(array.shape, shape, strict=True)) if long != short]

@@ -43,6 +43,7 @@ from autoshard.microbatches.relations import (
     linear,
     scaled_dims,
 )
+from autoshard.microbatches.row_numbers import row_column
 from autoshard.microbatches.rows import Microbatches
 from autoshard.program import Equation, Value
 from autoshard.program.reader import kind_of
@@ -69,7 +70,8 @@ class Proof:
     places: list[Known | None]  # per equation: computed before, after, or None: in every microbatch
     ahead: set[Var]  # sums that microbatches need, and that are made of the batch alone: computed before, of all of it
     drawn: set[Path]  # equations that have no rows, and make some: run for the whole batch, of which rows are taken
-    touched: set[Path] = field(default_factory=set)  # equations with a drawn one somewhere inside
+    touched: set[Path] = field(default_factory=set)  # equations with one of these somewhere inside
+    counted: Mapping[Path, int] = field(default_factory=dict)  # equations -> the column of indices that counts rows
 
 
 class _Conflict(Exception):
@@ -173,6 +175,9 @@ class _Walk:
     def __init__(self, split: Microbatches, ahead: set[Var]):
         self.split, self.ahead = split, ahead
         self.drawn: set[Path] = set()
+        self.counted: dict[Path, int] = {}
+        self.makers: dict[Var, JaxprEqn] = {}
+        self.drawn_rows: dict[Var, Rows] = {}
 
     # The step's own jaxpr.
 
@@ -202,8 +207,8 @@ class _Walk:
             if place is None:
                 inside |= {var for var in eqn.outvars if env[var] in (Known.BEFORE, Known.ZERO)} - self.ahead
             places.append(place)
-        touched = {path[:n] for path in self.drawn for n in range(1, len(path))}
-        return Proof(env, places, self.ahead, self.drawn, touched)
+        touched = {path[:n] for path in (*self.drawn, *self.counted) for n in range(1, len(path))}
+        return Proof(env, places, self.ahead, self.drawn, touched, self.counted)
 
     def placed(
         self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path
@@ -244,6 +249,7 @@ class _Walk:
         return [_read(env, atom) for atom in whole.jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
+        self.makers |= dict.fromkeys(eqn.outvars, eqn)
         special = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name)
         if special is not None:
             return special(eqn, small, relations, path)
@@ -263,7 +269,7 @@ class _Walk:
         if name in _PARTWISE:
             return list(relations)
         if any(isinstance(relation, Rows) for relation in relations):
-            return self.with_rows(eqn, small, relations)
+            return self.with_rows(eqn, small, relations, path)
         if Known.AFTER in relations:
             return [Known.AFTER] * len(eqn.outvars)
         if any(isinstance(relation, Partial) for relation in relations):
@@ -280,6 +286,8 @@ class _Walk:
             made.append(Rows(relation.dim, None) if repeats and isinstance(relation, Rows) else relation)
         if not repeats and any(isinstance(relation, Rows) for relation in made):
             self.drawn.add(path)
+            rows = zip(eqn.outvars, made, strict=True)
+            self.drawn_rows |= {var: relation for var, relation in rows if isinstance(relation, Rows)}
         elif len(path) > 1 and not repeats:
             self.check_parameters(eqn, small)
         return made
@@ -298,23 +306,27 @@ class _Walk:
             return None
         return Rows(dims[0], shape[dims[0]] // self.split.batch)
 
-    def with_rows(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation]) -> list[Relation]:
+    def with_rows(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
         name = eqn.primitive.name
+        array = Rows(relations[0].dim, 1) if isinstance(relations[0], Rows) else None
         others = relations[1:] if name == "scatter-add" and relations[0] == Partial("add") else relations
         if any(isinstance(relation, Partial) or relation is Known.AFTER for relation in others):
             raise _Conflict(eqn, _NEEDS_SUMS)
         self.check_parameters(eqn, small)
-        if (fault := _reads_positions(eqn, relations)) is not None:
+        if (column := row_column(eqn, relations, self.makers, self.drawn_rows, self.split)) is not None:
+            self.counted[path] = column
+            relations = [Known.BEFORE, *relations[1:]]  # the rows of the indices are those of the array
+        elif (fault := _reads_positions(eqn, relations)) is not None:
             raise _Conflict(eqn, fault)
         rule = rule_of(_equation(eqn))
         factor = batch_factor(rule, relations, self.split.batch)
         if isinstance(factor, str):
             raise _Conflict(eqn, factor)
-        if factor.name in rule.need_replication | rule.permutation:
+        if column is None and factor.name in rule.need_replication | rule.permutation:
             raise _Conflict(eqn, "needs all rows of the batch at once")
         found: list[Relation] = []
         for i, (out, other) in enumerate(zip(eqn.outvars, small.outvars, strict=True)):
-            rows = handed_on(rule, factor, i)
+            rows = array if column is not None and name != "gather" else handed_on(rule, factor, i)
             dims = scaled_dims(aval_of(out).shape, aval_of(other).shape, self.split.parts)
             if dims is None or dims != ([] if rows is None else [rows.dim]):
                 raise _Conflict(eqn, "takes the dim of the batch apart")

@@ -93,12 +93,19 @@ class Formulation:
 
         Limits are held against the whole, since no row of a `Problem` knows which temporaries live at other points.
         """
+        return int(self.in_use_outside_chip(choice).max())
+
+    def in_use_outside_chip(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes that are in use on one device, per program point, without temporaries that the chip's memory holds."""
         in_use = self.in_use(choice)
-        temporaries = self._sum(self.on_chip, choice)
-        temporaries += self._sum_of_spans(self._resharding_lives(choice))
-        if temporaries.max() <= self.prices.backend.on_chip_bytes:
-            in_use = in_use - temporaries
-        return int(in_use.max())
+        return in_use - self._temporaries(choice) if self.keeps_on_chip(choice) else in_use
+
+    def keeps_on_chip(self, choice: Sequence[int]) -> bool:
+        """Whether all temporaries fit into the chip's own memory."""
+        return bool(self._temporaries(choice).max() <= self.prices.backend.on_chip_bytes)
+
+    def _temporaries(self, choice: Sequence[int]) -> np.ndarray:
+        return self._sum(self.on_chip, choice) + self._sum_of_spans(self._resharding_lives(choice))
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""

@@ -39,6 +39,9 @@ _NEUTRAL = dict.fromkeys(_SUMS | {"scatter-add"}, "zero") | {
     "reduce_prod": "one",
 }
 _FROM_FIRST_ROWS = {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"}  # unless they go backwards
+_MADE_ALIKE = {"broadcast_in_dim", "iota"}  # of no row: a row of the result does not depend on how many there are
+_RANDOM = {"random_bits", "random_split"}
+_BY_HAND = {"shard_map"}  # each device may mix the rows of its shard
 _UPDATES = 2  # the operand of a scatter that is added
 
 
@@ -80,9 +83,9 @@ def padded_operation(small: JaxprEqn, large: JaxprEqn) -> PaddedOperation:
     primitive = small.primitive.name
     if primitive == "slice":
         return PaddedOperation(_slice_params(small, large))
-    if primitive == "random_bits":
-        return _random_bits(small, large)
-    if not has_rule(primitive) or large.effects:
+    if primitive in _RANDOM:
+        return _random(small, large)
+    if not has_rule(primitive) or primitive in _BY_HAND or large.effects:
         raise RefusedError(small, "is no operation whose rows are known to be apart")
     rule = rule_of(_equation(large))
     padded = _padded_factors(rule_of(_equation(small)), rule, small)
@@ -143,7 +146,10 @@ def _padded_factors(small: Rule, large: Rule, eqn: JaxprEqn) -> set[str]:
         raise RefusedError(
             eqn, "takes rows apart, or puts them together, so that added rows would stand between others"
         )
+    read = {factor for dims in large.operands for dim in dims for factor in dim}
     for factor in padded:
+        if factor not in read and eqn.primitive.name not in _MADE_ALIKE:
+            raise RefusedError(eqn, "makes rows that may depend on how many there are")
         mixes = factor in large.need_replication | large.permutation | large.summed or factor in large.exchanged
         if mixes and not (eqn.primitive.name in _FROM_FIRST_ROWS and not eqn.params.get("reverse")):
             raise RefusedError(eqn, "makes rows of its result of other rows")
@@ -189,12 +195,12 @@ def _slice_params(small: JaxprEqn, large: JaxprEqn) -> dict[str, Any]:
     return {**large.params, "start_indices": tuple(starts), "limit_indices": tuple(limits)}
 
 
-def _random_bits(small: JaxprEqn, large: JaxprEqn) -> PaddedOperation:
-    """Bits for more rows are those for fewer, and more, if rows come first and each bit is made by itself."""
+def _random(small: JaxprEqn, large: JaxprEqn) -> PaddedOperation:
+    """Bits for more rows are those for fewer, and more, if rows come first and each number is made by itself."""
     shapes = [tuple(eqn.params["shape"]) for eqn in (small, large)]
     keys = [_shape(eqn.invars[0]) for eqn in (small, large)]
     key = str(getattr(small.invars[0].aval, "dtype", ""))
-    alone = keys[0] == keys[1] and not keys[0] and shapes[0][1:] == shapes[1][1:]
+    alone = keys[0] == keys[1] == () and shapes[0][1:] == shapes[1][1:]
     if shapes[0] == shapes[1] or (alone and large.ctx.threefry_partitionable and key == "key<fry>"):
         return PaddedOperation(large.params)
     raise RefusedError(small, "makes other random numbers for another number of rows")

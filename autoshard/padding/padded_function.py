@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autoshard.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError
 from autoshard.options import Options
+from autoshard.padding.batches import Batch, batch_of
 from autoshard.padding.rewriting import PaddedProgram
 from autoshard.program import Program
 from autoshard.program.flattening import flattened
 from autoshard.program.signature import Arguments, join
 from autoshard.program.trees import Box, Tree
 from autoshard.user_plan import Plan
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The batch of a call: how many rows it has, how many it gets, and which arrays have them."""
-
-    rows: int
-    padded: int
-    arrays: frozenset[int]
-
-    def pad(self, i: int, leaf: Any) -> Any:
-        """An array, with rows of zeros behind its own if it is of the batch."""
-        if i not in self.arrays:
-            return leaf
-        shape = (self.padded, *leaf.shape[1:])
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
-        more = [(0, self.padded - self.rows), *[(0, 0)] * (leaf.ndim - 1)]
-        return np.pad(leaf, more) if isinstance(leaf, np.ndarray) else jnp.pad(leaf, more)
 
 
 class PaddedFunction(ShardedFunction[Parameters, Result]):
@@ -131,38 +109,3 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
             return out_tree.unflattened(padded(*arrays))
 
         return batch, ShardedFunction(step, options=self._options, jit_keywords=self._given_keywords)
-
-
-def batch_of(program: Program, shapes: Sequence[tuple[int, ...]], mesh: Mapping[str, int]) -> Batch | None:
-    """The batch of a step, if it has to be padded.
-
-    It is in the arguments of which no array is state. Its rows are the first dim that their largest array has; all
-    arrays there with so many rows are of the batch.
-    """
-    count = len(program.own_arguments)
-    by_argument: dict[Any, list[int]] = defaultdict(list)
-    for i, path in enumerate(program.in_tree.array_paths[:count]):
-        by_argument[path[:2]].append(i)
-    state = set(program.carried) | set(program.donated)
-    arriving = [i for ours in by_argument.values() if not state & set(ours) for i in ours if shapes[i]]
-    if not arriving:
-        return None
-    rows = shapes[max(arriving, key=lambda i: program.arguments[i].bytes)][0]
-    padded = padded_rows(rows, mesh)
-    if padded == rows:
-        return None
-    return Batch(rows, padded, frozenset(i for i in arriving if shapes[i][0] == rows))
-
-
-def padded_rows(rows: int, mesh: Mapping[str, int]) -> int:
-    """The rows that a batch gets: as few more as make all devices divide it.
-
-    A batch of fewer rows than there are devices is to be divided by as many as some axes have, and that has rows for.
-
-    >>> [padded_rows(rows, {"data": 4, "model": 2}) for rows in (30, 32, 5, 4, 1)]
-    [32, 32, 8, 4, 1]
-    """
-    axes = [size for size in mesh.values() if size > 1]
-    counts = {math.prod(some) for n in range(len(axes) + 1) for some in itertools.combinations(axes, n)}
-    devices = max(count for count in counts if count <= max(rows, 1))
-    return -(-rows // devices) * devices

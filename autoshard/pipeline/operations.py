@@ -1,6 +1,6 @@
 """A schedule as a graph of operations, and the times at which devices that follow their orders start them.
 
-An operation is one task, or a fused group of tasks that run as one program.
+An operation is one task, or a group of tasks that run as one program.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class OperationGraph:
         return next(task for task in self.operations[awaited] if task in inputs)
 
 
-def operation_graph(schedule: Schedule) -> OperationGraph:
-    """The operations of a schedule whose orders have every task once."""
-    group_of = {group[0]: group for group in schedule.fused}
+def operation_graph(schedule: Schedule, *, fuse: bool = False) -> OperationGraph:
+    """The operations of a schedule whose orders have every task once; a fused group is one operation if `fuse`."""
+    group_of = {group[0]: group for group in schedule.fused} if fuse else {}
     operations: list[tuple[Task, ...]] = []
     devices: list[int] = []
     rows: list[range] = []

@@ -71,7 +71,7 @@ class Schedule:
     predecessors: tuple[tuple[int, ...], ...]  # virtual stage -> virtual stages whose results its forward tasks read
     replicas: int = 1
     slices: int = 1  # of each microbatch, along the sequence
-    fused: tuple[tuple[Task, ...], ...] = ()  # tasks in a row on one device that run as one program
+    fused: tuple[tuple[Task, ...], ...] = ()  # tasks in a row on one device that are meant to run as one program
     evictions: tuple[Eviction, ...] = ()
     updates: WeightUpdates | None = None  # None: gradients of all microbatches are summed, and weights change once
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from autoshard.errors import ArgumentError
+from autoshard.errors import MissingPackageError
 from autoshard.pipeline.chart import names_of
 from autoshard.pipeline.orders import Schedule, Task
 
@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 _COLOURS = {"F": "#8fb8de", "B": "#9fd39f", "W": "#f3c98b"}
 
 
-def plot(schedule: Schedule, start: Mapping[Task, float], end: Mapping[Task, float], axes: Axes | None) -> Axes:
-    """One bar per task, one row per device."""
+def plot(schedule: Schedule, start: Mapping[Task, float], end: Mapping[Task, float], axes: Axes | None) -> Any:
+    """A figure with one bar per task and one row per device."""
     try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise ArgumentError("a plot needs matplotlib: pip install matplotlib.\n`chart` draws without it.") from None
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError(
+            "timeline.plot() draws with matplotlib, which is not installed.\n"
+            "pip install 'autoshard[plot]', or use timeline.chart(), which needs nothing."
+        ) from error
     if axes is None:
-        _, axes = pyplot.subplots(figsize=(10, 0.5 * schedule.stages + 1), layout="constrained")
+        axes = Figure(figsize=(10, 0.5 * schedule.stages + 1), layout="constrained").subplots()
     names = names_of(schedule)
     for device, order in enumerate(schedule.orders):
         for task in order:
@@ -33,4 +36,4 @@ def plot(schedule: Schedule, start: Mapping[Task, float], end: Mapping[Task, flo
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(f"{schedule.name}: {schedule.microbatches} microbatches")
-    return axes
+    return axes.figure

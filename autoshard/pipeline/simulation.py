@@ -30,7 +30,7 @@ def simulate(
     weight: Amount = 0.0,
     transfer: Transfer = 0.0,
     *,
-    overlap: float = 0.0,
+    overlap: float | None = None,
     memory: Amount = 0.0,
     weight_memory: Amount | None = None,
 ) -> Timeline:
@@ -47,7 +47,9 @@ def simulate(
         weight: seconds of W.
         transfer: seconds from the end of a task to the moment at which another device has its result. They take no
             time of the devices. A matrix gives them from each device to each other one.
-        overlap: seconds of a whole stage by which a fused forward and backward is shorter than one after the other.
+        overlap: runs the schedule's fused groups as one program each. Their results are there when the group ends, and
+            a forward and backward of a whole stage is so many seconds shorter than one after the other. By default
+            each task runs on its own.
         memory: bytes that F leaves for B and W.
         weight_memory: those of them that stay until the end of W. By default all; without W all go with B.
 
@@ -55,8 +57,8 @@ def simulate(
         ScheduleError: the schedule cannot run.
         ArgumentError: an amount is negative, no number, or of the wrong length.
     """
-    graph = checked_graph(schedule)
-    durations = durations_of(graph, forward, backward, weight, transfer, overlap=overlap)
+    graph = checked_graph(schedule, fuse=overlap is not None)
+    durations = durations_of(graph, forward, backward, weight, transfer, overlap=0.0 if overlap is None else overlap)
     starts = graph.start_times(durations.seconds, durations.lags)
     start: dict[Task, float] = {}
     end: dict[Task, float] = {}

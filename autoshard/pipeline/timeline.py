@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoshard.pipeline.chart import chart
 from autoshard.pipeline.orders import Schedule, Task
@@ -18,8 +18,8 @@ class Timeline:
     """When each task of a schedule runs, and what devices hold. `str` draws it."""
 
     schedule: Schedule
-    start: dict[Task, float]  # s; of a fused group, as if its tasks ran one after the other
-    end: dict[Task, float]  # s; the results of a fused group are there when its last task ends
+    start: dict[Task, float]  # s; of a group run as one, as if its tasks ran one after the other
+    end: dict[Task, float]  # s; the results of a group run as one are there when its last task ends
     work: tuple[float, ...]  # s, per device
     peak: tuple[float, ...]  # per device, most microbatches in flight, in whole stages; each until B or W ends
     peak_bytes: tuple[float, ...]  # bytes, per device, of what forward tasks saved
@@ -56,13 +56,13 @@ class Timeline:
     def __str__(self) -> str:
         return self.chart()
 
-    def plot(self, axes: Axes | None = None) -> Axes:
-        """Draws the timeline with matplotlib: one bar per task, one row per device.
+    def plot(self, axes: Axes | None = None) -> Any:
+        """Draws the timeline: a `matplotlib.figure.Figure` with one bar per task and one row per device.
 
         Args:
-            axes: what to draw on; by default new ones.
+            axes: of matplotlib, to draw on; by default those of a new figure.
 
         Raises:
-            ArgumentError: matplotlib is not installed.
+            MissingPackageError: matplotlib is not installed.
         """
         return plot(self.schedule, self.start, self.end, axes)

@@ -15,17 +15,18 @@ def validate(schedule: Schedule) -> None:
     Raises:
         ScheduleError: with the first fault: its task, its device, and what would mend it.
     """
-    graph = checked_graph(schedule)
-    lags = [[(other, 0.0) for other in inputs] for inputs in graph.inputs]
-    graph.start_times([0.0] * len(lags), lags)
+    for fuse in (False, True) if schedule.fused else (False,):
+        graph = checked_graph(schedule, fuse=fuse)
+        lags = [[(other, 0.0) for other in inputs] for inputs in graph.inputs]
+        graph.start_times([0.0] * len(lags), lags)
 
 
-def checked_graph(schedule: Schedule) -> OperationGraph:
+def checked_graph(schedule: Schedule, *, fuse: bool = False) -> OperationGraph:
     """The operations of a schedule that has every task once, on its device. Devices may still wait forever."""
     _check_shape(schedule)
     _check_tasks(schedule)
     _check_groups(schedule)
-    return operation_graph(schedule)
+    return operation_graph(schedule, fuse=fuse)
 
 
 def _check_shape(schedule: Schedule) -> None:

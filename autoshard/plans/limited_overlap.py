@@ -24,30 +24,27 @@ from autoshard.solver.verify import OPTIMAL_GAP, verify
 
 ROUNDS = 6  # of solving a mixture, at most; most steps need two
 
-Solve = Callable[[Problem], Solution]
+Solve = Callable[[Problem], Solution | None]  # None: no time is left
 
 
-def with_limited_overlap(
-    formulation: Formulation, solution: Solution, solve: Solve, is_late: Callable[[], bool] = lambda: False
-) -> Solution:
+def with_limited_overlap(formulation: Formulation, solution: Solution, solve: Solve) -> Solution:
     """The cheapest solution found if no more is hidden than there is compute, at what it costs then.
 
     Args:
         formulation: the problem is its `problem`.
         solution: the cheapest solution of that.
         solve: solves a problem of the same nodes, options and memory.
-        is_late: whether no time is left to solve another one.
     """
     best = at_its_price(solution, prediction_of(formulation, solution.choice))
-    if best.cost <= solution.cost or is_late():
+    if best.cost <= solution.cost:
         return best
     problem, waits = formulation.problem, formulation.waits()
     behind, beside = _both(problem, waits, solution), None  # costs of choices that hide too much, and that do not
     share, bound = 0.0, solution.bound
     for _ in range(ROUNDS):
-        if is_late():
-            break
         found = solve(mixed(problem, waits, share))
+        if found is None:
+            break
         whole, communication = costs = _both(problem, waits, found)
         bound = max(bound, found.bound)
         if max(costs) < best.cost:

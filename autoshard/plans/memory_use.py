@@ -50,14 +50,15 @@ def memory_use(formulation: Formulation, choice: Sequence[int]) -> MemoryUse:
     held: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(points + 1))
     arguments = _argument_parts(program)
     lines = list(_lines(formulation))
-    for live in formulation.problem.lives:
+    on_chip = frozenset(map(id, formulation.on_chip)) if formulation.keeps_on_chip(choice) else frozenset()
+    for live in (live for live in formulation.problem.lives if id(live) not in on_chip):
         size = live.usage[choice[live.node]]
         is_home = live.node < len(arguments) and live.start == 0 and live.end >= points - 1
         part = ("argument", arguments[live.node]) if is_home else ("value", lines[live.node])
         held[part][live.start] += size
         held[part][min(live.end, points)] -= size
     over = {part: difference.cumsum()[:points] for part, difference in held.items()}
-    total = formulation.in_use(choice)[:points]
+    total = formulation.in_use_outside_chip(choice)[:points]
     moments = _moments(total)
     at_moments = {part: over[part][moments] for part in over}
     return MemoryUse(

@@ -46,6 +46,11 @@ class FlatCall(NamedTuple):
     is_guess: bool = False  # whether it is as the call before without another look
 
     @property
+    def share_arrays(self) -> bool:
+        """Whether an array stands in several places; only modules are looked through."""
+        return self.modules is not None and self.modules.share_arrays
+
+    @property
     def is_special(self) -> bool:
         """Whether `jax.jit` would refuse it, or lose what the step does to it."""
         return self.structure.has_modules or bool(self.structure.places)
@@ -61,6 +66,8 @@ def flattened(dynamic: Arguments, before: CallStructure | None = None) -> FlatCa
     if before is None or before.has_modules:
         modules = module_arguments(dynamic)
         if modules is not None:
+            if before is not None and before.tree == modules.structure:
+                return FlatCall(modules.arrays, before, modules)
             return FlatCall(modules.arrays, CallStructure(modules.structure, (), (), True), modules)
     leaves, tree = jax.tree.flatten(dynamic)
     if before is not None and before.tree == tree:

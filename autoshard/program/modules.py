@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import jax
@@ -32,6 +33,23 @@ def is_module(node: Any) -> bool:
 def with_flat_modules(tree: Any) -> Any:
     """A pytree with its modules as the `Tree` of arguments has them."""
     return jax.tree.map(lambda node: _alone(node) if is_module(node) else node, tree, is_leaf=is_module)
+
+
+class _Hashed:
+    """Something that is hashed once: the hash of a graph takes as long as taking its module apart."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Hashed) and self._value == other._value)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._value)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,12 @@ class ModuleArguments:
         self.arrays = without(leaves, self._static)
         # Equal for two calls that differ in the numbers of their arrays alone.
         kinds = tuple(type(leaf) for _, leaf in self._static)
-        self.structure: Hashable = self._tree, self._graphs, self._values, kinds, self._static
+        self.structure: Hashable = _Hashed((self._tree, self._graphs, self._values, kinds, self._static))
+
+    @property
+    def share_arrays(self) -> bool:
+        """Whether an array stands in several variables, as in those of a module and its clone."""
+        return len(set(map(id, self.arrays))) < len(self.arrays)
 
     def tree(self) -> Tree:
         """The arguments as their author sees them: each module by itself, variables that it shares included."""

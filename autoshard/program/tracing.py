@@ -22,6 +22,7 @@ from autoshard.program.reader import Reader, kind_of
 from autoshard.program.signature import Arguments, ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
 from autoshard.program.turns import check_places
+from autoshard.program.user_code import named_change_outside
 from autoshard.program.wishes import wishes_of
 
 if TYPE_CHECKING:
@@ -67,7 +68,10 @@ def trace(
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
-        UserWarning: `fn` changes an argument in place, say an nnx module, and does not return what it changed.
+        UserWarning: `fn` changes an argument in place, no nnx module, and does not return what it changed.
+
+    Raises:
+        ArgumentError: `fn` changes an nnx module that is no argument.
     """
     jax.jit(fn, **jit_keywords)  # checks the keywords
     chosen = ArgumentSelection.of(fn, jit_keywords, "static")
@@ -87,7 +91,12 @@ def trace(
 
     def traced(boxed: Sequence[Box]) -> tuple[ClosedJaxpr, Any]:
         by_name = dict(zip(names, boxed[count:], strict=True))
-        made: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(called, return_shape=True)(*boxed[:count], **by_name)
+        try:
+            made: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(called, return_shape=True)(*boxed[:count], **by_name)
+        except Exception as error:
+            if (refused := named_change_outside(fn, error)) is None:
+                raise
+            raise refused from error
         return made
 
     boxed = boxes_of(leaves)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoshard.errors import MeshError
+from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import JaxprEqn
 from autoshard.program.paths import printable
 
@@ -75,6 +75,19 @@ def named_refusal(fn: Callable, error: Exception) -> MeshError | None:
         )
     name = getattr(fn, "__name__", "the step")
     return MeshError(f"JAX refuses {name} for its shardings at {line or 'unknown line'}: {what}\n{then}")
+
+
+def named_change_outside(fn: Callable, error: Exception) -> ArgumentError | None:
+    """That a step changes an nnx module which it closes over, in the user's words; None if the error is another."""
+    if "different trace level" not in str(error):  # flax's words
+        return None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    line = Source(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else "unknown line"
+    name = getattr(fn, "__name__", "the step")
+    return ArgumentError(
+        f"{name} changes or differentiates an nnx module at {line} that is no argument of it.\n"
+        "Pass the module as an argument, as nnx.jit demands it, too."
+    )
 
 
 @functools.cache

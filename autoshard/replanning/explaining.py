@@ -16,7 +16,7 @@ from functools import cached_property
 
 from autoshard.errors import SolverError
 from autoshard.jaxprs import CONSTRAINTS
-from autoshard.layout import Layout, MeshShape, shards, spec_text
+from autoshard.layout import Layout, MeshShape, shards, spec_text, without_idle_axes
 from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.search_policy import goal_of, solve_for_plan
@@ -64,17 +64,18 @@ class ArgumentQuestion:
     @cached_property
     def home(self) -> Layout:
         """How it lies in the plan."""
-        return self.plan.annotations.homes[self.value.id]
+        placed = (*self.plan.arguments, *self.plan.captured)[self.argument]
+        return without_idle_axes(placed.layout, self.formulation.mesh)
 
     @cached_property
     def before(self) -> Mapping[int, list[int]]:
-        """Per node the options that are the plan's."""
+        """Per node the options that are the plan's; none where it leaves a value to XLA."""
         return agreeing(self.formulation, self.plan.annotations)
 
     @cached_property
     def choice(self) -> tuple[int, ...]:
         """The plan, as a choice."""
-        held = {node: options for node, options in self.before.items() if options}
+        held = self.options_of(self.home) | {node: options for node, options in self.before.items() if options}
         return _quick(self.formulation.problem.restrict(held)).choice
 
     @cached_property

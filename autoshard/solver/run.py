@@ -12,6 +12,7 @@ import importlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Protocol
@@ -21,7 +22,7 @@ from autoshard.solver.incumbent import Incumbent, least_sum
 from autoshard.solver.presolve.simplify import Simplification, simplify
 from autoshard.solver.problem import Problem
 from autoshard.solver.progress import Progress, Report
-from autoshard.solver.runtime.background import in_background
+from autoshard.solver.runtime.background import begun, in_background, result_of
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.clock import Clock
 from autoshard.solver.settings import Goal, Sizes
@@ -197,7 +198,7 @@ class Run:
             self.clock.check()
 
         with self.report.during("load compiled code"):
-            large = in_background(_load_compiled, tick)
+            large = result_of(begin_loading_compiled(), tick)
         self.has_compiled = True
         return large
 
@@ -212,7 +213,12 @@ def count_options(problem: Problem) -> int:
     return sum(map(len, problem.costs))
 
 
-@functools.cache  # asked again, a process that has compiled would start another one to compile
+@functools.cache  # asked again, a process that has compiled would start others to compile
+def begin_loading_compiled() -> Future[ModuleType]:
+    """The code for large problems, once it is loaded; where it has never been compiled, that takes a while."""
+    return begun(_load_compiled)
+
+
 def _load_compiled() -> ModuleType:
     large = importlib.import_module("autoshard.solver.search.large_search")  # needs numba, which takes its time
     large.warm_up()

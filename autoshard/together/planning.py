@@ -12,6 +12,8 @@ much are charged a mixture of both, as there.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.arrays.shared_arguments import shared_arguments
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, ConflictError, MemoryLimitError, SolverError
 from autoshard.layout import Layout
@@ -27,8 +30,9 @@ from autoshard.model.search_policy import solve_for_plan
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, formulated, lowered, planned
 from autoshard.plans.limited_overlap import mixed
-from autoshard.plans.shared_arguments import shared_arguments
+from autoshard.processes import Group
 from autoshard.program import Program
+from autoshard.replanning.planner import Planner
 from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.verify import verify
@@ -39,7 +43,17 @@ from autoshard.user_plan import Plan
 _ROUNDS = 4  # of solving the joint problem, each with other mixtures
 _CLOSE = 1e-6  # relative: a total that is so close to its bound is left alone
 _TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the joint problem, which does not count what reshardings hold
-_OPTIONS = ("memory", "topology", "fixed", "time_limit", "cache", "refine", "ignore_constraints", "trips")
+_OPTIONS = (
+    "memory",
+    "topology",
+    "fixed",
+    "time_limit",
+    "cache",
+    "refine",
+    "ignore_constraints",
+    "trips",
+    "microbatches",
+)
 
 Homes = tuple[tuple[int, Layout], ...]  # (shared argument, its layout), one program's
 
@@ -82,11 +96,13 @@ def plan_together(
     _check_patterns(programs, options.get("fixed") or {})
     counts = [float((weights or {}).get(step.name, 1.0)) for step in programs]
     shared = _shared(programs)
-    search = _Search(programs, counts, shared)
-    best = search.best()
+    group = Group.of(programs[0].options.mesh)
+    search = _Search(programs, counts, shared, group)
+    with contextlib.nullcontext() if group is None else group.joined(runs=False):
+        best = search.best()
     remark = _remark(programs, counts, best.total, search.bound)
     return {
-        step.name: lowered(step.program, replace(plan, warnings=(*plan.warnings, remark)), step.jit_keywords)
+        step.name: step.bound(replace(plan, warnings=(*plan.warnings, remark)))
         for step, plan in zip(programs, best.plans, strict=True)
     }
 
@@ -113,8 +129,13 @@ class _Step:
     def formulated(self) -> Formulation:
         return formulated(self.program, checked_rules(self.program, dict(self.options.mesh.shape)), self.options)
 
-    def planned(self, homes: Homes) -> Plan:
-        return planned(self.program, replace(self.options, pinned=dict(homes)), self.jit_keywords, {})
+    def planned(self, homes: Homes, group: Group | None) -> Plan:
+        return planned(self.program, replace(self.options, pinned=dict(homes)), self.jit_keywords, {}, group)
+
+    def bound(self, plan: Plan) -> Plan:
+        """The plan, which can be lowered, and asked again."""
+        planner = Planner.of(self.program, self.options, self.jit_keywords, is_given=False)
+        return planner.bound(lowered(self.program, plan, self.jit_keywords))
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +153,9 @@ class _Search:
     steps: Sequence[_Step]
     weights: Sequence[float]
     shared: Sequence[Shared]
+    group: Group | None = None  # the processes that share the mesh: the first one's searches are those of all
     bound: float = 0.0
+    solved_before: int = 0  # joint problems
     known: dict[tuple[int, Homes], Plan] = field(default_factory=dict)
     refused: list[MemoryLimitError] = field(default_factory=list)
 
@@ -176,7 +199,7 @@ class _Search:
 
     def plan(self, program: int, homes: Homes) -> Plan:
         if (program, homes) not in self.known:
-            self.known[program, homes] = self.steps[program].planned(homes)
+            self.known[program, homes] = self.steps[program].planned(homes, self.group)
         return self.known[program, homes]
 
     def under(self, layouts: Mapping[int, Layout], own: tuple[int, Plan] | None = None) -> list[_Candidate]:
@@ -231,6 +254,22 @@ class _Search:
         return found
 
     def solved(self, joint: JointProblem) -> Solution | None:
+        """The solution of the joint problem; None if none is found."""
+        if self.group is None:
+            return self.solved_here(joint)
+        self.solved_before += 1
+        of = [(step.name, step.program.fingerprint, step.options.memory) for step in self.steps]
+        said = repr((of, self.weights, self.shared, self.solved_before, sorted(self.steps[0].options.fixed.items())))
+        key = f"joint/{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+
+        def text() -> str:
+            found = self.solved_here(joint)
+            return json.dumps(found and [list(found.choice), found.cost, found.bound, found.status])
+
+        found = json.loads(self.group.leader_says(key, text))
+        return None if found is None else Solution(tuple(found[0]), *found[1:])
+
+    def solved_here(self, joint: JointProblem) -> Solution | None:
         with contextlib.suppress(SolverError):
             return solve_for_plan(joint.problem, time_limit=self.steps[0].options.time_limit)
         return None

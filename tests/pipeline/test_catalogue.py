@@ -56,7 +56,7 @@ def test_published_bubble_and_peak(row):
     name, chunks, seconds, bubble, peak = row
     name, _, measure = name.partition(" ")
     for (p, m), (f, b, w) in itertools.product(SIZES, seconds):
-        timeline = simulate(schedule(name, p, m, chunks), f, b, w)
+        timeline = simulate(schedule(name, p, m, chunks), f, b, w, overlap=0.0)
         found = max(timeline.idle) if measure else timeline.bubble
         assert found == pytest.approx(bubble(p, m, chunks, f, b, w)), (p, m, f, b, w)
         assert max(timeline.peak) == pytest.approx(peak(p, m, chunks)), (p, m)
@@ -84,7 +84,7 @@ def test_eager_1f1b_hides_transfers():
     assert (plain, eager) == (17.0, 12.0)
 
 
-@pytest.mark.parametrize("overlap", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("p, m", SIZES)
 def test_dualpipe_with_overlap(p, m, overlap):
     """The README's figure is of the outer devices, which fuse all pairs. F&B takes 3 seconds less the overlap."""
@@ -97,7 +97,16 @@ def test_dualpipe_with_overlap(p, m, overlap):
 @pytest.mark.parametrize("p, m", SIZES)
 def test_dualpipe_is_below_its_formula_where_the_parts_of_backward_differ(p, m):
     f, b, w = 1.0, 1.5, 0.5
-    assert simulate(schedule("dualpipe", p, m), f, b, w).bubble < (p / 2 - 1) * (f + b + w + b + w - 3 * w)
+    formula = (p / 2 - 1) * (f + b + w + b + w - 3 * w)
+    fused = simulate(schedule("dualpipe", p, m), f, b, w, overlap=0.0).bubble
+    assert simulate(schedule("dualpipe", p, m), f, b, w).bubble < fused < formula
+
+
+@pytest.mark.parametrize("p, m", SIZES)
+def test_dualpipe_with_b_ahead_of_w(p, m):
+    """Tasks that run on their own send the cotangent before W: half of the published bubble where F = B = W."""
+    assert simulate(schedule("dualpipe", p, m), 1, 1, 1).bubble == p / 2 - 1
+    assert simulate(schedule("dualpipe_v", p, m), 1, 1, 1).bubble == (p - 1) / 2
 
 
 @pytest.mark.parametrize("p, m", SIZES)

@@ -121,6 +121,7 @@ def test_the_repr_is_one_line():
 
 
 def test_plots():
+    pytest.importorskip("matplotlib")
     figure = plan().plot()
     memory, seconds = figure.axes
     assert len(seconds.patches) == 2 * (1 + sum(one is not None for one in plan().alternatives.values()))

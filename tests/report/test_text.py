@@ -79,8 +79,8 @@ def test_printing_searches_for_nothing(monkeypatch):
 
     monkeypatch.setattr(alternatives, "solve", counted)
     assert "plan.compare()" in str(plan) and "plan.compare()" in plan._repr_html_() and not searches
-    assert "plan.compare()" not in str(plan.compare()) and len(searches) == len(plan.alternatives) == 3
-    assert str(plan).count("tensor parallel") == 1 and len(searches) == 3
+    assert "plan.compare()" not in str(plan.compare()) and len(searches) == 3 <= len(plan.alternatives)
+    assert "tensor parallel" in str(plan) and len(searches) == 3
 
 
 def test_cpu_devices_are_said_to_share_their_cores():

@@ -7,7 +7,7 @@ and the result. The partitioner looks for axes that two tensors have in one plac
 1. If every device has its own piece of what is split, one rule for all axes decides (`_at_once`).
 2. Otherwise some axes are settled, those of one kind, and the rest as if each piece were a product of its own. Of the
    kinds that match, the one that holds the fewest bytes goes first, then the one that moves the fewest.
-3. Axes that split only the result slice an operand. Whatever else is split is gathered.
+3. Where no two tensors agree, operands go where the result wants them.
 
 Axes that are settled are gathered wherever else they split an operand. Products whose operands are large enough for
 XLA's windowed einsums are taken to be the collectives that these stand for.
@@ -67,33 +67,28 @@ def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) ->
     ]
     if ways:
         return min(ways, key=product.placed.cost)
-    left, right, made = splits
-    if not left and not right and made and _axes(made) != axes:
-        return _settled(product, splits, _axes(made))
-    return _at_once(product, splits, axes, may_reshard=True) or {}
+    return _at_once(product, splits, axes, may_reshard=True) or splits[2]
 
 
 def _at_once(product: Product, splits: Sequence[Split], axes: frozenset[str], may_reshard: bool) -> Split | None:
-    """The split, if each tensor is whole or split over all of the axes, and one rule settles all of them."""
-    if any(split and _axes(split) != axes for split in splits):
-        return None
+    """The split, if all of the axes split some tensors in dims of one kind, and one rule settles them."""
     left, right, made = splits
 
     def only(split: Split, kind: str) -> bool:
-        return bool(split) and product.of_kind(split, kind) == split
+        return _axes(split) == axes and product.of_kind(split, kind) == split
 
     if only(left, BATCH) and left == right:
         return left
     for operand in (left, right):
         if only(operand, BATCH) and operand == made:
             return operand
-    if only(left, CONTRACTED) and only(right, CONTRACTED):
+    if only(left, CONTRACTED) and only(right, CONTRACTED) and (may_reshard or not made or _axes(made) == axes):
         return right if product.size(0) < product.size(1) else left
     if only(left, LEFT) and left == made:
         return left
     if only(right, RIGHT) and right == made:
         return right
-    if may_reshard and any(only(made, kind) for kind in (BATCH, LEFT, RIGHT)):
+    if may_reshard and made:
         return made
     if not made and not left and only(right, CONTRACTED) and product.size(1) > product.size(2):
         return right

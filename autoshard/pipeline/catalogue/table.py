@@ -108,7 +108,7 @@ def schedule(
     microbatches: int,
     chunks: int = 1,
     *,
-    slices: int | None = None,
+    slices: int = 1,
     every: int | None = None,
     predecessors: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
@@ -126,8 +126,8 @@ def schedule(
         microbatches: in one step; in asynchronous schedules, in the stream that is looked at.
         chunks: virtual stages per device. Those shaped like a V have two, and a wave of "hanayo" has two, whether 1 or
             2 is said.
-        slices: of the sequence, in "terapipe" and "seq1f1b"; 2 by default. The second entry of a task then counts
-            slices: microbatch * slices + slice.
+        slices: of the sequence, in "terapipe" and "seq1f1b", which are "gpipe" and "1f1b" with one. The second entry of
+            a task counts slices: microbatch * slices + slice.
         every: microbatches per update of the weights, in asynchronous schedules; by default 1 in "pipedream" and
             "ampnet", as many as there are stages in the others.
         predecessors: in "graph", per stage the stages whose results it reads; by default a chain.
@@ -140,8 +140,10 @@ def schedule(
 Task(kind='B', microbatch=0, virtual_stage=0), Task(kind='B', microbatch=1, virtual_stage=0))
     """
     entry = _entry(name)
-    for option, value in (("slices", slices), ("every", every), ("predecessors", predecessors)):
-        if value is not None and entry.option != option:
+    _check_count("slices", slices)
+    said = {"slices": slices > 1, "every": every is not None, "predecessors": predecessors is not None}
+    for option, is_said in said.items():
+        if is_said and entry.option != option:
             takers = [other for other, row in _ALL.items() if row.option == option]
             raise ArgumentError(f"schedule {name!r} takes no {option}=; {', '.join(takers)} do")
     _check_count("stages", stages)
@@ -150,7 +152,7 @@ Task(kind='B', microbatch=0, virtual_stage=0), Task(kind='B', microbatch=1, virt
         stages,
         microbatches,
         _chunks(name, entry.chunks, chunks),
-        _check_count("slices", 2 if slices is None else slices),
+        slices,
         _check_count("every", (1 if name in ("pipedream", "ampnet") else stages) if every is None else every),
         _predecessors(stages, predecessors),
     )

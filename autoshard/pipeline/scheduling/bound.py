@@ -20,7 +20,7 @@ def makespan_bound(
 ) -> float:
     """Seconds that every order of the tasks of a schedule takes at least, on the devices that it places them on.
 
-    Fused groups are taken apart: orders may separate their tasks. The arguments are those of `simulate`.
+    The arguments are those of `simulate`. Orders may separate the tasks of fused groups.
 
     Raises:
         ScheduleError: the schedule cannot run.

@@ -20,6 +20,11 @@ def in_background(work: Callable[[], T], tick: Callable[[], None]) -> T:
     Args:
         tick: called again and again meanwhile; when it raises, the work is left to itself.
     """
+    return result_of(begun(work), tick)
+
+
+def begun(work: Callable[[], T]) -> Future[T]:
+    """What some work will return or raise, begun in a thread that the end of the process does not wait for."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -29,6 +34,15 @@ def in_background(work: Callable[[], T], tick: Callable[[], None]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def result_of(future: Future[T], tick: Callable[[], None]) -> T:
+    """What the work returns or raises.
+
+    Args:
+        tick: called again and again until then; when it raises, the work is left to itself.
+    """
     while wait([future], timeout=TICK_SECONDS).not_done:
         tick()
     return future.result()

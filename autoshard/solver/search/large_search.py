@@ -130,16 +130,18 @@ def _wait_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
 
 
 def warm_up() -> None:
-    """Compiles all of it, in a process beside this one too, or loads what was compiled before."""
+    """Loads all of it. What has never been compiled is compiled by processes beside this one, and left on disk."""
     graph = graph_of(_smallest())
     kernels.cost_of(graph, graph.costs, np.zeros(2, dtype=np.int64))
-    beside = None
+    beside = []
     if any(kernels.cost_of.stats.cache_misses.values()):
-        code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import warm_up_reductions as run; run()"
-        beside = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _warm_up_searches()
-    if beside is not None:
-        beside.wait()  # what it could not leave on disk is compiled here
+        for name in (warm_up_reductions.__name__, warm_up_searches.__name__):
+            code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import {name} as run; run()"
+            command = [sys.executable, "-c", code]
+            beside.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    for process in beside:
+        process.wait()  # what it could not leave on disk is compiled here
+    warm_up_searches()
     warm_up_reductions()
 
 
@@ -154,7 +156,7 @@ def _smallest() -> Problem:
     return Problem((np.array([0.0, 1.0]),) * 2, (edge,), lives, limit=1)
 
 
-def _warm_up_searches() -> None:
+def warm_up_searches() -> None:
     search = LargeSearch(_smallest(), seed=0, threads=1)
     search.ascent.round(2.0, search.stop, 1.0)
     search.ascent.least()

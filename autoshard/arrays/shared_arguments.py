@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autoshard.arrays.subtrees import Leaf, Part, argument_leaves, best_of, common_end, named_leaves, parts_like
 from autoshard.errors import ArgumentError, ConflictError
 from autoshard.layout import Layout, spec_text
 from autoshard.plans.plan import PlacedArray, PlanData
-from autoshard.plans.subtrees import Leaf, Part, argument_leaves, best_of, common_end, named_leaves, parts_like
 from autoshard.program import Program
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
+from autoshard.arrays.subtrees import Leaf, Part, argument_leaves, best_of, common_end, keys_of, parts_like
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
 from autoshard.plans.plan import PlanData
-from autoshard.plans.subtrees import Leaf, Part, argument_leaves, best_of, common_end, keys_of, parts_like
 
 _LISTED = 5  # arrays or parts that a message names at most
 

@@ -1,0 +1,89 @@
+"""A program and a mesh in, which of the program's arguments are its batch, and how many rows devices divide, out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.program import Program
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a call: how many rows it has, how many it gets, and which arrays have them."""
+
+    rows: int
+    padded: int
+    arrays: frozenset[int]
+
+    def pad(self, i: int, leaf: Any) -> Any:
+        """An array, with rows of zeros behind its own if it is of the batch."""
+        if i not in self.arrays:
+            return leaf
+        shape = (self.padded, *leaf.shape[1:])
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+        more = [(0, self.padded - self.rows), *[(0, 0)] * (leaf.ndim - 1)]
+        return np.pad(leaf, more) if isinstance(leaf, np.ndarray) else jnp.pad(leaf, more)
+
+
+def batch_of(program: Program, shapes: Sequence[tuple[int, ...]], mesh: Mapping[str, int]) -> Batch | None:
+    """The batch of a step, if the devices do not divide it.
+
+    It is an argument whose arrays all have as many rows, and none of which is state. Of several the largest counts, and
+    all arrays of such arguments that have as many rows are of the batch.
+    """
+    by_argument: dict[Any, list[int]] = defaultdict(list)
+    for i, path in enumerate(program.in_tree.array_paths[: len(program.own_arguments)]):
+        by_argument[path[:2]].append(i)
+    state = set(program.carried) | set(program.donated)
+    found: dict[int, list[int]] = defaultdict(list)  # rows -> arrays
+    for ours in by_argument.values():
+        arrays = [i for i in ours if shapes[i]]
+        counts = {shapes[i][0] for i in arrays}
+        if len(counts) == 1 and not state & set(ours) and padded_rows(min(counts), mesh) not in counts:
+            found[min(counts)] += arrays
+    if not found:
+        return None
+    rows = max(found, key=lambda count: sum(program.arguments[i].bytes for i in found[count]))
+    return Batch(rows, padded_rows(rows, mesh), frozenset(found[rows]))
+
+
+def padded_rows(rows: int, mesh: Mapping[str, int]) -> int:
+    """The rows that a batch gets: as few more as make all devices divide it.
+
+    A batch of fewer rows than there are devices is to be divided by as many as some axes have, and that has rows for.
+
+    >>> [padded_rows(rows, {"data": 4, "model": 2}) for rows in (30, 32, 5, 4, 1)]
+    [32, 32, 8, 4, 1]
+    """
+    axes = [size for size in mesh.values() if size > 1]
+    counts = {math.prod(some) for n in range(len(axes) + 1) for some in itertools.combinations(axes, n)}
+    devices = max(count for count in counts if count <= max(rows, 1))
+    return -(-rows // devices) * devices
+
+
+def uneven_batch(program: Program, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """A remark if the devices do not divide the batch; none otherwise.
+
+    A small argument beside a larger one is no batch that is worth a remark.
+    """
+    batch = batch_of(program, [value.shape for value in program.own_arguments], mesh)
+    state = set(program.state)
+    arriving = [value for i, value in enumerate(program.own_arguments) if i not in state]
+    largest = max(arriving, key=lambda value: value.bytes, default=None)
+    if batch is None or largest not in [program.arguments[i] for i in batch.arrays]:
+        return ()
+    assert largest is not None, "it is of the batch"
+    return (
+        f"the batch has {batch.rows} rows ({largest.name}), which not all {math.prod(mesh.values())} devices divide. "
+        f"{batch.padded} rows would split further: pad='batch' adds them where sums and means allow.",
+    )

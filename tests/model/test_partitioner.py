@@ -1,0 +1,160 @@
+"""What `jax.jit` makes of a step: its products beside compiled ones, and the choice that leaves values as given."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of
+from programs import f32, formulated, random_choices, round_topology
+
+import autoshard
+from autoshard.model.formulation import Formulation
+from autoshard.model.partitioner import products
+from autoshard.model.partitioner.choosing import as_given
+from autoshard.solver import solve
+from autoshard.solver.verify import verify
+
+LINE, PLANE = {"x": 2}, {"x": 4, "y": 2}
+TOPOLOGY = round_topology("x", "y", "one")
+X, W, V = f32(8, 4), f32(4, 6), f32(6, 4)
+WHOLE, ROWS, COLUMNS = ((), ()), (("x",), ()), ((), ("x",))
+
+
+def forward(x, w, v):
+    return jnp.sin(x @ w) @ v
+
+
+def left(formulation: Formulation, choice) -> dict:
+    """Value id -> how its group leaves it."""
+    found = {}
+    for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+        strategy = priced.strategies[choice[formulation.group_node(group)]]
+        found |= {made.value.id: layout for made, layout in zip(group.made, strategy.leaves, strict=True)}
+    return found
+
+
+def assert_followed(formulation: Formulation, layouts) -> None:
+    """Every group that can leave its results as given does; the choice is allowed, and claims no bound."""
+    solution = as_given(formulation, layouts, {})
+    cost, _ = verify(formulation.problem, solution.choice)
+    assert np.isfinite(cost) and cost == pytest.approx(solution.cost)
+    assert (solution.bound, solution.status) == (0.0, "feasible")
+    found = left(formulation, solution.choice)
+    for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+        given = [layouts.get(made.value.id) for made in group.made]
+        can = any(
+            all(want in (None, got) for want, got in zip(given, strategy.leaves, strict=True))
+            for strategy in priced.strategies
+        )
+        for made, want in zip(group.made, given, strict=True):
+            assert not can or want is None or found[made.value.id] == want, (str(group.equations[-1]), want)
+
+
+@pytest.mark.parametrize("mesh", [LINE, PLANE], ids=["line", "plane"])
+def test_what_choices_leave_is_left_so(mesh):
+    formulation = formulated(forward, X, W, V, mesh=mesh, topology=TOPOLOGY)
+    for choice in random_choices(formulation, 10):
+        layouts = left(formulation, choice)
+        assert_followed(formulation, layouts)
+        # the same choice leaves values so; the cheapest that does costs no more
+        assert as_given(formulation, layouts, {}).cost <= verify(formulation.problem, choice)[0] * (1 + 1e-6)
+
+
+def test_nothing_given_is_the_cheapest_without_a_limit():
+    formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, memory=1.0)
+    free = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY)
+    assert as_given(formulation, {}, {}).cost == pytest.approx(solve(free.problem).cost)
+
+
+def test_what_no_strategy_leaves_is_free():
+    """8 rows are not split by x and y over columns of 6: the group does its best."""
+    formulation = formulated(forward, X, W, V, mesh=PLANE, topology=TOPOLOGY)
+    product = formulation.groups[0].made[0].value.id
+    assert_followed(formulation, {product: ((), ("x", "y"))})
+    free = as_given(formulation, {}, {})
+    assert as_given(formulation, {product: ((), ("x", "y"))}, {}).cost == pytest.approx(free.cost)
+
+
+def test_operands_are_read_as_said():
+    formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS, 1: WHOLE, 2: WHOLE})
+    product = formulation.groups[0]
+    layouts = {product.made[0].value.id: COLUMNS}
+    wants = {(product.equations[0].index, 0): WHOLE, (product.equations[0].index, 1): COLUMNS}
+    choice = as_given(formulation, layouts, wants).choice
+    strategy = formulation.priced[0].strategies[choice[formulation.group_node(product)]]
+    assert strategy.wants == (WHOLE, COLUMNS)
+
+
+def test_a_layout_that_is_not_followed_is_caught(monkeypatch):
+    monkeypatch.setattr("autoshard.model.partitioner.choosing._agreeing", lambda given, found: len(given))
+    formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS})
+    with pytest.raises(AssertionError):
+        assert_followed(formulation, {formulation.groups[0].made[0].value.id: COLUMNS})
+
+
+# Batches of products, as XLA for CPU compiles them: left [8, 32, 64], right [8, 64, 16], result [8, 32, 16].
+PRODUCTS = {
+    "one batch": (P("x"), P("x"), P("x")),
+    "weights gathered": (P(("x", "y")), P(None, ("x", "y")), P(("x", "y"))),
+    "columns, then rows": (P("x", None, "y"), P(None, "y"), P("x")),
+    "contracted in part": (P(None, None, ("x", "y")), P(None, "x"), P()),
+    "contracted, result whole": (P(), P(None, ("x", "y")), P()),
+    "the larger operand stays": (P(None, "x"), P(None, None, "x"), P(None, "x")),
+    "result sliced": (P(), P(), P("y", "x")),
+    "to the result's batch": (P(None, None, ("x", "y")), P(None, "y"), P(("x", "y"))),
+    "two kinds at once": (P(None, "x"), P("y", "x"), P("x", None, "y")),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_as_compiled(name):
+    assert_as_compiled(*PRODUCTS[name])
+
+
+def assert_as_compiled(left, right, result):
+    arrays = jax.ShapeDtypeStruct((8, 32, 64), np.float32), jax.ShapeDtypeStruct((8, 64, 16), np.float32)
+    shardings = {"in_shardings": (left, right), "out_shardings": result}
+    found = autoshard.evaluate(jnp.matmul, *arrays, mesh=mesh_of(PLANE), **shardings).verify()
+    assert found.collectives_agree, str(found)
+
+
+def test_products_split_otherwise_are_caught(monkeypatch):
+    monkeypatch.setattr(products, "_matches", lambda product, splits: iter(()))
+    with pytest.raises(AssertionError):
+        assert_as_compiled(*PRODUCTS["columns, then rows"])
+
+
+# Steps in which reshardings stand elsewhere than operations of one group or of our own plans would have them.
+
+
+def test_a_view_is_moved_by_itself_as_in_a_compiled_program():
+    """XLA does not see that the gathered transpose is the transpose of what is gathered."""
+
+    def tied(table, x):
+        return x @ table @ table.T
+
+    arguments = f32(16, 16), f32(32, 16)
+    plan = autoshard.evaluate(tied, *arguments, mesh=mesh_of(PLANE), in_shardings=(P(("x", "y")), P(("x", "y"))))
+    found = plan.verify()
+    assert found.collectives_agree and sum(found.actual.values()) == 2 * 16 * 16 * 4, str(found)
+
+
+def test_a_recomputation_gathers_again_behind_its_barrier():
+    def step(w, x):
+        return jax.grad(lambda w: jnp.sum(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ w) @ w))(x)))(w)
+
+    arguments = f32(16, 16), f32(32, 16)
+    plan = autoshard.evaluate(step, *arguments, mesh=mesh_of(PLANE), in_shardings=(P(("x", "y")), P(("x", "y"))))
+    found = plan.verify()
+    assert found.collectives_agree, str(found)
+
+
+def test_what_is_joined_along_a_split_dim_goes_aside():
+    def joined(a, b):
+        return jnp.concatenate([a, b], axis=1)
+
+    arguments = f32(32, 16), f32(32, 16)
+    shardings = {"in_shardings": (P(None, "y"), P(None, "y")), "out_shardings": P(None, "y")}
+    found = autoshard.evaluate(joined, *arguments, mesh=mesh_of(PLANE), **shardings).verify()
+    assert found.collectives_agree and {kind for kind, _ in found.actual} == {"all_to_all"}, str(found)

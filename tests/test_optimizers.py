@@ -1,0 +1,36 @@
+"""Optimizers train under a plan as on one device: a sample of those that `benchmarks/optimizers.py` goes through."""
+
+import sys
+from pathlib import Path
+
+import optax
+import optax.contrib
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import optimizers  # a script of benchmarks/
+from optimizers import OPTIMIZERS, Sizes, row_of
+
+SMALL = Sizes(layers=1, width=16, hidden=32, batch=16)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor, small", "MultiSteps"])
+def test_trains_as_on_one_device(name):
+    row = row_of(name, SMALL, compares=False)
+    assert row.gap < 0.05 and row.off < 1e-4
+    assert len(str(row).split(" | ")) == len(optimizers.COLUMNS)
+
+
+def test_a_loss_that_differs_is_seen(monkeypatch):
+    monkeypatch.setattr(optimizers, "RTOL", -1.0)
+    with pytest.raises(AssertionError, match="losses differ"):
+        row_of("sgd", SMALL, compares=False)
+
+
+def test_every_optimizer_of_optax_is_gone_through():
+    """Functions of optax.contrib that make no transformation by themselves, or part of one, are listed here."""
+    parts = {name for name in dir(optax.contrib) if name.startswith("scale_by_") or name[0] == "_" or name[0].isupper()}
+    others = {"differentially_private_aggregate", "hutchinson_estimator_diag_hessian", "schedule_free_eval_params"}
+    others |= {"split_real_and_imaginary"}  # of complex weights
+    assert not set(dir(optax.contrib)) - parts - others - OPTIMIZERS.keys()
