@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "dog": lambda: optax.chain(contrib.dog(), optax.scale(0.1)),
     "dowg": lambda: optax.chain(contrib.dowg(), optax.scale(0.1)),
     "dpsgd": lambda: contrib.dpsgd(1e-3, l2_norm_clip=1.0, noise_multiplier=0.1, seed=0),
-    "lbfgs": optax.lbfgs,
+    "lbfgs": lambda: optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=4)),
     "mechanize": lambda: contrib.mechanize(optax.adamw(1e-3)),
     "noisy_sgd": lambda: optax.noisy_sgd(1e-3, seed=0),
     "normalize": lambda: optax.chain(contrib.normalize(), optax.sgd(1e-3)),
