@@ -123,8 +123,8 @@ def train_step(optimizer: Any, name: str) -> Callable[..., Any]:
         if per_example:
             gradients = jax.vmap(jax.grad(lambda p, x, y: loss_of(p, x[None], y[None])), (None, 0, 0))(params, x, y)
         known = {"value": loss, "grad": gradients, "value_fn": lambda p: loss_of(p, x, y)}
-        if name == "sophia":
-            known = {"obj_fn": lambda p: loss_of(p, x, y)}
+        if name in ("sam", "sophia"):  # these take nothing that they do not know
+            known = {"obj_fn": lambda p: loss_of(p, x, y)} if name == "sophia" else {}
         updates, state = optax.with_extra_args_support(optimizer).update(gradients, state, params, **known)
         return optax.apply_updates(params, updates), state, loss
 
@@ -203,9 +203,10 @@ COLUMNS = (
     *("MiB sent: predicted / compiled", "peak MiB: predicted / compiled", "losses differ by"),
 )
 NOTE = """
-`sophia` and `hutchinson_estimator_diag_hessian` take the loss as `obj_fn`, `lbfgs` as `value_fn`; `dpsgd` takes the
-gradient of every example. `lookahead` keeps two copies of the weights and is no transformation of one; `sam` is a
-wrapper around two optimizers.
+Every plan is proven optimal, and every compiled program has the bytes of collectives that are predicted. `sophia` takes
+the loss as `obj_fn`, `lbfgs` as `value_fn`, here in line searches of at most four steps. `dpsgd` takes the gradient of
+every example, and the peak predicted for it is far too high. `lookahead` keeps two copies of the weights and is no
+transformation of one.
 """
 
 
