@@ -36,8 +36,8 @@ SHARDINGS = {  # of weights, momentum and batch
 }
 
 
-def assert_named(step, *args, **shardings):
-    made = autoshard.evaluate(step, *args, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), **shardings)
+def assert_named(step, *args, **options):
+    made = autoshard.plan(step, *args, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), **options)
     found = made.verify().collectives
     assert found
     assert {one.source for one in found if not one.source.startswith(HERE)} == set()
@@ -47,8 +47,7 @@ def assert_named(step, *args, **shardings):
 @pytest.mark.parametrize("case", SHARDINGS)
 def test_collectives_have_the_users_lines(case):
     weights, momentum, batch = SHARDINGS[case]
-    given = {"in_shardings": ((weights, momentum), batch), "out_shardings": ((weights, momentum), None)}
-    assert_named(layers, STATE, BATCH, donate_argnums=0, **given)
+    assert_named(layers, STATE, BATCH, donate_argnums=0, fixed={"state/0": weights, "state/1": momentum, "x": batch})
 
 
 def product(w, x):
@@ -57,7 +56,7 @@ def product(w, x):
 
 def assert_gather_is_named():
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    (found,) = assert_named(product, w, BATCH, in_shardings=(P("x"), P("x")), out_shardings=P("x"))
+    (found,) = assert_named(product, w, BATCH, fixed={"w": P("x"), "x": P("x")})
     assert (found.kind, found.why) == ("all_gather", "w for dot_general")
 
 
@@ -69,7 +68,7 @@ def assert_border_is_named():
     """What a scan makes by rows and hands on whole: the border of the loop gathers."""
     turn = lambda h, _: (jnp.tanh(h), None)  # noqa: E731
     step = lambda state, x: (state + lax.scan(turn, x, length=3)[0],)  # noqa: E731
-    assert_named(step, BATCH, BATCH, donate_argnums=0, in_shardings=(P(), P("x")), out_shardings=None)
+    assert_named(step, BATCH, BATCH, donate_argnums=0, fixed={"state": P(), "x": P("x")})
 
 
 def test_what_crosses_the_border_of_a_loop_is_named():
