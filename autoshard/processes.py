@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import threading
@@ -47,6 +48,7 @@ class Patience:
 
 
 PATIENCE = Patience()
+_WORKING = "{}"  # what the leader posts before it makes something
 
 
 class Group:
@@ -62,7 +64,7 @@ class Group:
             here: the index of this process, one of them.
         """
         self.processes, self.here, self.round = processes, here, 0
-        self._store, self._prefix = store, f"autoshard/{'-'.join(map(str, processes))}"
+        self._store, self._prefix = store, f"autoshard/{hashlib.sha256(repr(processes).encode()).hexdigest()[:16]}"
         self._said: dict[str, str] = {}  # what this process has made for all, by key
         self._raised: set[str] = set()  # failures of the leader's that this process has raised
         self._heard: dict[int, tuple[str | None, float]] = {}  # process -> its last sign of life, and when that came
@@ -110,34 +112,43 @@ class Group:
         with self._reached():
             return _peek(self._store, f"{self._prefix}/{key}")
 
-    def read(self, key: str, by: int, watch: Callable[[], None] = lambda: None) -> str:
+    def read(self, key: str, by: int, watch: Callable[[], None] = lambda: None, *, after: str | None = None) -> str:
         """The text that a process posts under a key, once it is there.
 
         Args:
             watch: called again and again meanwhile; it may raise.
+            after: what was read there before; another text is waited for.
 
         Raises:
             ProcessError: the process has failed or ended, or has not come.
         """
-        came_late = time.monotonic() + PATIENCE.arrival
-        while True:
-            with self._reached():
-                text = _wait(self._store, f"{self._prefix}/{key}", PATIENCE.poll)
-            if text is not None:
-                return text
+        late = time.monotonic() + PATIENCE.arrival
+        while (text := self._next(key, after)) is None:
             try:
                 self._check(by)
             except ProcessError:
                 text = self.peek(key)  # it may have posted this before it failed
-                if text is None:
+                if text is None or text == after:
                     raise
                 return text
             watch()
-            if time.monotonic() > came_late:
+            if time.monotonic() > late and after != _WORKING:
                 raise ProcessError(
                     f"process {by} has not come to this step in {PATIENCE.arrival:g} s: process {self.here} waits for "
                     f"it.\nLet every process of the mesh call the same steps in the same order."
                 )
+        return text
+
+    def _next(self, key: str, after: str | None) -> str | None:
+        """The text under a key; None if it is not there, or still the same, after a moment."""
+        with self._reached():
+            if after is None:
+                return _wait(self._store, f"{self._prefix}/{key}", PATIENCE.poll)
+            text = _peek(self._store, f"{self._prefix}/{key}")
+        if text != after:
+            return text
+        time.sleep(PATIENCE.poll)
+        return None
 
     def leader_says(self, key: str, make: Callable[[], str], watch: Callable[[], None] = lambda: None) -> str:
         """What the leader makes: it makes and posts it once, the others read it. Its error is everybody's, too.
@@ -148,31 +159,23 @@ class Group:
         """
         if self.leads:
             if key not in self._said:
-                self.post(key, _envelope())
+                self.post(key, _WORKING)
                 try:
                     self._said[key] = make()
                 except BaseException as error:
                     self.post(key, _failure(self.here, error))
                     raise
-                self.post(key, _envelope(text=self._said[key]))
+                self.post(key, json.dumps({"text": self._said[key]}))
             return self._said[key]
-        message = json.loads(self.read(key, self.leader, watch))
-        while "text" not in message and not self._is_new(key, message):  # it works on it, and has as long as it lives
-            time.sleep(PATIENCE.poll)
-            message = json.loads(self.read(key, self.leader))
-            if not message:
-                self._check(self.leader)
-                watch()
-        if "text" not in message:
-            raise _raised_by_leader(message)
-        return str(message["text"])
-
-    def _is_new(self, key: str, message: dict[str, Any]) -> bool:
-        """Whether it is an error of the leader's that this process has not raised before: it may have tried again."""
-        if "error" not in message or message["failure"] in self._raised:
-            return False
-        self._raised.add(message["failure"])
-        return True
+        said = None
+        while True:
+            said = self.read(key, self.leader, watch, after=said)
+            message = json.loads(said)
+            if "text" in message:
+                return str(message["text"])
+            if "error" in message and said not in self._raised:  # else the leader may try again
+                self._raised.add(said)
+                raise _raised_by_leader(message)
 
     def exchange(self, name: str, answer: str, combine: Callable[[dict[int, str]], str]) -> str:
         """What the leader makes of the answers of all processes in this round.
@@ -265,18 +268,21 @@ def _wait(store: KeyValueStore, key: str, seconds: float) -> str | None:
         return None
 
 
-def _envelope(**message: Any) -> str:
-    return json.dumps(message)
-
-
 def _failure(process: int, error: BaseException) -> str:
     """An error as the others get to know it; one that was told of by another process stays that one's."""
     numbers = {"budget": error.budget, "needed": error.needed} if isinstance(error, MemoryLimitError) else {}
     kind = type(error).__name__ if isinstance(error, AutoshardError) else ""
     text = str(error) if kind else f"{type(error).__name__}: {error}".removesuffix(": ")
-    failure = f"{process}/{time.time_ns()}"
-    told = isinstance(error, ProcessError)
-    return _envelope(error=text, kind=kind, numbers=numbers, process=process, failure=failure, is_told=told)
+    return json.dumps(
+        {
+            "error": text,
+            "kind": kind,
+            "numbers": numbers,
+            "process": process,
+            "is_told": isinstance(error, ProcessError),
+            "at": time.time_ns(),  # that one failure is told from the next
+        }
+    )
 
 
 def _raised_by_leader(message: dict[str, Any]) -> AutoshardError:

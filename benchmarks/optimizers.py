@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "dog": lambda: optax.chain(contrib.dog(), optax.scale(0.1)),
     "dowg": lambda: optax.chain(contrib.dowg(), optax.scale(0.1)),
     "dpsgd": lambda: contrib.dpsgd(1e-3, l2_norm_clip=1.0, noise_multiplier=0.1, seed=0),
-    "lbfgs": optax.lbfgs,
+    "lbfgs": lambda: optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=4)),
     "mechanize": lambda: contrib.mechanize(optax.adamw(1e-3)),
     "noisy_sgd": lambda: optax.noisy_sgd(1e-3, seed=0),
     "normalize": lambda: optax.chain(contrib.normalize(), optax.sgd(1e-3)),
@@ -123,8 +123,8 @@ def train_step(optimizer: Any, name: str) -> Callable[..., Any]:
         if per_example:
             gradients = jax.vmap(jax.grad(lambda p, x, y: loss_of(p, x[None], y[None])), (None, 0, 0))(params, x, y)
         known = {"value": loss, "grad": gradients, "value_fn": lambda p: loss_of(p, x, y)}
-        if name == "sophia":
-            known = {"obj_fn": lambda p: loss_of(p, x, y)}
+        if name in ("sam", "sophia"):  # these take nothing that they do not know
+            known = {"obj_fn": lambda p: loss_of(p, x, y)} if name == "sophia" else {}
         updates, state = optax.with_extra_args_support(optimizer).update(gradients, state, params, **known)
         return optax.apply_updates(params, updates), state, loss
 
@@ -203,9 +203,10 @@ COLUMNS = (
     *("MiB sent: predicted / compiled", "peak MiB: predicted / compiled", "losses differ by"),
 )
 NOTE = """
-`sophia` and `hutchinson_estimator_diag_hessian` take the loss as `obj_fn`, `lbfgs` as `value_fn`; `dpsgd` takes the
-gradient of every example. `lookahead` keeps two copies of the weights and is no transformation of one; `sam` is a
-wrapper around two optimizers.
+Every plan is proven optimal, and every compiled program has the bytes of collectives that are predicted. `sophia` takes
+the loss as `obj_fn`, `lbfgs` as `value_fn`, here in line searches of at most four steps. `dpsgd` takes the gradient of
+every example, and the peak predicted for it is far too high. `lookahead` keeps two copies of the weights and is no
+transformation of one.
 """
 
 

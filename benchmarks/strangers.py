@@ -71,6 +71,18 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
     ("cpu graph messages *", "peak"): "rows that are gathered and scattered at once are stored once",
     ("cpu running statistics *", "peak"): "XLA fuses pads of an associative scan",
     ("cpu pad *", "peak"): "XLA fuses pads",
+    ("* platform_index *", "peak"): "XLA knows the number, and folds what is made of it",
+    ("v5e:2x4 cum* gradient", "peak"): "slices of one element are temporaries of 16 KiB each",
+    ("v5e:2x4 [gl]e *", "peak"): "the parts of complex numbers are temporaries of 16 KiB each",
+    ("v5e:2x4 cond*", "seconds"): "a batch of conditions computes all branches, in more operations",
+    ("v5e:2x4 conv*", "seconds"): "kernels of few channels fill little of the matrix unit",
+    ("v5e:2x4 grouped convolution *", "seconds"): "kernels of few channels fill little of the matrix unit",
+    ("v5e:2x4 dce_sink *", "seconds"): "XLA drops what goes into the sink",
+    ("v5e:2x4 digamma *", "seconds"): "functions of many terms count as one FLOP per element",
+    ("v5e:2x4 acos *", "seconds"): "functions of complex numbers count as one FLOP per element",
+    ("v5e:2x4 logistic *", "seconds"): "functions of complex numbers count as one FLOP per element",
+    ("v5e:2x4 *gamma*", "seconds"): "what rejection loops compute counts as one FLOP per element",
+    ("v5e:2x4 real *", "seconds"): "XLA notes no time where complex numbers are put together",
 }
 
 

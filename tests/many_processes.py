@@ -176,6 +176,26 @@ def works_after_errors():
     return trained(*decorated(lambda weights, batch: step(weights, 1 - batch)))
 
 
+def tries_again():
+    """The first process fails to plan, all raise, and all try again."""
+    fn, mesh = decorated(lambda weights, batch: step(weights, batch / 3))
+    own, failed = planning._cached, []
+
+    def failing(*args):
+        failed.append(1)
+        planning._cached = own
+        raise ZeroDivisionError("planted")
+
+    planning._cached = failing
+    try:
+        trained(fn, mesh)
+    except (ZeroDivisionError, autoshard.ProcessError):
+        failed.append(1)
+    finally:
+        planning._cached = own
+    return trained(fn, mesh), len(failed)
+
+
 def different_memory():
     return trained(*decorated(**differs("memory", "1GiB", "2GiB")))
 

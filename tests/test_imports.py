@@ -46,8 +46,8 @@ ROOMS = {
 # Rooms that work on plain data: from autoshard one imports only itself and the errors, and never JAX.
 WITHOUT_JAX = ("autoshard.solver", "autoshard.pipeline")
 
-# Unstable parts of JAX, and in how many files each may be imported.
-UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1}
+# Unstable parts of JAX and optional packages, and in how many files each may be imported.
+UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1, "flax": 1, "equinox": 0}
 
 
 def within(module: str, package: str) -> bool:

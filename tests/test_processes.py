@@ -34,6 +34,7 @@ WORK = [
     "plans_together",
     "two_of_them",
     "documented",
+    "tries_again",
     "works_after_errors",
 ]
 # Situation -> what every process but the one that caused it says.
@@ -106,6 +107,7 @@ ALONE = {
     "replanned_to_fit": lambda w, b: step(w, jnp.abs(b)),
     "loads_its_rows": lambda w, b: step(w, b * 2),
     "two_of_them": step,
+    "tries_again": lambda w, b: step(w, b / 3),
     "works_after_errors": lambda w, b: step(w, 1 - b),
 }
 
@@ -136,6 +138,11 @@ def test_functions_planned_together_have_one_layout_everywhere(outcomes):
 def test_the_program_of_the_page_trains_alike_everywhere(outcomes):
     first, *others = (one["value"] for one in outcomes["documented"])
     assert len(first) == 3 and others == [first] * len(others)
+
+
+def test_all_may_try_again(outcomes):
+    first, *others = (one["value"][1] for one in outcomes["tries_again"])
+    assert first == 2 and others == [1] * len(others)
 
 
 def test_all_plan_again_where_one_compiler_asks_for_more_memory(outcomes):

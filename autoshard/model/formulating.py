@@ -22,6 +22,7 @@ from autoshard.model.equations import stays_whole
 from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
+from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import (
     HEAP,
     aliased,
@@ -174,7 +175,9 @@ class _Formulator:
             if value is not self.program.arguments[argument]:
                 assert isinstance(value, Value), "a number takes no argument's place"
                 self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
-        self._check_host_memory(homes)
+        said = [f"fixed= wants {spec_of(self.fixed[i])}" if i in self.fixed else "" for i in range(len(homes))]
+        arguments = zip(self.program.arguments, map(self._homes_of, homes), said, strict=True)
+        check_host_memory(arguments, zip(self.groups, self.priced, strict=True), self.readers)
         self._add_arguments(homes)
         self._add_groups()
         lives = tuple(live for live in self.lives if live.usage.any())
@@ -242,28 +245,6 @@ class _Formulator:
 
         what = value.shape, value.on_host, fixed, said, apart, narrow, tuple(homes)
         return self.prices.memo.once(options, *(reader.wants for reader in readers), of=what)
-
-    def _check_host_memory(self, homes: Sequence[tuple[ArgumentOption, ...]]) -> None:
-        """
-        Raises:
-            ConflictError: an array in the host's memory, where nothing is resharded, is said to lie in two ways.
-        """
-        made = [
-            (one.value, priced.leaves[i], _said(group, priced.leaves[i]))
-            for group, priced in zip(self.groups, self.priced, strict=True)
-            for i, one in enumerate(group.made)
-        ]
-        for i, value in enumerate(self.program.arguments):
-            fixed = [f"fixed= wants {spec_of(self.fixed[i])}"] if i in self.fixed else []
-            made.append((value, self._homes_of(homes[i]), fixed))
-        for value, layouts, said in made:
-            readers = self.readers[value.id] if value.on_host else ()
-            if not set(layouts).intersection(*(reader.wants for reader in readers)):
-                said += itertools.chain(*(_said(reader.group, reader.wants) for reader in readers))
-                raise ConflictError(
-                    f"{value} lies in the host's memory, where nothing is resharded, but {', and '.join(said)}.\n"
-                    "Say one of them only, or move it to the device's memory in between (jax.device_put)."
-                )
 
     def _homes_of(self, kepts: tuple[ArgumentOption, ...]) -> tuple[Layout, ...]:
         return self.prices.memo.once(homes_of, kepts)
@@ -493,14 +474,6 @@ class _Formulator:
             self.costs[i] = self.costs[i] + np.diagonal(table)
         elif table.any():
             self.edges.append(Edge(i, j, table))
-
-
-def _said(group: Group | None, layouts: Sequence[Layout]) -> list[str]:
-    """Where the user says how what a group reads or makes lies, and how; nothing where the user does not."""
-    if group is None or not group.given:
-        return []
-    equation = group.equations[-1]
-    return [f"{equation.primitive} at {equation.source or 'unknown line'} wants {spec_of(layouts[0])}"]
 
 
 def _computes_on_shards(reader: Reader) -> bool:

@@ -127,7 +127,8 @@ class HeldOutput:
     @property
     def least_bytes(self) -> int:
         """Bytes that it takes as a temporary at least."""
-        return self.prices.backend.number_bytes if math.prod(self.value.shape) == 1 else 0
+        is_number = math.prod(self.value.shape) == 1 and not self.group.is_idle
+        return self.prices.backend.number_bytes if is_number else 0
 
     @cached_property
     def unfinished(self) -> np.ndarray:

@@ -31,8 +31,9 @@ from autoshard.solver import solve
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
+_WHOLE = 5.0  # s, for the whole step, memory left aside
 _READERS = 4  # reasons that name readers, at most
-_QUICK = 5.0  # s, for one layout near the plan, memory left aside
+_QUICK = 1.0  # s, for one layout near the plan, memory left aside
 
 Cheapest = Callable[[Formulation, float], Solution]  # within the memory limit, and so many seconds
 
@@ -267,4 +268,4 @@ def _quick(problem: Problem) -> Solution:
 
 
 def _unlimited(problem: Problem) -> Solution:
-    return solve_for_plan(replace(problem, limit=None, checked=True), time_limit=_QUICK)
+    return solve_for_plan(replace(problem, limit=None, checked=True), time_limit=_WHOLE)

@@ -39,6 +39,7 @@ from autoshard.specs import fixed_layouts, patterns_of, wished_layouts
 from autoshard.user_plan import Plan, Wish
 
 _OTHERS = 4  # layouts that an explanation shows beside the one that was chosen
+_SECONDS = 20.0  # that an explanation's search may take, unless the time limit is below
 _LISTED = 5  # paths that are near one that nothing fits
 
 
@@ -86,7 +87,7 @@ class Planner:
         kept = {i: layout for i, layout in self.fixed.items() if i != argument}
         is_free = argument not in self.fixed and not self.is_given
         question = ArgumentQuestion(self.formulation(kept), plan, argument, plan.bound if is_free else 0.0, cheapest)
-        others = question.others(_OTHERS, self.options.time_limit)
+        others = question.others(_OTHERS, min(self.options.time_limit, _SECONDS))
         return Explanation(
             argument=(*plan.arguments, *plan.captured)[argument],
             chosen=question.chosen,

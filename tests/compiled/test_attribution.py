@@ -37,9 +37,7 @@ SHARDINGS = {  # of weights, momentum and batch
 
 
 def assert_named(step, *args, **options):
-    """Of what `jax.jit` makes of shardings, or of what a plan makes of `fixed` ones."""
-    make = autoshard.plan if "fixed" in options else autoshard.evaluate
-    made = make(step, *args, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), **options)
+    made = autoshard.plan(step, *args, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), **options)
     found = made.verify().collectives
     assert found
     assert {one.source for one in found if not one.source.startswith(HERE)} == set()
@@ -49,8 +47,7 @@ def assert_named(step, *args, **options):
 @pytest.mark.parametrize("case", SHARDINGS)
 def test_collectives_have_the_users_lines(case):
     weights, momentum, batch = SHARDINGS[case]
-    given = {"in_shardings": ((weights, momentum), batch), "out_shardings": ((weights, momentum), None)}
-    assert_named(layers, STATE, BATCH, donate_argnums=0, **given)
+    assert_named(layers, STATE, BATCH, donate_argnums=0, fixed={"state/0": weights, "state/1": momentum, "x": batch})
 
 
 def product(w, x):

@@ -64,6 +64,7 @@ def exhaustive(plan, seconds, lag, limit):
 
 SMALL = [  # name, stages, microbatches
     *(("1f1b", p, m) for p, m in itertools.product(range(1, 7), range(1, 7)) if p * m <= 12 and (p, m) != (2, 6)),
+    pytest.param("1f1b", 2, 6, marks=pytest.mark.slow),  # 17,424 orders
     *(("zb_h1", p, m) for p, m in ((2, 2), (2, 3), (3, 2))),
     *(("zb_v", p, m) for p, m in ((2, 1), (3, 1))),
     ("chimera", 2, 2),

@@ -67,15 +67,19 @@ class GroupWork:
     def _least(self, group: Group, wants) -> np.ndarray | float:
         """Seconds that its operations take however little they do, per strategy."""
         operations = self.arrays.backend.operations
-        least, turn = operations.seconds(group), operations.turn_seconds(group)
-        if not turn:
-            return least
-        (first, *_) = group.equations
-        window = first.params["dimension_numbers"].update_window_dims
-        wanted = [want for use, want in zip(group.uses, wants, strict=True) if use.operand == 2]
-        shapes = [local_shape(first.inputs[2].shape, layout, self.arrays.mesh) for want in wanted for layout in want]
-        updates = [math.prod(size for dim, size in enumerate(shape) if dim not in window) for shape in shapes]
-        return least + turn * (np.array(updates) if updates else math.prod(first.inputs[1].shape[:-1]))
+        least: np.ndarray | float = operations.seconds(group)
+        for equation in group.equations:
+            if turn := operations.turn_seconds(equation):
+                least = least + turn * self._updates(equation, group, wants)
+        return least
+
+    def _updates(self, scatter: Equation, group: Group, wants) -> np.ndarray | float:
+        """How many updates of a scatter a device writes, per strategy; all of them, if they are made inside."""
+        shape, window = scatter.inputs[2].shape, scatter.params["dimension_numbers"].update_window_dims
+        uses = ((use.equation, use.operand) for use in group.uses)
+        wanted = [want for use, want in zip(uses, wants, strict=True) if use == (scatter, 2)]
+        shapes = [local_shape(shape, layout, self.arrays.mesh) for want in wanted[:1] for layout in want] or [shape]
+        return np.array([math.prod(size for dim, size in enumerate(one) if dim not in window) for one in shapes])
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""

@@ -31,7 +31,7 @@ class Operations:
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        inside = self.least_seconds * sum(_MORE.get(equation.primitive, 0) for equation in group.equations)
+        inside = self.least_seconds * sum(map(_more, group.equations))
         if group.repeated or group.stacks or group.ends_product or group.is_idle:
             return inside
         if group.contracts:
@@ -40,20 +40,27 @@ class Operations:
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.made))
         return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
 
-    def turn_seconds(self, group: Group) -> float:
+    def turn_seconds(self, equation: Equation) -> float:
         """What one update takes of a scatter that is run as a loop over its updates; 0 of any other operation.
 
         XLA for TPU does so where an update is a part of a row: that of a `dynamic_update_slice` in a batch. A few
         updates it writes one after the other.
         """
-        (first, *_) = group.equations
-        if not first.primitive.startswith("scatter") or math.prod(first.inputs[1].shape[:-1]) < _FEW:
+        if not equation.primitive.startswith("scatter") or math.prod(equation.inputs[1].shape[:-1]) < _FEW:
             return 0.0
-        numbers, operand, updates = first.params["dimension_numbers"], first.inputs[0].shape, first.inputs[2].shape
+        numbers = equation.params["dimension_numbers"]
+        operand, updates = equation.inputs[0].shape, equation.inputs[2].shape
         apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
         rows = [size for dim, size in enumerate(operand) if dim not in apart]
         parts = [updates[dim] for dim in numbers.update_window_dims]
         return self.least_seconds * _OF_A_TURN if any(map(operator.lt, parts, rows)) else 0.0
+
+
+def _more(equation: Equation) -> int:
+    """How many operations XLA makes of an equation beside one. A few rows it picks as slices, one by one."""
+    if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _FEW:
+        return 0
+    return _MORE.get(equation.primitive, 0)
 
 
 # Operations beside the one that an equation is: indices that are computed, words of a key that are taken apart, copies
@@ -75,7 +82,7 @@ _MORE = {
     "symmetric_product": 1,
     "tridiagonal_solve": 20,
 }
-_FEW = 16  # updates of a scatter
+_FEW = 16  # rows that are picked, or updates of a scatter
 _OF_A_TURN = 4  # operations, of the loop of a scatter
 
 
