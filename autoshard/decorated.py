@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeV
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from autoshard.arguments import (
+from autoshard.arrays.arguments import (
     ArrayType,
     abstract,
     is_deleted,

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from autoshard.agreement import Claims, check_alike, peak_of_all, plan_of_all
 from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import find, keep, key_of
 from autoshard.compiled.memory_check import MemoryWarning, within_limit
@@ -32,6 +31,7 @@ from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_o
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.processes import Group
+from autoshard.processes.agreement import Claims, check_alike, peak_of_all, plan_of_all
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined

@@ -36,8 +36,7 @@ ROOMS = {
     "user_plan": ["autoshard.user_plan"],
     "pipeline": ["autoshard.pipeline"],
     "api": [
-        *("autoshard.options", "autoshard.specs", "autoshard.arguments", "autoshard.cache"),
-        *("autoshard.processes", "autoshard.agreement"),
+        *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
         *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],

@@ -16,8 +16,8 @@ from oracles import mesh_of, slow_chips
 
 import autoshard
 from autoshard import agreement
-from autoshard.agreement import Claims
 from autoshard.options import options_of
+from autoshard.processes.agreement import Claims
 from autoshard.propagation import rules_for
 
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.arguments import abstract, type_of
+from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError
 from autoshard.options import Options

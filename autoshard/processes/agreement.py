@@ -25,7 +25,7 @@ from autoshard.cache import key_of, versions
 from autoshard.errors import ProcessError
 from autoshard.options import Options
 from autoshard.plans.files import to_json
-from autoshard.processes import PATIENCE, Group
+from autoshard.processes.group import PATIENCE, Group
 from autoshard.program import Equation, Program
 from autoshard.propagation import Rule
 from autoshard.report.units import bytes_text

@@ -1,0 +1,5 @@
+"""Processes that share a mesh: what they tell each other, and the one plan that all of them run."""
+
+from autoshard.processes.group import PATIENCE, Group
+
+__all__ = ["PATIENCE", "Group"]
