@@ -1,5 +1,6 @@
 """Propagation against Shardy's own pipeline, and by its properties."""
 
+import math
 import re
 from collections import Counter
 
@@ -15,7 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS, MORE_MODELS
-from oracles import mesh_of
+from oracles import SMALL, mesh_of
 
 import autoshard
 from autoshard.layout import axes_of
@@ -252,6 +253,20 @@ def test_more_train_steps_as_shardy(model_name, state_too):
     if state_too:
         state = [last_dim(np.shape(x)) for x in jax.tree.leaves(model.state)]
     check_step(model, state + batch)
+
+
+@pytest.mark.parametrize("name", ["gpt scan", "gpt remat", "lstm"])
+def test_loops_under_fsdp_as_shardy(name):
+    """Batch and weights want the same axes: who comes first at the carry of a loop decides for all that is inside."""
+    model, axes = SMALL[name](), tuple(MESH)
+
+    def largest(x):
+        dims = [dim for dim, size in enumerate(np.shape(x)) if size % math.prod(MESH.values()) == 0]
+        split = max(dims, key=lambda dim: np.shape(x)[dim], default=None)
+        return P(*(axes if dim == split else None for dim in range(np.ndim(x))))
+
+    state = list(map(largest, jax.tree.leaves(model.state)))
+    check_step(model, state + [P(axes) for _ in jax.tree.leaves(model.batches(0))])
 
 
 def last_dim(shape):
