@@ -97,6 +97,9 @@ class Plan(PlanData):
     def alternatives(self) -> Mapping[str, Prediction | None]:
         """What a step costs in data parallel, FSDP and tensor parallel form; None for what `absent` names.
 
+        The figures are those of the program that `jax.jit` makes. "FSDP, inner layouts planned" is a row of its own, if
+        the same arguments are faster so.
+
         A search finds them when they are first asked for, which takes about as long as planning. They are empty if the
         plan was loaded and saved without them. What each of them means exactly: `autoshard.plans.alternatives`.
         """

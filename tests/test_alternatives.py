@@ -19,7 +19,7 @@ from autoshard import planning
 from autoshard.errors import SolverError
 from autoshard.layout import layouts_of, spec_of
 from autoshard.plans import alternatives as module
-from autoshard.plans.alternatives import alternatives_of, solutions_of
+from autoshard.plans.alternatives import PLANNED, alternatives_of, solutions_of
 from autoshard.propagation import rules_for
 from autoshard.solver.problem import ForbiddenError
 
@@ -52,26 +52,31 @@ def alternatives():
     return plan, plan.alternatives
 
 
+def ours(name):
+    """An alternative with inner layouts planned: the second row where `jax.jit` does worse."""
+    _, found = alternatives()
+    return found.get(f"{name}, {PLANNED}") or found[name]
+
+
 def test_data_parallel_only_reduces_gradients_and_the_loss():
-    assert tally(alternatives()[1]["data parallel"].collectives) == {("all_reduce", ALL): 2 * EACH + F32}
+    assert tally(ours("data parallel").collectives) == {("all_reduce", ALL): 2 * EACH + F32}
 
 
 def test_fsdp_gathers_weights_and_scatters_gradients():
-    found = tally(alternatives()[1]["FSDP"].collectives)
+    found = tally(ours("FSDP").collectives)
     assert found.pop(("all_gather", ALL)) in (2 * EACH, 3 * EACH)  # the backward pass reads `down` too
     assert found == {("reduce_scatter", ALL): 2 * EACH // DEVICES, ("all_reduce", ALL): F32}
 
 
 def test_tensor_parallel_is_megatron():
     """Column then row: one all_reduce of activations; the backward pass needs none, since x is data."""
-    found = tally(alternatives()[1]["tensor parallel"].collectives)
+    found = tally(ours("tensor parallel").collectives)
     assert found == {("all_reduce", ALL): BATCH * WIDTH * F32 + found["all_reduce", ALL] % 64}  # and maybe the loss
 
 
 def test_memory_orders_as_everybody_knows():
-    _, found = alternatives()
-    assert found["FSDP"].peak_bytes < found["data parallel"].peak_bytes
-    assert found["data parallel"].peak_bytes >= 2 * EACH
+    assert ours("FSDP").peak_bytes < ours("data parallel").peak_bytes
+    assert ours("data parallel").peak_bytes >= 2 * EACH
 
 
 @pytest.mark.parametrize("topology", [slow_chips, v5e])

@@ -89,7 +89,7 @@ def _both_ways(name: str, formulation: Formulation, solution: Solution) -> dict[
     by_jit = prediction_of(jitted, choice.choice)
     if _is_faster(ours, by_jit):
         return {name: by_jit, f"{name}, {PLANNED}": ours}
-    return {name: ours}  # of what both do alike, jit's program is the one whose reshardings cannot share
+    return {name: ours}  # they are the same, but for what the problem counts too often of one of them
 
 
 def _is_faster(ours: Prediction, by_jit: Prediction) -> bool:

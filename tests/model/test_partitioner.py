@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
@@ -158,3 +160,24 @@ def test_what_is_joined_along_a_split_dim_goes_aside():
     shardings = {"in_shardings": (P(None, "y"), P(None, "y")), "out_shardings": P(None, "y")}
     found = autoshard.evaluate(joined, *arguments, mesh=mesh_of(PLANE), **shardings).verify()
     assert found.collectives_agree and {kind for kind, _ in found.actual} == {"all_to_all"}, str(found)
+
+
+def test_muon_under_fsdp_moves_what_jit_moves():
+    """Newton-Schulz multiplies matrices with themselves: propagation splits what our own layouts would gather once."""
+    optimizer = optax.contrib.muon(1e-3)
+    params = {"up": f32(16, 64), "down": f32(64, 16)}
+
+    def step(state, gradients):
+        params, moments = state
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    def largest(x):
+        dim = max(range(x.ndim), key=lambda dim: x.shape[dim], default=0)
+        return P(*(("x", "y") if i == dim and x.shape[dim] % 8 == 0 else None for i in range(x.ndim)))
+
+    arguments = (params, jax.eval_shape(optimizer.init, params)), params
+    specs = jax.tree.map(largest, arguments)
+    plan = autoshard.evaluate(step, *arguments, mesh=mesh_of(PLANE), in_shardings=specs, donate_argnums=0)
+    found = plan.verify()
+    assert sum(found.predicted.values()) == pytest.approx(sum(found.actual.values()), rel=0.1), str(found)

@@ -42,9 +42,7 @@ def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wan
             allowed[formulation.group_node(group)] = options
     try:
         solution = solve(free.restrict(allowed), budget=Budget.of(_TIME_LIMIT))
-    except SolverError as error:  #
-        print("FALLBACK", str(error)[:300])
-        # some value would have to be resharded in a way that no strategy has
+    except SolverError:  # some value would have to be resharded in a way that no strategy has
         solution = solve(free, budget=Budget.of(_TIME_LIMIT))
     cost, _ = verify(formulation.problem, solution.choice)
     return replace(solution, cost=cost, bound=0.0, status="feasible")
