@@ -28,9 +28,10 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{PORT}", COUNT, HERE)
 
 import autoshard  # noqa: E402
-from autoshard import planning, processes  # noqa: E402
+from autoshard import planning  # noqa: E402
+from autoshard.processes import group  # noqa: E402
 
-processes.PATIENCE = processes.Patience(poll=0.05, beat=0.2, silence=4.0, arrival=6.0)
+group.PATIENCE = group.Patience(poll=0.05, beat=0.2, silence=4.0, arrival=6.0)
 SEARCHES = [0]
 solved = planning._solved
 

@@ -15,8 +15,8 @@ import pytest
 from oracles import mesh_of, slow_chips
 
 import autoshard
-from autoshard import agreement
 from autoshard.options import options_of
+from autoshard.processes import agreement
 from autoshard.processes.agreement import Claims
 from autoshard.propagation import rules_for
 
