@@ -5,6 +5,8 @@ import os
 
 import jax
 
+collect_ignore = ["many_processes.py"]  # a program, which tests start
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

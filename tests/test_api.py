@@ -639,8 +639,8 @@ def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
 
 def test_an_axis_that_divides_nothing_is_reported_and_idle():
     plan = autoshard.plan(step, WEIGHTS, BATCH, mesh=Mesh(np.array(jax.devices()[:7]), ("odd",)))
-    (warning,) = plan.warnings
-    assert warning.startswith("mesh axis 'odd' (7 devices) divides no dim of step: its dims are 8, 16, 32.")
+    said = "mesh axis 'odd' (7 devices) divides no dim of step: its dims are 8, 16, 32."
+    (warning,) = (one for one in plan.warnings if one.startswith(said))
     assert warning in str(plan).replace("\n", " ")
     assert all(placed.spec == P() for placed in plan.arguments)
 

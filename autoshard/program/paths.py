@@ -34,7 +34,7 @@ _ADDRESS = re.compile(
 
 
 def printable(text: str, kept: str = "") -> str:
-    """A text that a terminal shows as it is: its control characters, and others that nobody sees, are written out.
+    r"""A text that a terminal shows as it is: its control characters, and others that nobody sees, are written out.
 
     >>> printable("layer\x1b[31m"), printable("größer"), printable("a\nb", kept="\n")
     ('layer\\x1b[31m', 'größer', 'a\nb')

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,12 @@ from autoshard.mesh.machines import parse_machine
 from autoshard.mesh.targets import compiler_options, target_mesh
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.xla.backends import V5E, backend_of
-from autoshard.program import Value
+from autoshard.options import options_of
+from autoshard.planning import cheapest, formulated, lowered
+from autoshard.plans.making import make_plan
+from autoshard.program import Value, trace
+from autoshard.propagation import rules_for
+from autoshard.user_plan import Plan
 
 # chip -> what compiles for it
 EXTRAS = {"v5e": "libtpu", "v5p": "libtpu", "v6e": "libtpu", "h100": "jax_cuda13_plugin"}
@@ -353,7 +359,7 @@ def heads_step(weights, x):
     """Gradients of [512, 16, 64], which lie split along each of their dims, and of [512, 2048]."""
 
     def loss(weights):
-        heads = sum(jnp.einsum("bm,mhd->bhd", x, w) for w in weights["heads"])
+        heads = sum(jnp.tanh(jnp.einsum("bm,mhd->bhd", x, w)) for w in weights["heads"])
         return jnp.sum(jnp.tanh(heads.reshape(len(x), -1) @ weights["out"]) ** 2)
 
     value, gradients = jax.value_and_grad(loss)(weights)
@@ -366,11 +372,20 @@ def test_tpu_reduce_scatters_what_a_plan_does(axes):
     needs("v5e:4x4")
     every = tuple(axes)
     weights = {"heads": [f32(512, 16, 64)] * 3, "out": f32(1024, 2048)}
-    specs = {"heads": [P(every), P(None, every), P(None, None, every)], "out": P(None, every)}
-    plan = autoshard.evaluate(
-        heads_step, weights, f32(8192, 512), mesh=AbstractMesh(tuple(axes.values()), every), topology="v5e:4x4",
-        in_shardings=(specs, P(every)), donate_argnums=0,
-    )  # fmt: skip
+    heads = {f"weights/heads/{dim}": P(*[None] * dim, every) for dim in range(3)}
+    mesh, fixed = AbstractMesh(tuple(axes.values()), every), {**heads, "weights/out": P(None, every), "x": P(every)}
+    options = options_of(mesh, topology="v5e:4x4", fixed=fixed)
+    program = trace(heads_step, (weights, f32(8192, 512)), {}, donate_argnums=0)
+    formulation = formulated(program, rules_for(program), options)
+    scattering = {}  # a plan that reduce_scatters wherever it may, also where all_reduces are as fast
+    for group in formulation.groups:
+        ways = formulation.priced[group.index].strategies
+        kinds = [{finish.kind for finish in way.finishes} for way in ways]
+        if any("reduce_scatter" in kind for kind in kinds) and group.made[0].value.shape:
+            scattering[formulation.group_node(group)] = [i for i, kind in enumerate(kinds) if "all_reduce" not in kind]
+    restricted = replace(formulation, problem=formulation.problem.restrict(scattering))
+    made = make_plan(formulation, cheapest(restricted, 20), mesh, ())
+    plan = lowered(program, Plan.of(made), {})
     found = plan.verify(target="v5e:4x4")
     scattered = {one: bytes for one, bytes in found.actual.items() if one[0] == "reduce_scatter"}
     expected = {one: bytes for one, bytes in found.predicted.items() if one[0] == "reduce_scatter"}
