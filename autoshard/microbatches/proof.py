@@ -41,7 +41,9 @@ from autoshard.microbatches.relations import (
     joined,
     keeps_zero,
     linear,
+    rounds,
     scaled_dims,
+    widens,
 )
 from autoshard.microbatches.row_numbers import row_column
 from autoshard.microbatches.rows import Microbatches
@@ -86,7 +88,7 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
     """How `whole` follows from `part`, run on each microbatch.
 
     Args:
-        whole: the step, its calls opened (`jaxprs.opened`).
+        whole: the step, its calls opened (`opening.opened`).
         part: the same for the rows of one microbatch.
         split: which arguments have rows.
 
@@ -273,7 +275,7 @@ class _Walk:
         if Known.AFTER in relations:
             return [Known.AFTER] * len(eqn.outvars)
         if any(isinstance(relation, Partial) for relation in relations):
-            is_linear = linear(name, relations, pads_with=1 if name == "pad" else None)
+            is_linear = linear(name, relations, pads_with=1 if name == "pad" else None) and not rounds(eqn)
             if not is_linear and _moves_only(name) and len(relations) == 1:
                 return list(relations) * len(eqn.outvars)
             return [Partial("add") if is_linear else Known.AFTER] * len(eqn.outvars)
@@ -445,15 +447,7 @@ def _may_run_in_loop(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
         return False
     if not any(isinstance(relation, Partial) for relation in relations):
         return True
-    return eqn.primitive.name in _SUMMED_ON and _widens(eqn) and linear(eqn.primitive.name, relations)
-
-
-def _widens(eqn: JaxprEqn) -> bool:
-    """Whether a sum may as well be taken in the type of the result."""
-    if eqn.primitive.name != "convert_element_type":
-        return True
-    operand, result = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
-    return bool(operand.dtype.itemsize < result.dtype.itemsize)
+    return eqn.primitive.name in _SUMMED_ON and widens(eqn) and linear(eqn.primitive.name, relations)
 
 
 def _reads_positions(eqn: JaxprEqn, relations: Sequence[Relation]) -> str | None:

@@ -25,6 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import jax.numpy as jnp
+
+from autoshard.jaxprs import JaxprEqn, aval_of
 from autoshard.propagation.rule import Rule
 
 Shape = tuple[int, ...]
@@ -125,6 +128,23 @@ def linear(primitive: str, relations: Sequence[Relation], *, pads_with: int | No
     if primitive in _TOGETHER:
         return all(relation is Known.ZERO for relation in others)
     return len(parts) == 1
+
+
+def rounds(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes whole numbers of others, so that it matters whether it comes before a sum or after."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    operand, result = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
+    to_bool, to_whole = jnp.issubdtype(result, jnp.bool_), not jnp.issubdtype(result, jnp.inexact)
+    return to_bool or (to_whole and jnp.issubdtype(operand, jnp.inexact))
+
+
+def widens(eqn: JaxprEqn) -> bool:
+    """Whether a sum may as well be taken in the type of the result."""
+    if eqn.primitive.name != "convert_element_type":
+        return True
+    operand, result = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
+    return not rounds(eqn) and bool(operand.dtype.itemsize < result.dtype.itemsize)
 
 
 def keeps_zero(primitive: str, relations: Sequence[Relation]) -> bool:

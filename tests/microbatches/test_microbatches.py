@@ -179,6 +179,16 @@ def test_results_per_row_come_back_in_their_places():
     check(step, (WEIGHTS, BATCH), groups=2)
 
 
+def test_whole_numbers_are_made_of_sums():
+    def step(weights, batch):
+        total = jnp.sum(layers(weights, batch["x"])) * 10
+        return total.astype(jnp.int32), total.astype(bool), (jnp.sum(batch["x"] > 0) * 0.7).astype(jnp.int32)
+
+    check(step, (WEIGHTS, BATCH))
+    with pytest.raises(MicrobatchError):  # a call that is one equation runs in every microbatch, or in none
+        in_parts(jax.checkpoint(step), (WEIGHTS, BATCH), 4)
+
+
 # What needs the whole batch, and the words of the refusal.
 
 
