@@ -349,11 +349,11 @@ def verify(
             donate_argnums=tuple(i for i, given in enumerate(donated) if given),
         )
     except AutoshardError as error:
-        return verification(None, found, found.mesh, unpredicted=str(error))
+        return verification(None, found, unpredicted=str(error))
     prediction = without_dropped(predicted.predicted, found, predicted.arguments)
     constants = sum(one.local_bytes for one in predicted.captured)  # as jit has them: XLA's account leaves them out
     prediction = replace(prediction, peak_bytes=prediction.peak_bytes - constants)
-    return verification(prediction, found, found.mesh, plain=True)
+    return verification(prediction, found)
 
 
 def _shardings_in(tree: Any) -> list[Any]:
@@ -367,7 +367,7 @@ def _verification_of_wrapped(fn: Callable[..., Any], lowered: Any, mesh: Mesh) -
         raise ArgumentError(f"{fn!r} does not lower to a program of JAX; give verify jax.jit(fn, ...)")
     found = compiled(inner, mesh)
     why = f"{type(fn).__module__.split('.')[0]} takes its arguments apart. Give verify autoshard(fn, ...) instead"
-    return verification(None, found, mesh, unpredicted=why)
+    return verification(None, found, unpredicted=why)
 
 
 def propagate(

@@ -344,7 +344,7 @@ class Plan(PlanData):
         # Anew: XLA says what it gathers whole while it compiles, and JAX would not compile what it has compiled.
         found = compiled(replace(self.lowering)(mesh), mesh)
         predicted = without_dropped(self.predicted, found, (*self.arguments, *self.captured))
-        return verification(predicted, found.named(self.lowering.program), mesh)
+        return verification(predicted, found.named(self.lowering.program))
 
     def __str__(self) -> str:
         return text_of(self._sections())

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 from models import MODELS, Model, gpt
 
 from autoshard import Collective, Link, Topology, plan
+from autoshard.layout import shards
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.scatters import Scatters
 
@@ -93,6 +94,15 @@ def tally(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]]
     for collective in collectives:
         found[collective.kind, collective.axes] += collective.bytes
     return dict(found)
+
+
+def as_all_reduces(collectives: Iterable[Collective], mesh: dict[str, int]) -> list[Collective]:
+    """What XLA's partitioner makes of reduce_scatters where nothing turns it back: all_reduces of the whole."""
+
+    def shown(one: Collective) -> Collective:
+        return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
+
+    return [shown(one) if one.kind == "reduce_scatter" else one for one in collectives]
 
 
 def adjusted(backend: Backend, habit: str, **constants) -> Backend:

@@ -7,12 +7,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import gpt
-from oracles import mesh_of, tally, v5e
+from oracles import as_all_reduces, mesh_of, tally, v5e
 
 import autoshard
 from autoshard import MeshError
 from autoshard.compiled.collectives import read_collectives
-from autoshard.compiled.verification import as_all_reduces
 from autoshard.propagation import operations
 
 SHAPE = {"data": 4, "model": 2}

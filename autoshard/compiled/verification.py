@@ -18,12 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard.compiled.collectives import equation_of, peak_bytes, read_collectives, source_lines
 from autoshard.compiled.schedule import Schedule, schedule_of
 from autoshard.errors import MeshError
-from autoshard.layout import MeshShape, shards
 from autoshard.mesh.chips import chip_of
 from autoshard.mesh.collectives import Collective
 from autoshard.mesh.targets import compiler_options
 from autoshard.mesh.topology import Topology
-from autoshard.model.xla.backends import backend_of
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
@@ -140,19 +138,10 @@ class Verification:
         return text_of(self.sections())
 
 
-def verification(
-    predicted: Prediction | None, found: CompiledProgram, mesh: Mesh, *, plain: bool = False, unpredicted: str = ""
-) -> Verification:
-    """What was predicted for a program, if it was, beside what was compiled for `mesh`.
-
-    Args:
-        plain: whether it is a program under `jax.jit` alone, which XLA's partitioner finishes all sums of.
-    """
-    foreseen: Sequence[Collective] = predicted.collectives if predicted else ()
-    if plain and not backend_of(mesh).scatters.from_all_reduces:
-        foreseen = as_all_reduces(foreseen, dict(mesh.shape))
+def verification(predicted: Prediction | None, found: CompiledProgram, *, unpredicted: str = "") -> Verification:
+    """What was predicted for a program, if it was, beside what was compiled."""
     return Verification(
-        predicted=traffic(foreseen),
+        predicted=traffic(predicted.collectives if predicted else ()),
         actual=traffic(found.collectives),
         predicted_peak=predicted.peak_bytes if predicted else 0,
         actual_peak=found.peak_bytes,
@@ -247,15 +236,6 @@ def traffic(collectives: Iterable[Collective]) -> Traffic:
     for one in collectives:
         found[one.kind, one.axes] = found.get((one.kind, one.axes), 0) + one.bytes
     return found
-
-
-def as_all_reduces(collectives: Iterable[Collective], mesh: MeshShape) -> list[Collective]:
-    """What XLA's partitioner makes of reduce_scatters where nothing turns it back: all_reduces of the whole."""
-
-    def shown(one: Collective) -> Collective:
-        return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
-
-    return [shown(one) if one.kind == "reduce_scatter" else one for one in collectives]
 
 
 def _named(one: Collective, program: Program) -> Collective:

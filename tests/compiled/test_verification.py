@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracles import SMALL, mesh_of, tally, v5e
+from oracles import SMALL, as_all_reduces, mesh_of, tally, v5e
 
 import autoshard
 from autoshard import ArgumentError, Collective, MeshError, Plan, PlanError
 from autoshard.compiled import verification as module
 from autoshard.compiled.collectives import peak_bytes, read_collectives
-from autoshard.compiled.verification import Rematerialization, as_all_reduces, rematerializations_in, traffic
+from autoshard.compiled.verification import Rematerialization, rematerializations_in, traffic
 from autoshard.program import trace
 
 SHAPE = {"x": 4, "y": 2}
