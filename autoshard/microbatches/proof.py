@@ -189,9 +189,7 @@ class _Walk:
             env[var] = Rows(self.split.dims[i], 1) if i in self.split.dims else Known.BEFORE
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
             if (relation := self.made_of_nothing(var, other, Known.BEFORE)) is None:
-                raise refusal(
-                    _Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not"), self.split
-                )
+                raise _Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not")
             env[var] = relation
         places: list[Known | None] = []
         inside: set[Var] = set()  # made in every microbatch
