@@ -20,6 +20,7 @@ from autoshard.errors import ConflictError, MemoryLimitError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
+from autoshard.meshes.cutoff import Cutoff
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
@@ -326,9 +327,11 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
 
     Raises:
         MemoryLimitError: there is none.
+        SlowMesh: it is proven to take longer than `options.enough`.
     """
+    progress = options.progress if options.enough is None else Cutoff(options.enough, options.progress)
     try:
-        return cheapest(formulation, options.time_limit, until, options.progress)
+        return cheapest(formulation, options.time_limit, until, progress)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from autoshard.layout import MeshShape
-from autoshard.mesh.chips import CHIPS, Chip
+from autoshard.mesh.chips import CHIPS, Chip, chip_of
 from autoshard.mesh.links import Link
 from autoshard.mesh.machines import Machine
 
@@ -59,6 +59,19 @@ def parts_of_mesh(mesh: Mesh, chip: Chip) -> dict[str, Parts]:
     grid = places.reshape(*mesh.devices.shape, -1)
     lines = {axis: np.moveaxis(grid, dim, -2) for dim, axis in enumerate(mesh.axis_names)}
     return {axis: _parts_along(lines[axis], extents, whole, chip) for axis in lines}
+
+
+def dims_of_devices(devices: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
+    """What devices are wired along: slices or hosts, and the devices along each dim inside one.
+
+    Devices that do not fill such a grid are taken for one dim.
+    """
+    chip = chip_of(devices[0].device_kind) or CHIPS["cpu"]
+    places = _places(devices, chip)
+    groups, *inner = (len(np.unique(column)) for column in places.T)
+    sizes = tuple(size for size in inner if size > 1) if chip.torus_dims else (len(devices) // groups,)
+    fills = groups * math.prod(sizes) == len(devices)
+    return (groups, sizes or (1,)) if fills else (1, (len(devices),))
 
 
 def _parts_along(lines: np.ndarray, extents: Sequence[int], whole: Sequence[Link], chip: Chip) -> Parts:
