@@ -123,9 +123,9 @@ def autoshard(
     Args:
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
-            That of `like` by default. ``"auto"``: the mesh, of one to four axes, on which the step is the fastest; it is
-            chosen when arguments first come, among meshes over the machine that `topology` names, or over so many
-            devices if it is a number, or else over the devices at hand. `Plan.meshes` has them all.
+            That of `like` by default. ``"auto"``: the mesh, of one to four axes, on which the step is the fastest. It
+            is chosen when arguments first come, among meshes over the machine that `topology` names, or over so many
+            devices if it is a number, or else over the devices at hand. `Plan.meshes` lists them.
         memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
             predicted to fill at most 85% of it, on GPU 70%, since predictions can be off. Before a step runs, XLA's
             figure for its compiled program is held against the limit; where that is over, the step is planned again.

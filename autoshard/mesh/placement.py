@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,27 @@ def _laid_out(chip: Chip, dims: Sequence[int], axes: MeshShape) -> dict[str, Par
     # the inner axes are tried first for the inner wires; as many axes as possible get whole dims
     choices = itertools.product([*reversed(list(axes)), None], repeat=len(wires))
     best = max((laid(choice[::-1]) for choice in choices), key=len)
-    return {axis: best.get(axis, [(size, chip.along())]) for axis, size in axes.items()}
+    owned = [link for parts in best.values() for _, link in parts]
+    left = sum(link.bandwidth for _, link in wires) - sum(link.bandwidth for link in owned)
+    line = replace(chip.along(), wires=("torus", left)) if left and len(best) < len(axes) - 1 else chip.along()
+    return {axis: best.get(axis, [(size, line)]) for axis, size in axes.items()}
+
+
+def shared_out(pieces: Sequence[int], products: Sequence[int]) -> list[int] | None:
+    """Which product each piece is a factor of, so that the pieces of each make it up; None if there is no such way.
+
+    >>> shared_out([16, 4, 4], [64, 4]), shared_out([16, 16], [64, 4])
+    ([0, 0, 1], None)
+    """
+    if not pieces:
+        return [] if all(product == 1 for product in products) else None
+    piece, *rest = pieces
+    for i, product in enumerate(products):
+        if product % piece == 0:
+            left = [*products[:i], product // piece, *products[i + 1 :]]
+            if (others := shared_out(rest, left)) is not None:
+                return [i, *others]
+    return None
 
 
 def parts_of_mesh(mesh: Mesh, chip: Chip) -> dict[str, Parts]:
@@ -91,7 +112,10 @@ def _parts_along(lines: np.ndarray, extents: Sequence[int], whole: Sequence[Link
         count = int(counts[0, dim])
         if 1 < count < extents[dim]:
             stride = int(np.ptp(lines[0, :, dim])) // (count - 1)
-            link = chip.along(link.ring and count * stride == extents[dim], stride)
+            link = replace(
+                chip.along(link.ring and count * stride == extents[dim], stride),
+                wires=(f"dim {dim - 1}", link.bandwidth),
+            )
         parts.append((count, link))
     return parts
 

@@ -15,6 +15,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autoshard.mesh.placement import shared_out
+
 MOST_AXES = 4
 
 # Names of axes, outermost first, by how many there are.
@@ -90,31 +92,16 @@ def _cuts(machine: MachineDims, sizes: Sequence[int]) -> int | None:
         return None
     cuts = max(0, groups_along - 1)
     whole = [size for size in machine.inner if size > 1]
-    if _is_made_of(whole, inside):
+    if shared_out(whole, inside) is not None:
         return cuts
     if cuts:
         return None
     for i, size in enumerate(whole):
         others = whole[:i] + whole[i + 1 :]
         pairs = ((part, size // part) for part in range(2, size) if size % part == 0)
-        if any(_is_made_of([*others, *pair], inside) for pair in pairs):
+        if any(shared_out([*others, *pair], inside) is not None for pair in pairs):
             return cuts + 1
     return None
-
-
-def _is_made_of(pieces: Sequence[int], products: Sequence[int]) -> bool:
-    """Whether the pieces can be shared out so that these are their products.
-
-    >>> _is_made_of([16, 4, 4], [64, 4]), _is_made_of([16, 16], [64, 4])
-    (True, False)
-    """
-    if not pieces:
-        return all(product == 1 for product in products)
-    piece, *rest = pieces
-    return any(
-        product % piece == 0 and _is_made_of(rest, [*products[:i], product // piece, *products[i + 1 :]])
-        for i, product in enumerate(products)
-    )
 
 
 def named_meshes(sizes: Iterable[tuple[int, ...]], named: Sequence[str]) -> list[dict[str, int]]:

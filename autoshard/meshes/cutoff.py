@@ -9,8 +9,8 @@ from collections.abc import Callable
 from autoshard.solver.progress import Progress
 
 
-class SlowMesh(Exception):  # noqa: N818: nothing went wrong; no handler of errors should see it
-    """A mesh on which no plan is as fast as what is known."""
+class SlowMesh(Exception):
+    """A mesh on which no plan is as fast as what is known. It is no `AutoshardError`: nothing went wrong."""
 
     def __init__(self, bound: float):
         super().__init__(bound)

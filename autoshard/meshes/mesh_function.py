@@ -49,7 +49,9 @@ class Ranking:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a plan says of the meshes that are not in its table."""
-        slow = f"{self.slower} other meshes are proven to be slower than the first two, and were not planned to the end."
+        slow = (
+            f"{self.slower} other meshes are proven to be slower than the first two, and were not planned to the end."
+        )
         late = f"the time limit left {len(self.untried)} meshes untried: {', '.join(map(_text, self.untried))}."
         return (f"mesh='auto': {slow}",) * bool(self.slower) + (f"mesh='auto': {late}",) * bool(self.untried)
 
@@ -159,6 +161,12 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 continue
             except (MemoryLimitError, ConflictError, MeshError) as error:
                 errors.append(error)
+                continue
+            except ValueError as error:
+                if "not found in mesh" not in str(error):  # what JAX says of axes that the step names
+                    raise
+                shape = _text(options.mesh.shape)
+                errors.append(MeshError(f"the step names axes that no mesh here has, as {shape}: {error}"))
                 continue
             predicted = made.predicted
             one = PlannedMesh(dict(options.mesh.shape), predicted.step_seconds, predicted.peak_bytes)

@@ -169,7 +169,9 @@ def meshes(plan: PlanData) -> Section:
         (" x ".join(f"{axis} {size}" for axis, size in shape.items()), Seconds(seconds), Bytes(peak))
         for shape, seconds, peak in plan.meshes
     ]
-    return Section(("Meshes",), (*(Column(name, is_number=True) for name in ("per step", "peak per device")),), tuple(rows))
+    return Section(
+        ("Meshes",), (*(Column(name, is_number=True) for name in ("per step", "peak per device")),), tuple(rows)
+    )
 
 
 def collectives(found: Iterable[Collective], title: str = "Collectives per step") -> Section:
