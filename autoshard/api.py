@@ -168,14 +168,12 @@ def autoshard(
     """
     if mesh is None and isinstance(like, Plan):
         mesh = like.typed_mesh
-    place = None
+    meshes: list[Any] = [mesh]
     if mesh == "auto":
         place = Place.of(topology)
         topology = place.machine
         said = plan if plan is not None else like
         meshes = place.meshes(axes_in(fixed)) if said is None else [place.mesh(_mesh_shape_of(said))]
-    else:
-        meshes = [mesh]
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -20,6 +21,7 @@ from autoshard.program import Program
 from autoshard.program.flattening import flattened
 from autoshard.propagation import rules_for
 from autoshard.user_plan import Plan
+from autoshard.variants.variant import StepVariants, Variant
 
 RANKED = 2  # of the ranking's first meshes, none is left out because another is faster
 
@@ -142,7 +144,8 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
         found: list[tuple[PlannedMesh, ShardedFunction[..., Any]]] = []
         errors: list[AutoshardError] = []
         until = time.monotonic() + self._options_of_meshes[0].time_limit
-        slower, untried, program = 0, [], None
+        slower, untried = 0, []
+        shared: StepVariants | None = None
 
         def enough() -> float:
             return found[RANKED - 1][0].seconds if len(found) >= RANKED else math.inf
@@ -153,9 +156,10 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 continue
             step = self._on(replace(options, enough=enough, refine=1, is_memory_given=False))
             try:
-                if program is None:
-                    program = step.trace(*args, **kwargs)
-                made = self._planned_on(step, program, args, kwargs)
+                shared = shared or self._traced_for_all(step, args, kwargs)
+                if shared is not None:
+                    vars(step)["_traced"] = functools.partial(_already_traced, shared)
+                made = step.plan(*args, **kwargs)
             except SlowMesh:
                 slower += 1
                 continue
@@ -180,22 +184,26 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
             fastest._planned_before = best._planned_before
         return ranking, fastest
 
-    def _planned_on(self, step: ShardedFunction[..., Any], program: Program, args: Any, kwargs: Any) -> Plan:
-        """The plan on the mesh of `step`; of a program traced for another mesh, if it is the same on every mesh."""
-        if self._kind is not ShardedFunction or not _is_same_on_every_mesh(program):
-            return step.plan(*args, **kwargs)
+    def _traced_for_all(self, step: ShardedFunction[..., Any], args: Any, kwargs: Any) -> StepVariants | None:
+        """The step traced, if it is the same on every mesh."""
+        if self._kind is not ShardedFunction:
+            return None
         static, dynamic = step._static.split(args, kwargs)
-        types = step._types(flattened(dynamic).arrays, static, dynamic)
-        return step._planned_to_fit(program, static, dynamic, types).plan
+        traced = step._traced(static, dynamic, step._types(flattened(dynamic).arrays, static, dynamic))
+        return traced if _is_same_on_every_mesh(traced.program(Variant())) else None
+
+
+def _already_traced(traced: StepVariants, *call: Any) -> StepVariants:
+    return traced
 
 
 def _is_same_on_every_mesh(program: Program) -> bool:
-    """Whether nothing in the step names axes of a mesh, so that it need be traced only once."""
+    """Whether nothing in the step names axes of a mesh."""
     if program.ordered_arguments or program.wishes or program.types is not None or program.closes_over_tracers:
         return False
-    return not any(rule.given or rule.beside for rule in rules_for(program)) and not any(
-        equation.primitive == "shard_map" for equation in program.equations
-    )
+    if any(equation.primitive == "shard_map" for equation in program.equations):
+        return False
+    return not any(rule.given or rule.beside for rule in rules_for(program))
 
 
 def _text(shape: MeshShape) -> str:
