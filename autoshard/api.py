@@ -16,6 +16,8 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
+from autoshard.meshes.mesh_function import MeshChoosingFunction
+from autoshard.meshes.places import Place, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
@@ -28,16 +30,16 @@ from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Planner
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.user_plan import Comparison, Plan
+from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
 
 @overload
 def autoshard(
     fn: Callable[Parameters, Result],
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | Literal["auto"],
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
@@ -56,9 +58,9 @@ def autoshard(
 def autoshard(
     fn: None = None,
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | Literal["auto"],
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
@@ -88,9 +90,9 @@ def autoshard(
 def autoshard(
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh | Literal["auto"] | None = None,
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
@@ -121,7 +123,9 @@ def autoshard(
     Args:
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
-            That of `like` by default.
+            That of `like` by default. ``"auto"``: the mesh, of one to four axes, on which the step is the fastest. It
+            is chosen when arguments first come, among meshes over the machine that `topology` names, or over so many
+            devices if it is a number, or else over the devices at hand. `Plan.meshes` lists them.
         memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
             predicted to fill at most 85% of it, on GPU 70%, since predictions can be off. Before a step runs, XLA's
             figure for its compiled program is held against the limit; where that is over, the step is planned again.
@@ -164,29 +168,46 @@ def autoshard(
     """
     if mesh is None and isinstance(like, Plan):
         mesh = like.typed_mesh
-    options = options_of(
-        mesh,
-        memory=memory,
-        topology=topology,
-        fixed=fixed,
-        time_limit=time_limit,
-        cache=cache,
-        refine=refine,
-        ignore_constraints=ignore_constraints,
-        trips=trips,
-        microbatches=microbatches,
-    )
+    meshes: list[Any] = [mesh]
+    if mesh == "auto":
+        place = Place.of(topology)
+        topology = place.machine
+        said = plan if plan is not None else like
+        meshes = place.meshes(axes_in(fixed)) if said is None else [place.mesh(_mesh_shape_of(said))]
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
+    all_options = [
+        options_of(
+            one,
+            memory=memory,
+            topology=topology,
+            fixed=fixed,
+            time_limit=time_limit,
+            cache=cache,
+            refine=refine,
+            ignore_constraints=ignore_constraints,
+            trips=trips,
+            microbatches=microbatches,
+        )
+        for one in meshes
+    ]
+    options = all_options[0]
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         kind = ShardedFunction if pad is None else PaddedFunction
+        if mesh == "auto" and plan is None and like is None:
+            return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)
         return kind(fn, options=options, jit_keywords=jit_keywords, given=given)
 
     return decorate if fn is None else decorate(fn)
+
+
+def _mesh_shape_of(plan: Plan | str | Path) -> dict[str, int]:
+    """The axes of the mesh that a plan, or the one in a file, was made for."""
+    return dict(plan.mesh.shape if isinstance(plan, Plan) else mesh_of_file(plan).shape)
 
 
 def _plan_on(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Plan | None:
@@ -197,9 +218,9 @@ def _plan_on(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Plan 
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh | Literal["auto"] | None = None,
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,

@@ -51,6 +51,7 @@ class Options:
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
     pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
+    enough: Callable[[], float] | None = None  # seconds: a plan that is proven to take longer is not sought further
 
 
 def options_of(

@@ -20,9 +20,11 @@ from autoshard.errors import ConflictError, MemoryLimitError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
+from autoshard.meshes.cutoff import Cutoff
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.option_sets.growing import in_parts, is_too_large
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
@@ -39,11 +41,13 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
+from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
+PARTS = 8  # of the time limit: what each search for a part of a large problem gets
 LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
@@ -217,7 +221,8 @@ def formulated(
     wished = wished_layouts(program, mesh_shape) if fixed is None else {}
     fixed = asked_layouts(program, options) if fixed is None else fixed
     _check_types(program, fixed)
-    return formulate(
+    make = functools.partial(
+        formulate,
         program,
         rules,
         mesh_shape,
@@ -227,6 +232,12 @@ def formulated(
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=options.backend,
     )
+    if not is_too_large(program, mesh_shape):
+        return make()
+    axes = [axis for axis, size in mesh_shape.items() if size > 1]
+    seconds = options.time_limit / PARTS
+    make = functools.partial(make, steps={})  # which the parts share
+    return in_parts(axes, lambda offered: make(offered=offered), lambda part: solve_within(part, seconds))
 
 
 def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
@@ -326,9 +337,13 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
 
     Raises:
         MemoryLimitError: there is none.
+        SlowMesh: it is proven to take longer than `options.enough`.
     """
+    progress = options.progress
+    if options.enough is not None and formulation.least is None:  # the bound of a part is not that of the whole
+        progress = Cutoff(options.enough, progress)
     try:
-        return cheapest(formulation, options.time_limit, until, options.progress)
+        return cheapest(formulation, options.time_limit, until, progress)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -354,8 +369,11 @@ def cheapest(
 
     solution = solve_within(formulation, time_limit, until, progress)
     if time.monotonic() > until:
-        return at_its_price(solution, prediction_of(formulation, solution.choice))
-    return with_limited_overlap(formulation, solution, solve)
+        solution = at_its_price(solution, prediction_of(formulation, solution.choice))
+    else:
+        solution = with_limited_overlap(formulation, solution, solve)
+    least = formulation.least
+    return solution if least is None else with_bound(solution, min(least, solution.bound))
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
