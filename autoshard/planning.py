@@ -39,6 +39,7 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
+from autoshard.solver.searches.search_run import Search
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
@@ -328,7 +329,7 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
         MemoryLimitError: there is none.
     """
     try:
-        return cheapest(formulation, options.time_limit, until, options.progress)
+        return cheapest(formulation, options.time_limit, until, options.progress, options.search)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -338,6 +339,7 @@ def cheapest(
     time_limit: float,
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
+    search: str | Search | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
@@ -345,14 +347,15 @@ def cheapest(
         time_limit: seconds that the search may take, and its measure of work.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
         progress: told what is known, as by `solve`.
+        search: as for `solve`.
     """
 
     def solve(problem: Problem) -> Solution | None:
         if time.monotonic() > until:
             return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress, search)
 
-    solution = solve_within(formulation, time_limit, until, progress)
+    solution = solve_within(formulation, time_limit, until, progress, search)
     if time.monotonic() > until:
         return at_its_price(solution, prediction_of(formulation, solution.choice))
     return with_limited_overlap(formulation, solution, solve)
