@@ -31,16 +31,18 @@ class Position(Moves):
         cost: of the choice; `never` and more where something is forbidden.
         excess: bytes over the limit, summed over pressure points; 0: the choice fits.
         sizes: node -> how many options it has.
+        decided: nodes that have more than one option.
+        looks: node -> seconds of a quiet core that a look at its options takes.
     """
 
     def __init__(self, problem: Problem, run: SearchRun):
         super().__init__(problem, run.rng)
         self.run = run
         self.sizes = [len(costs) for costs in problem.costs]
-        self.decided = [node for node, size in enumerate(self.sizes) if size > 1]  # nodes that have a choice at all
+        self.decided = [node for node, size in enumerate(self.sizes) if size > 1]
         self.room = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
         self._spans = [_span(lives) for lives in self.lives]
-        self._looks = [SECONDS_PER_LOOK + SECONDS_PER_NEIGHBOUR * len(tables) for tables in self.tables]
+        self.looks = [SECONDS_PER_LOOK + SECONDS_PER_NEIGHBOUR * len(tables) for tables in self.tables]
         self.start(self.choice.tolist())
 
     def start(self, choice: Sequence[int]) -> None:
@@ -54,7 +56,7 @@ class Position(Moves):
         self.cost = nodes + pairs
         self.bytes = self.held()
         self.excess = float(np.maximum(self.bytes - self.room, 0.0).sum())
-        self.run.spend(sum(self._looks))
+        self.run.spend(sum(self.looks))
 
     def random_choice(self) -> list[int]:
         """One option of each node, all alike likely."""
@@ -62,7 +64,7 @@ class Position(Moves):
 
     def option_costs(self, node: int) -> np.ndarray:
         """What each option of a node costs, with its edges to the others as they are: [options]."""
-        self.run.spend(self._looks[node])
+        self.run.spend(self.looks[node])
         choice = self.choice
         total = self.costs[node].copy()
         for j, table in self.tables[node].items():
@@ -71,7 +73,7 @@ class Position(Moves):
 
     def added_cost(self, node: int, option: int) -> float:
         """What the choice costs more if a node takes an option."""
-        self.run.spend(self._looks[node])
+        self.run.spend(self.looks[node])
         choice, now = self.choice, self.choice[node]
         added = float(self.costs[node][option] - self.costs[node][now])
         for j, table in self.tables[node].items():

@@ -7,10 +7,15 @@ from types import MappingProxyType
 
 from autoshard.errors import SolverError
 from autoshard.solver.searches.exact.alpa import alpa
+from autoshard.solver.searches.exact.optcnn import optcnn
+from autoshard.solver.searches.exact.pase import pase
+from autoshard.solver.searches.greedy.autoddl import autoddl
+from autoshard.solver.searches.greedy.partir import partir
+from autoshard.solver.searches.sampling.aceso import aceso
 from autoshard.solver.searches.sampling.flexflow import flexflow
 from autoshard.solver.searches.search_run import PartSearch, Search
 
-_ALL: tuple[Search, ...] = (alpa, flexflow)
+_ALL: tuple[Search, ...] = (aceso, alpa, autoddl, flexflow, optcnn, partir, pase)
 
 SEARCHES: Mapping[str, Search] = MappingProxyType({search.__name__: search for search in _ALL})
 
