@@ -7,7 +7,7 @@ sets it anew for every choice that it starts from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -45,6 +45,12 @@ class Position(Moves):
         self.looks = [SECONDS_PER_LOOK + SECONDS_PER_NEIGHBOUR * len(tables) for tables in self.tables]
         self.start(self.choice.tolist())
 
+    def at_stake(self) -> np.ndarray:
+        """What each node and its edges cost on average, beyond the least: [nodes]."""
+        own = [_spread(costs) for costs in self.costs]
+        beside = [sum(map(_spread, tables.values())) for tables in self.tables]
+        return np.array(own) + np.array(beside)
+
     def start(self, choice: Sequence[int]) -> None:
         """Makes this the choice."""
         self.choice = np.array(choice, dtype=np.int64)
@@ -70,6 +76,14 @@ class Position(Moves):
         for j, table in self.tables[node].items():
             total += table[choice[j]]
         return total
+
+    def prospects(self, node: int, chosen: Mapping[int, int]) -> np.ndarray:
+        """What each option of a node costs beside the nodes that are chosen, and at least beside others: [options]."""
+        costs = self.costs[node].copy()
+        for other, table in self.tables[node].items():
+            costs += table[chosen[other]] if other in chosen else table.min(axis=0)
+        self.run.spend(self.looks[node])
+        return costs
 
     def added_cost(self, node: int, option: int) -> float:
         """What the choice costs more if a node takes an option."""
@@ -166,6 +180,11 @@ class Position(Moves):
                     is_waiting.update(added)
                     break
         self.offer()
+
+
+def _spread(table: np.ndarray) -> float:
+    """How much more than the least entry the mean one is."""
+    return float(table.mean() - table.min())
 
 
 def _span(lives: Sequence[tuple[int, int, np.ndarray]]) -> tuple[int, int]:

@@ -12,10 +12,13 @@ from autoshard.solver.searches.exact.pase import pase
 from autoshard.solver.searches.greedy.autoddl import autoddl
 from autoshard.solver.searches.greedy.partir import partir
 from autoshard.solver.searches.sampling.aceso import aceso
+from autoshard.solver.searches.sampling.automap import automap
 from autoshard.solver.searches.sampling.flexflow import flexflow
+from autoshard.solver.searches.sampling.regal import regal
+from autoshard.solver.searches.sampling.toast import toast
 from autoshard.solver.searches.search_run import PartSearch, Search
 
-_ALL: tuple[Search, ...] = (aceso, alpa, autoddl, flexflow, optcnn, partir, pase)
+_ALL: tuple[Search, ...] = (aceso, alpa, autoddl, automap, flexflow, optcnn, partir, pase, regal, toast)
 
 SEARCHES: Mapping[str, Search] = MappingProxyType({search.__name__: search for search in _ALL})
 

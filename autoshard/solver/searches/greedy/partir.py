@@ -18,33 +18,34 @@ from autoshard.solver.searches.position import ENOUGH, Position
 from autoshard.solver.searches.search_run import SearchRun
 
 
+NOISE = 2.0  # of the logarithm of what is at stake, in the orders of further rounds
+
+
 def partir(problem: Problem, run: SearchRun) -> None:
     """Rounds of decisions and propagation."""
     at, rng = Position(problem, run), run.rng
-    at_stake = np.array([_spread(costs) for costs in at.costs])
-    for node, tables in enumerate(at.tables):
-        at_stake[node] += sum(_spread(table) for table in tables.values())
+    at_stake = at.at_stake()
     for turn in run.rounds():
-        noise = np.exp(turn and 2 * rng.standard_normal(len(at.sizes)))
-        strays = turn and rng.random() ** 2  # share of decisions at random
-        at.start(_propagated(at, np.argsort(-at_stake * noise, kind="stable").tolist(), strays))
+        noise = NOISE * rng.standard_normal(len(at.sizes)) if turn else np.zeros(len(at.sizes))
+        strays = rng.random() ** 2 if turn else 0.0
+        order = np.argsort(-at_stake * np.exp(noise), kind="stable")
+        at.start(_propagated(at, order.tolist(), strays))
         at.repair()
         at.offer()
 
 
-def _spread(table: np.ndarray) -> float:
-    """What there is to lose by the entries of a table."""
-    return float(table.mean() - table.min())
-
-
 def _propagated(at: Position, order: list[int], strays: float) -> list[int]:
-    """A choice made in this order, with what follows from each decision."""
+    """A choice made in this order, with what follows from each decision.
+
+    Args:
+        strays: share of nodes that are decided at random, and of neighbours that are not propagated to.
+    """
     chosen: dict[int, int] = {}
     for first in order:
         if first in chosen:
             continue
         is_stray = at.rng.random() < strays
-        chosen[first] = int(at.rng.integers(at.sizes[first])) if is_stray else int(_prospects(at, first, chosen).argmin())
+        chosen[first] = int(at.rng.integers(at.sizes[first])) if is_stray else int(at.prospects(first, chosen).argmin())
         waiting = [first]
         for node in waiting:
             for other in at.tables[node]:
@@ -52,19 +53,10 @@ def _propagated(at: Position, order: list[int], strays: float) -> list[int]:
                     continue
                 free = _free(at, other, chosen)
                 if free.any():
-                    costs = np.where(free, _prospects(at, other, chosen), np.inf)
+                    costs = np.where(free, at.prospects(other, chosen), np.inf)
                     chosen[other] = int(costs.argmin())
                     waiting.append(other)
     return [chosen[node] for node in range(len(at.sizes))]
-
-
-def _prospects(at: Position, node: int, chosen: dict[int, int]) -> np.ndarray:
-    """What each option of a node costs beside what is decided, and at least beside what is not: [options]."""
-    costs = at.costs[node].copy()
-    for other, table in at.tables[node].items():
-        costs += table[chosen[other]] if other in chosen else table.min(axis=0)
-    at.run.spend(at.looks[node])
-    return costs
 
 
 def _free(at: Position, node: int, chosen: dict[int, int]) -> np.ndarray:
