@@ -51,14 +51,19 @@ class ManyChoices:
         held = change.reshape(rows, -1)[:, :-1].cumsum(axis=1)
         return np.maximum(held - memory.room, 0.0).sum(axis=1)
 
-    def offer_best(self, choices: np.ndarray, costs: np.ndarray, excess: np.ndarray) -> None:
-        """Offers the cheapest row that fits, or what a repair makes of the row that is least over the limit."""
+    def offer_best(self, choices: np.ndarray, costs: np.ndarray, excess: np.ndarray) -> np.ndarray:
+        """Offers the cheapest row that fits, or what a repair makes of the row that is least over the limit.
+
+        Returns:
+            The row, repaired: int64[nodes].
+        """
         best = int(np.lexsort((costs, excess))[0])
-        if excess[best] == 0 and costs[best] >= self.run.cost:
-            return
+        if excess[best] == 0 and self.run.cost <= costs[best] < self.at.never:
+            return np.asarray(choices[best])
         self.at.start(choices[best].tolist())
         self.at.repair()
         self.at.offer()
+        return self.at.choice.copy()
 
     def random(self, rows: int) -> np.ndarray:
         """Choices at random: int64[rows, nodes]."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.solver.problem import Problem
 from autoshard.solver.search.forest_moves import Moves
+from autoshard.solver.searches.nearest_allowed import NearestAllowed
 from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.verify import ROUNDING
 
@@ -43,6 +44,7 @@ class Position(Moves):
         self.room = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
         self._spans = [_span(lives) for lives in self.lives]
         self.looks = [SECONDS_PER_LOOK + SECONDS_PER_NEIGHBOUR * len(tables) for tables in self.tables]
+        self._nearest = NearestAllowed(problem, run.rng, run.spend)
         self.start(self.choice.tolist())
 
     def at_stake(self) -> np.ndarray:
@@ -133,7 +135,16 @@ class Position(Moves):
             self.run.offer(self.choice.tolist(), self.cost)
 
     def repair(self) -> None:
-        """Makes the choice fit, as far as changes of single nodes do so: the cheapest per byte at the worst point."""
+        """Makes the choice allowed and fit, as far as that is found: by changes of single nodes, or of many."""
+        if self.cost < self.never:
+            self._shrink()
+        if not self.is_allowed:
+            found = self._nearest.find(self.choice.tolist())
+            if found is not None:
+                self.start(found)
+
+    def _shrink(self) -> None:
+        """Changes single nodes until the choice fits or none helps: the cheapest per byte at the fullest point."""
         while self.excess > 0:
             worst, before = int(self.bytes.argmax()), self.excess
             for _, node, option in sorted(self._reliefs(worst)):

@@ -23,9 +23,10 @@ from autoshard.solver.verify import fits
 class PatienceSettings:
     """When a search that goes on for ever has found what it will find, in work since its last improvement."""
 
-    seconds: float = 0.3  # of a quiet core
-    seconds_per_node: float = 0.01  # on top of that
+    seconds: float = 0.2  # of a quiet core
+    seconds_per_node: float = 0.05  # on top of that
     times: float = 2.0  # as much work as all that led to the last improvement
+    times_if_none: float = 3.0  # as much, while there is no choice
     quantum: float = 1e-3  # s: how much work is counted at once
     # Work, in times of what it takes to verify a choice, after which the best choice is verified.
     verifying_times: float = 10.0
@@ -124,7 +125,8 @@ class SearchRun:
         turn = 0
         while True:
             idle = self._spent + self._owed - self._improved_at
-            if turn and idle > max(self._patience, PATIENCE.times * self._improved_at):
+            patience = self._patience * (PATIENCE.times_if_none if self.cost == np.inf else 1.0)
+            if turn and idle > max(patience, PATIENCE.times * self._improved_at):
                 return
             yield turn
             self.spend(PATIENCE.quantum)  # a round that counts nothing ends, too

@@ -22,9 +22,10 @@ class TreeSettings:
 
     decisions: int = 40  # that stand in the tree; further groups take what looks cheapest
     exploration: float = 1.5  # weight of what was tried little
-    iterations_per_option: float = 2.0  # of the groups in the tree
-    most_iterations: int = 3000  # of one tree
-    strays: float = 0.1  # share of nodes below the first tree that take an option at random, at most
+    iterations_per_option: float = 1.0  # of the groups in the tree
+    least_iterations: int = 300
+    strays: float = 0.1  # share of nodes below the first tree that take an option by its prior, at most
+    uniform: float = 0.1  # share of a prior that is the same for all options
     sharpness: float = 4.0  # of priors: how fast they fall, from the cheapest option to one of average cost
 
 
@@ -46,12 +47,14 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
 
     Args:
         groups: nodes that are decided together: the first one in the tree, the others by what looks cheapest then.
-        turn: how many trees there were before. Further ones go astray, each to another degree.
+        turn: how many trees there were before. Further ones go astray, each to another degree, every other one to any
+            option alike.
     """
     strays = run.rng.random() ** 2 if turn else SETTINGS.strays
+    uniform = 1.0 if turn % 2 else SETTINGS.uniform
     root: Vertex | None = None
     options = sum(at.sizes[group[0]] for group in groups[: SETTINGS.decisions])
-    iterations = int(min(SETTINGS.most_iterations, SETTINGS.iterations_per_option * options + len(groups)))
+    iterations = int(SETTINGS.least_iterations + SETTINGS.iterations_per_option * options)
     best, scale = np.inf, 0.0
     for iteration in range(1, iterations + 1):
         chosen: dict[int, int] = {}
@@ -68,7 +71,7 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
             else:
                 is_new = False
             if vertex is None:
-                chosen |= _completed(at, groups[depth:], chosen, run.rng.random() * strays)
+                chosen |= _completed(at, groups[depth:], chosen, run.rng.random() * strays, uniform)
                 break
             option = _promising(vertex)
             branch.append((vertex, option))
@@ -76,7 +79,7 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
             _follow(at, group, chosen)
             vertex = vertex.below.get(option)
             if is_new:
-                chosen |= _completed(at, groups[depth + 1 :], chosen, run.rng.random() * strays)
+                chosen |= _completed(at, groups[depth + 1 :], chosen, run.rng.random() * strays, uniform)
                 break
         at.start([chosen[node] for node in range(len(at.sizes))])
         at.repair()
@@ -93,13 +96,16 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
 
 def _vertex(at: Position, node: int, chosen: dict[int, int]) -> Vertex:
     """The options of a node with priors by what they seem to cost after these decisions."""
-    costs = at.prospects(node, chosen)
+    prior = _prior(at, at.prospects(node, chosen), SETTINGS.uniform)
+    return Vertex(prior, np.zeros(len(prior)), np.zeros(len(prior)))
+
+
+def _prior(at: Position, costs: np.ndarray, uniform: float) -> np.ndarray:
+    """Probabilities of options, a share of them uniform, the rest falling with what they cost: [options]."""
     above = costs - costs.min()
-    allowed = above[above < at.never / 2]
-    scale = allowed.mean() / SETTINGS.sharpness
+    scale = above[above < at.never / 2].mean() / SETTINGS.sharpness
     prior = np.exp(-above / scale) if scale > 0 else (above == 0).astype(np.float64)
-    prior = 0.9 * prior / prior.sum() + 0.1 / len(prior)
-    return Vertex(prior, np.zeros(len(costs)), np.zeros(len(costs)))
+    return (1 - uniform) * prior / prior.sum() + uniform / len(prior)
 
 
 def _promising(vertex: Vertex) -> int:
@@ -117,14 +123,13 @@ def _follow(at: Position, group: Sequence[int], chosen: dict[int, int]) -> None:
 
 
 def _completed(
-    at: Position, groups: Sequence[Sequence[int]], chosen: dict[int, int], strays: float
+    at: Position, groups: Sequence[Sequence[int]], chosen: dict[int, int], strays: float, uniform: float
 ) -> dict[int, int]:
-    """What these groups take after the decisions: what looks cheapest, and some nodes something at random."""
+    """What these groups take after the decisions: what looks cheapest, or for some nodes one by its prior."""
     chosen = dict(chosen)
     for group in groups:
         for node in group:
+            costs = at.prospects(node, chosen)
             is_stray = at.rng.random() < strays
-            chosen[node] = (
-                int(at.rng.integers(at.sizes[node])) if is_stray else int(at.prospects(node, chosen).argmin())
-            )
+            chosen[node] = int(at.rng.choice(len(costs), p=_prior(at, costs, uniform)) if is_stray else costs.argmin())
     return chosen
