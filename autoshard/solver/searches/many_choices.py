@@ -9,8 +9,8 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.search_run import SearchRun
 
-SECONDS_PER_ENTRY = 1.5e-8  # of a quiet core: one node, edge or life of one choice
-SECONDS_PER_CALL = 6e-5
+SECONDS_PER_ENTRY = 4e-9  # of a quiet core: one node, edge or life of one choice
+SECONDS_PER_CALL = 5e-5
 
 
 class ManyChoices:

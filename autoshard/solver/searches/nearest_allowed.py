@@ -22,6 +22,7 @@ class NearestSettings:
     """How long an allowed choice is looked for."""
 
     moves: int = 24  # along forests, at most
+    move_share: float = 0.4  # of what a move takes by `move_seconds`, which has slower machines in mind
 
 
 PRICE_RISE = 2.0  # factor of prices where memory is over the limit, from one move to the next
@@ -32,7 +33,7 @@ class NearestAllowed:
     """The problem of staying near a choice, set up once for any number of choices."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator, spend: Callable[[float], None]):
-        self._spend, self._seconds = spend, move_seconds(problem)
+        self._spend, self._seconds = spend, SETTINGS.move_share * move_seconds(problem)
         self._changed = [np.where(np.isfinite(costs), 1.0, np.inf) for costs in problem.costs]
         edges = tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges)
         self._moves = Moves(replace(problem, costs=tuple(self._changed), edges=edges, checked=True), rng)

@@ -20,7 +20,9 @@ from autoshard.solver.verify import ROUNDING
 # Seconds of a quiet core.
 SECONDS_PER_LOOK = 2e-6  # at the options of a node, plus
 SECONDS_PER_NEIGHBOUR = 6e-7  # for each of its neighbours
-SECONDS_PER_CHANGE = 3e-6  # of a node, or of bytes that are held
+SECONDS_PER_CHANGE = 8e-6  # of bytes that are held
+PAIR_SHARE = 0.35  # of a look: a look at one option only
+PROSPECT_TIMES = 2.5  # as much as a look: one at what neighbours may take
 ENOUGH = 1e-9  # relative: changes of cost and of bytes smaller than this are rounding
 
 
@@ -84,12 +86,12 @@ class Position(Moves):
         costs = self.costs[node].copy()
         for other, table in self.tables[node].items():
             costs += table[chosen[other]] if other in chosen else table.min(axis=0)
-        self.run.spend(self.looks[node])
+        self.run.spend(PROSPECT_TIMES * self.looks[node])
         return costs
 
     def added_cost(self, node: int, option: int) -> float:
         """What the choice costs more if a node takes an option."""
-        self.run.spend(self.looks[node])
+        self.run.spend(PAIR_SHARE * self.looks[node])
         choice, now = self.choice, self.choice[node]
         added = float(self.costs[node][option] - self.costs[node][now])
         for j, table in self.tables[node].items():

@@ -24,6 +24,8 @@ class TreeSettings:
     exploration: float = 1.5  # weight of what was tried little
     iterations_per_option: float = 1.0  # of the groups in the tree
     least_iterations: int = 300
+    growth: float = 1.3  # factor of these numbers from one tree to the next, so that small trees are seen whole
+    most_growth: float = 1e3
     strays: float = 0.1  # share of nodes below the first tree that take an option by its prior, at most
     uniform: float = 0.1  # share of a prior that is the same for all options
     sharpness: float = 4.0  # of priors: how fast they fall, from the cheapest option to one of average cost
@@ -39,6 +41,7 @@ class Vertex:
     prior: np.ndarray  # [options], sums to 1
     visits: np.ndarray  # [options]
     rewards: np.ndarray  # [options], sums over visits
+    seen: np.ndarray  # [options]: whether all below is known
     below: dict[int, Vertex] = field(default_factory=dict)  # option -> the next group's
 
 
@@ -54,7 +57,8 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
     uniform = 1.0 if turn % 2 else SETTINGS.uniform
     root: Vertex | None = None
     options = sum(at.sizes[group[0]] for group in groups[: SETTINGS.decisions])
-    iterations = int(SETTINGS.least_iterations + SETTINGS.iterations_per_option * options)
+    growth = min(SETTINGS.growth**turn, SETTINGS.most_growth)
+    iterations = int(growth * (SETTINGS.least_iterations + SETTINGS.iterations_per_option * options))
     best, scale = np.inf, 0.0
     for iteration in range(1, iterations + 1):
         chosen: dict[int, int] = {}
@@ -92,12 +96,19 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
         for tried, option in branch:
             tried.visits[option] += 1
             tried.rewards[option] += reward
+        if len(branch) == len(groups):
+            is_seen = True
+            for tried, option in reversed(branch):
+                tried.seen[option] = is_seen
+                is_seen = bool(tried.seen.all())
+            if is_seen:
+                return
 
 
 def _vertex(at: Position, node: int, chosen: dict[int, int]) -> Vertex:
     """The options of a node with priors by what they seem to cost after these decisions."""
     prior = _prior(at, at.prospects(node, chosen), SETTINGS.uniform)
-    return Vertex(prior, np.zeros(len(prior)), np.zeros(len(prior)))
+    return Vertex(prior, np.zeros(len(prior)), np.zeros(len(prior)), np.zeros(len(prior), dtype=bool))
 
 
 def _prior(at: Position, costs: np.ndarray, uniform: float) -> np.ndarray:
@@ -109,11 +120,11 @@ def _prior(at: Position, costs: np.ndarray, uniform: float) -> np.ndarray:
 
 
 def _promising(vertex: Vertex) -> int:
-    """The option with the highest upper confidence bound."""
+    """The option with the highest upper confidence bound, of those not seen to the end."""
     visits = vertex.visits
     mean = np.where(visits > 0, vertex.rewards / np.maximum(visits, 1), vertex.rewards.sum() / max(1.0, visits.sum()))
     bonus = SETTINGS.exploration * vertex.prior * np.sqrt(1 + visits.sum()) / (1 + visits)
-    return int((mean + bonus).argmax())
+    return int(np.where(vertex.seen, -np.inf, mean + bonus).argmax())
 
 
 def _follow(at: Position, group: Sequence[int], chosen: dict[int, int]) -> None:
