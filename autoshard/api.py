@@ -29,6 +29,7 @@ from autoshard.plans.making import make_plan
 from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Planner
+from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
@@ -50,6 +51,7 @@ def autoshard(
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     **jit_keywords: Any,
 ) -> ShardedFunction[Parameters, Result]: ...
 
@@ -71,6 +73,7 @@ def autoshard(
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     **jit_keywords: Any,
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
 
@@ -103,6 +106,7 @@ def autoshard(
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     **jit_keywords: Any,
 ) -> Any:
     """Shards a train step over a mesh. Use it where `jax.jit` would stand.
@@ -155,6 +159,8 @@ def autoshard(
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
             results stay those of the batch: sums and means leave these rows out. A step of which this is not certain is
             refused, with the line that stands in the way.
+        search: which search chooses, instead of the solver's own: the name of a published one, of those in
+            `autoshard.solver.SEARCHES`, or a function like them, as `solve` takes it.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -189,6 +195,7 @@ def autoshard(
             ignore_constraints=ignore_constraints,
             trips=trips,
             microbatches=microbatches,
+            search=search,
         )
         for one in meshes
     ]
@@ -229,6 +236,7 @@ def plan(
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -258,6 +266,7 @@ def plan(
         "trips": trips,
         "microbatches": microbatches,
         "like": like,
+        "search": search,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))

@@ -55,6 +55,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         sorted(options.trips.items()),
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
         sorted(options.pinned.items()),
+        options.search,
         options.like and [(one.name, one.type, one.layout) for one in options.like.arguments],
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()

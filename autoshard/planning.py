@@ -41,6 +41,7 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
+from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
@@ -343,7 +344,7 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
     if options.enough is not None and formulation.least is None:  # the bound of a part is not that of the whole
         progress = Cutoff(options.enough, progress)
     try:
-        return cheapest(formulation, options.time_limit, until, progress)
+        return cheapest(formulation, options.time_limit, until, progress, options.search)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -353,6 +354,7 @@ def cheapest(
     time_limit: float,
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
+    search: str | Search | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
@@ -360,14 +362,15 @@ def cheapest(
         time_limit: seconds that the search may take, and its measure of work.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
         progress: told what is known, as by `solve`.
+        search: as for `solve`.
     """
 
     def solve(problem: Problem) -> Solution | None:
         if time.monotonic() > until:
             return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
+        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress, search)
 
-    solution = solve_within(formulation, time_limit, until, progress)
+    solution = solve_within(formulation, time_limit, until, progress, search)
     if time.monotonic() > until:
         solution = at_its_price(solution, prediction_of(formulation, solution.choice))
     else:

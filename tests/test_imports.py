@@ -283,8 +283,11 @@ def undocumented(module: str, names: Iterable[str]) -> list[str]:
 
 
 ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
-PUBLIC = [("autoshard", autoshard.__all__), ("autoshard.solver", autoshard.solver.__all__)]
-PUBLIC += [("autoshard.pipeline", [name for name in autoshard.pipeline.__all__ if name.upper() != name])]
+PUBLIC = [("autoshard", autoshard.__all__)]
+PUBLIC += [
+    (room.__name__, [name for name in room.__all__ if name.upper() != name])
+    for room in (autoshard.solver, autoshard.pipeline)
+]
 PUBLIC += [("autoshard.decorated", ["ShardedFunction"]), ("autoshard.errors", ERRORS)]
 
 
