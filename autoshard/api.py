@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -28,6 +28,7 @@ from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Planner
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
+from autoshard.tactics import TacticLike
 from autoshard.user_plan import Comparison, Plan
 
 
@@ -45,6 +46,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -66,6 +68,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -98,6 +101,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -146,6 +150,8 @@ def autoshard(
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
             ``"auto"``: as few as fit.
+        tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
+            they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -175,6 +181,7 @@ def autoshard(
         ignore_constraints=ignore_constraints,
         trips=trips,
         microbatches=microbatches,
+        tactics=tactics,
     )
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
@@ -207,6 +214,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
@@ -236,6 +244,7 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "tactics": tactics,
         "like": like,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)

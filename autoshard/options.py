@@ -20,6 +20,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.plans.plan import PlanData
 from autoshard.solver.progress import Progress
+from autoshard.tactics import Tactic, TacticLike
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -51,6 +52,7 @@ class Options:
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
     pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
+    tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
 
 
 def options_of(
@@ -65,6 +67,7 @@ def options_of(
     ignore_constraints: Any = False,
     trips: Any = None,
     microbatches: Any = None,
+    tactics: Any = (),
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -102,7 +105,9 @@ def options_of(
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    folder = None if cache is None else _folder(cache)
+    tactics = _tactics(tactics)
+    keeps = cache is not None and all(isinstance(one, Tactic) for one in tactics)  # a function may say anything
+    folder = _folder(cache) if keeps else None
     return Options(
         mesh,
         topology,
@@ -119,7 +124,25 @@ def options_of(
         memory is not None,
         microbatches=_count(microbatches),
         given_topology=given_topology,
+        tactics=tactics,
     )
+
+
+def _tactics(tactics: Any) -> tuple[TacticLike, ...]:
+    """Tactics, checked.
+
+    >>> from autoshard.tactics import ZeRO
+    >>> _tactics([ZeRO(3)]), _tactics(())
+    ((ZeRO(3),), ())
+    """
+    given = tactics if isinstance(tactics, list | tuple) else [tactics]
+    for one in given:
+        if isinstance(one, type) or not (isinstance(one, Tactic) or callable(one)):
+            raise ArgumentError(
+                f"tactics={tactics!r}: a list of tactics is needed, as in [DataParallel('data'), Megatron('model')] of "
+                "autoshard.tactics; functions of the step may be among them"
+            )
+    return tuple(given)
 
 
 def _count(microbatches: Any) -> int | None:
