@@ -27,6 +27,7 @@ ROOMS = {
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
+    "tactics": ["autoshard.tactics"],
     "plans": ["autoshard.plans"],
     "arrays": ["autoshard.arrays"],
     "report": ["autoshard.report"],

@@ -63,7 +63,7 @@ _ZERO = {
     3: AxisRule(
         state={**dict.fromkeys(_STAYING, Storage.SPLIT), State.PARAMETER: Storage.OPEN},
         splits={Work.UPDATE: ANYTHING},
-        reshardings={Moved.PARAMETERS: _GATHERS},
+        reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
         sums={Work.GRADIENT: _SUMS},
         scatters=frozenset({Work.GRADIENT}),
     ),
