@@ -40,7 +40,7 @@ ROOMS = {
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
         "autoshard.decorated",
-        *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
+        *("autoshard.api", "autoshard.together", "autoshard.frontiers", "autoshard.padding", "autoshard.__init__"),
     ],
 }
 

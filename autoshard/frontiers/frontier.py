@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import MemoryLimitError, MissingPackageError
 from autoshard.options import bytes_of
-from autoshard.report.html.elements import Html
-from autoshard.report.html.page import fragment
-from autoshard.report.html.tables import section_html
-from autoshard.report.section import Bytes, Column, Section, Seconds, Share
+from autoshard.report.html.page import sections_html
+from autoshard.report.section import Bytes, Column, Seconds, Section, Share
 from autoshard.report.text import text_of
 from autoshard.report.units import bytes_text
 from autoshard.user_plan import Plan
@@ -80,8 +78,8 @@ class Frontier:
         lines = ((f"The first plan is {first}, the last is the smallest found.",),)
         return [Section((f"{self.name}: memory limit",), columns, rows, lines)]
 
-    def _repr_html_(self) -> Html:
-        return fragment([section_html(section, {}) for section in self.sections()])
+    def _repr_html_(self) -> str:
+        return sections_html(self.sections(), dict(self.plans[0].mesh.shape))
 
     def plot(self) -> Figure:
         """A figure of matplotlib: seconds per step over bytes per device, and below each what is proven.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -23,6 +23,8 @@ from autoshard.plans.chosen import prediction_of
 from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
 
+_ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
+_FURTHER = 2  # searches beyond one per plan: one for the smallest limit, and one between two plans that finds no third
 _CLOSE = 1.02  # ratio of peaks of two neighbours between which no third is looked for
 
 
@@ -51,7 +53,8 @@ def frontier(
         points: the most plans to find, 2 or more. There are fewer where no others are found between them.
         kwargs: keyword arguments of `fn`.
         **options: those of `autoshard`, and keywords of `jax.jit`. `memory` is the limit of the fastest plan; without
-            it that plan is sought without a limit, even if it fits no device. `time_limit` is that of each search.
+            it that plan is sought without a limit, even if it fits no device. `time_limit` is that of all searches
+            together, each of which gets an equal part.
 
     Returns:
         The plans, fastest first: seconds go up, bytes go down. Each has the bound of its own memory limit.
@@ -63,8 +66,10 @@ def frontier(
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
     step = TracedStep.of(fn, args, kwargs or {}, mesh, topology, options)
+    searches = points + _FURTHER
+    step = replace(step, options=replace(step.options, time_limit=step.options.time_limit / searches))
     search = _Search(step)
-    search.find(points)
+    search.find(points, searches)
     return Frontier(step.program.name, search.plans(), free=not step.options.is_memory_given)
 
 
@@ -85,16 +90,18 @@ class _Search:
     known: list[_Point] = field(default_factory=list)
     proven: dict[float, float] = field(default_factory=dict)  # limit -> the least seconds of plans under it
 
-    def find(self, points: int) -> None:
-        """Looks for so many plans."""
+    def find(self, points: int, searches: int) -> None:
+        """Looks for so many plans in no more searches."""
         least = self.step.least_memory()
         self.solve(self.step.ample_memory)
         if least < self.step.ample_memory:
             self.solve(least)
         closed = set[tuple[int, int]]()
-        for _ in range(2 * points):
+        for _ in range(searches - _ENDS):
             peaks = [point.peak for point in self.front()]
-            gaps = [gap for gap in zip(peaks, peaks[1:], strict=False) if gap not in closed and gap[0] > _CLOSE * gap[1]]
+            gaps = [
+                gap for gap in zip(peaks, peaks[1:], strict=False) if gap not in closed and gap[0] > _CLOSE * gap[1]
+            ]
             if len(peaks) >= points or not gaps:
                 return
             high, low = max(gaps, key=lambda gap: gap[0] / gap[1])

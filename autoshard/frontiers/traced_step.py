@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -87,9 +86,7 @@ class TracedStep:
         Raises:
             MemoryLimitError: there is none; it carries the smallest limit found that would do.
         """
-        limited = replace(
-            self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True)
-        )
+        limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
         return solved(self.program, limited, replace(self.options, memory=memory))
 
     def least_memory(self) -> float:
@@ -110,12 +107,8 @@ class TracedStep:
         options = replace(self.options, memory=memory, is_memory_given=True)
         rules = checked_rules(self.program, dict(options.mesh.shape))
         said = remarks(self.formulation, dict(options.mesh.shape))
-        limited = replace(
-            self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True)
-        )
+        limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
         made = make_plan(limited, with_bound(solution, bound), options.mesh, said)
         compared = Plan.of(replace(made, memory=memory), comparison_of(self.program, rules, options))
         planner = Planner.of(self.program, options, self.jit_keywords, is_given=False)
         return planner.bound(lowered(self.program, compared, self.jit_keywords))
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -9,7 +9,7 @@ planner's choices become fewer in `restriction.py`.
 """
 
 from autoshard.tactics.restriction import Step, StepArgument, TacticLike, restricted, text_of_tactic
-from autoshard.tactics.roles import Dim
+from autoshard.tactics.roles import Dim, Roles, batch_dim
 from autoshard.tactics.schemes import (
     FSDP,
     HSDP,
@@ -34,6 +34,7 @@ __all__ = [
     "ExpertParallel",
     "Megatron",
     "MiCS",
+    "Roles",
     "SequenceParallel",
     "Step",
     "StepArgument",
@@ -44,6 +45,7 @@ __all__ = [
     "TwoDimensional",
     "Ulysses",
     "ZeRO",
+    "batch_dim",
     "restricted",
     "text_of_tactic",
 ]

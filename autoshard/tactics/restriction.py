@@ -28,7 +28,7 @@ from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
 from autoshard.tactics.roles import Dim, Roles, State, Work
-from autoshard.tactics.rules import AxisRule, Moved, Split, Storage
+from autoshard.tactics.rules import AxisRule, Moved, Storage
 from autoshard.tactics.schemes import Tactic
 
 _FEASIBILITY_SECONDS = 20.0  # to find any choice at all; what tactics leave is small
@@ -93,7 +93,10 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
     found = _Restriction(roles, asked)
     problem = found.placed()
     strict = found.with_collectives(problem)
-    said = [f"tactics: {', '.join(map(text_of_tactic, tactics))}. Its bound is that of plans within them.", *found.remarks()]
+    said = [
+        f"tactics: {', '.join(map(text_of_tactic, tactics))}. Its bound is that of plans within them.",
+        *found.remarks(),
+    ]
     if not _is_feasible(strict):
         if not _is_feasible(problem):
             raise ConflictError(
@@ -171,7 +174,9 @@ def _ask_function(asked: _Asked, tactic: Callable[[Step], Any], roles: Roles, me
             asked.layouts[pattern] = spec
         return
     if not isinstance(found, Iterable):
-        raise ArgumentError(f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path")
+        raise ArgumentError(
+            f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
+        )
     for one in found:
         _ask(asked, one, roles, mesh)
 
@@ -321,7 +326,9 @@ class _Restriction:
                 continue
             kept = [o for o in options if _sums_over(strategies[o], axis) <= kinds | {"all_gather"}]
             if work in rule.scatters and group.contracts:
-                without = {_place(strategies[o], axis) for o in kept if REDUCE_SCATTER in _sums_over(strategies[o], axis)}
+                without = {
+                    _place(strategies[o], axis) for o in kept if REDUCE_SCATTER in _sums_over(strategies[o], axis)
+                }
                 kept = [
                     o
                     for o in kept

@@ -242,8 +242,12 @@ class Roles:
         arrays; then, the one of the most elements.
         """
         program = self.formulation.program
-        dims = {i: batch_dim(self.formulation, i) for i in range(len(program.own_arguments)) if i not in program.carried}
-        rows = {i: program.arguments[i].shape[dim] for i, dim in dims.items() if dim is not None and _has_rows(program, i)}
+        dims = {
+            i: batch_dim(self.formulation, i) for i in range(len(program.own_arguments)) if i not in program.carried
+        }
+        rows = {
+            i: program.arguments[i].shape[dim] for i, dim in dims.items() if dim is not None and _has_rows(program, i)
+        }
         sizes: dict[object, set[int]] = {}
         for i, size in rows.items():
             sizes.setdefault(program.in_tree.array_paths[i][:2], set()).add(size)
@@ -315,7 +319,9 @@ def batch_dim(formulation: Formulation, argument: int) -> int | None:
 def _has_rows(program: Program, argument: int) -> bool:
     """Whether an argument may have rows of the batch: scalars and keys, raw ones too, have none."""
     value = program.arguments[argument]
-    return bool(value.shape) and not (value.shape == (2,) and str(value.dtype) == "uint32" or "key" in str(value.dtype))
+    return bool(value.shape) and not (
+        (value.shape == (2,) and str(value.dtype) == "uint32") or "key" in str(value.dtype)
+    )
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> Iterable[tuple[int, int]]:
