@@ -23,6 +23,7 @@ from autoshard.lower.on_shards import check_plan
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.xla.backends import Backend
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
@@ -227,9 +228,15 @@ def formulated(
         memory=options.memory,
         fixed={**wished, **program.ordered_arguments, **fixed},
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
-        backend=options.backend,
+        backend=_backend(options),
     )
     return restricted(found, options.tactics, mesh_shape) if options.tactics else found
+
+
+def _backend(options: Options) -> Backend:
+    """The compiler; with tactics sums may be finished by sequences, which some schemes are made of."""
+    backend = options.backend
+    return replace(backend, scatters=replace(backend.scatters, over_some_axes=True)) if options.tactics else backend
 
 
 def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
