@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -31,6 +31,7 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
+from autoshard.tactics import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
 
@@ -48,6 +49,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -70,6 +72,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -103,6 +106,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -154,6 +158,8 @@ def autoshard(
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
             ``"auto"``: as few as fit.
+        tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
+            they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -178,27 +184,25 @@ def autoshard(
     if mesh == "auto":
         place = Place.of(topology)
         topology = place.machine
-        said = plan if plan is not None else like
-        meshes = place.meshes(axes_in(fixed)) if said is None else [place.mesh(_mesh_shape_of(said))]
+        planned = plan if plan is not None else like
+        meshes = place.meshes(axes_in(fixed)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
-    all_options = [
-        options_of(
-            one,
-            memory=memory,
-            topology=topology,
-            fixed=fixed,
-            time_limit=time_limit,
-            cache=cache,
-            refine=refine,
-            ignore_constraints=ignore_constraints,
-            trips=trips,
-            microbatches=microbatches,
-            search=search,
-        )
-        for one in meshes
-    ]
+    said: dict[str, Any] = {
+        "memory": memory,
+        "topology": topology,
+        "fixed": fixed,
+        "time_limit": time_limit,
+        "cache": cache,
+        "refine": refine,
+        "ignore_constraints": ignore_constraints,
+        "trips": trips,
+        "microbatches": microbatches,
+        "search": search,
+        "tactics": tactics,
+    }
+    all_options = [options_of(one, **said) for one in meshes]
     options = all_options[0]
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
@@ -235,6 +239,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -265,6 +270,7 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "tactics": tactics,
         "like": like,
         "search": search,
     }

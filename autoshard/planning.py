@@ -25,6 +25,7 @@ from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.growing import in_parts, is_too_large
+from autoshard.model.xla.backends import Backend
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
@@ -32,6 +33,7 @@ from autoshard.plans.chosen import prediction_of
 from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
+from autoshard.plans.prediction import Prediction
 from autoshard.processes import Group
 from autoshard.processes.agreement import Claims, check_alike, peak_of_all, plan_of_all
 from autoshard.program import Program
@@ -45,6 +47,7 @@ from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
+from autoshard.tactics import restricted
 from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
@@ -156,7 +159,7 @@ def _leaner_of_all(
 def plan_of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
     """The plan that another process has made of the same program."""
     loaded = Plan.loads(text, options.mesh, where="the plan of another process").bound_to(program)
-    return replace(loaded, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
+    return replace(loaded, comparison=comparison_of(program, rules, options))
 
 
 PlansByProgram = dict[str, tuple[tuple[Rule, ...], Plan]]  # fingerprint of a program -> its rules and plan
@@ -204,7 +207,7 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
     key = key_of(program, rules, options)
     found = find(options.cache, key, program, options)
     if found is not None:
-        return replace(found, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
+        return replace(found, comparison=comparison_of(program, rules, options))
     made = _solved_in_reserve(program, rules, options, jit_keywords)
     keep(options.cache, key, made)
     return made
@@ -231,14 +234,22 @@ def formulated(
         memory=options.memory,
         fixed={**wished, **program.ordered_arguments, **fixed},
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
-        backend=options.backend,
+        backend=_backend(options),
     )
     if not is_too_large(program, mesh_shape):
-        return make()
-    axes = [axis for axis, size in mesh_shape.items() if size > 1]
-    seconds = options.time_limit / PARTS
-    make = functools.partial(make, steps={})  # which the parts share
-    return in_parts(axes, lambda offered: make(offered=offered), lambda part: solve_within(part, seconds))
+        found = make()
+    else:
+        axes = [axis for axis, size in mesh_shape.items() if size > 1]
+        seconds = options.time_limit / PARTS
+        make = functools.partial(make, steps={})  # which the parts share
+        found = in_parts(axes, lambda offered: make(offered=offered), lambda part: solve_within(part, seconds))
+    return restricted(found, options.tactics, mesh_shape) if options.tactics else found
+
+
+def _backend(options: Options) -> Backend:
+    """The compiler; with tactics sums may be finished by sequences, which some schemes are made of."""
+    backend = options.backend
+    return replace(backend, scatters=replace(backend.scatters, over_some_axes=True)) if options.tactics else backend
 
 
 def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
@@ -316,7 +327,7 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
     solution = solved(program, formulation, options, max(until, searched_until))
     said = remarks(formulation, dict(options.mesh.shape))
-    comparison = comparison_of(functools.partial(formulated, program, rules, options))
+    comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:
         return Plan.of(make_plan(formulation, solution, options.mesh, said), comparison)
@@ -386,16 +397,39 @@ def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
     return rules
 
 
-def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
-    """What a plan is compared with. It formulates the step anew: a formulation takes megabytes, and a plan may stay."""
-    return Comparison(lambda: alternatives_of(formulate_anew()))
+def comparison_of(
+    program: Program, rules: Sequence[Rule], options: Options, fixed: Mapping[int, Layout] | None = None
+) -> Comparison:
+    """What a plan is compared with. It formulates the step anew: a formulation takes megabytes, and a plan may stay.
+
+    A plan within tactics is compared with the best one without these, too.
+    """
+    free = replace(options, tactics=())
+
+    def figures() -> dict[str, Prediction | str]:
+        formulation = formulated(program, rules, free, fixed)
+        if not options.tactics:
+            return alternatives_of(formulation)
+        try:
+            best = cheapest(formulation, options.time_limit)
+        except SolverError:
+            return {"without tactics": "not found", **alternatives_of(formulation)}
+        return {"without tactics": prediction_of(formulation, best.choice), **alternatives_of(formulation)}
+
+    return Comparison(figures)
 
 
 def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    said = *split, *_unused_axes(program, mesh), *uneven_batch(program, mesh), *_guessed_loops(program)
+    said = (
+        *formulation.restrictions,
+        *split,
+        *_unused_axes(program, mesh),
+        *uneven_batch(program, mesh),
+        *_guessed_loops(program),
+    )
     return *said, *formulation.prices.backend.remarks
 
 

@@ -27,6 +27,7 @@ ROOMS = {
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
+    "tactics": ["autoshard.tactics"],
     "plans": ["autoshard.plans"],
     "arrays": ["autoshard.arrays"],
     "report": ["autoshard.report"],
@@ -39,7 +40,7 @@ ROOMS = {
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
         *("autoshard.decorated", "autoshard.meshes"),
-        *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
+        *("autoshard.api", "autoshard.together", "autoshard.frontiers", "autoshard.padding", "autoshard.__init__"),
     ],
 }
 

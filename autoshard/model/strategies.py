@@ -195,6 +195,32 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
             else:
                 reduced = (Finish(ALL_REDUCE, other, 0, local) for other in others)
                 yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
+        if by_hand and backend.scatters.over_some_axes:
+            others = [other for factor, other in partial if factor != scattered_factor]
+            yield from _sequences(layout, axes, others, local, shape, mesh, backend)
+
+
+def _sequences(
+    layout: Layout,
+    axes: tuple[str, ...],
+    others: list[tuple[str, ...]],
+    local: int,
+    shape,
+    mesh: MeshShape,
+    backend: Backend,
+) -> Iterator[tuple]:
+    """Sums that are reduce_scattered over some of their axes, and then all_reduced over the rest: fewer bytes go over
+    the rest, if that is a slow link, and each group of devices along the first ones has the whole sum.
+    """
+    for count in range(1, len(axes)):
+        for inside in itertools.combinations(axes, count):
+            outside = tuple(axis for axis in axes if axis not in inside)
+            for dim in range(len(shape)):
+                scattered = _scattered(layout, inside, dim, shape, mesh)
+                if scattered is not None:
+                    slice_ = local // shards(inside, mesh)
+                    reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
+                    yield (scattered,), (*_stages(inside, local, mesh, backend), *reduced)
 
 
 def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:
