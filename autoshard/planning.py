@@ -39,6 +39,7 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
+from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
@@ -355,7 +356,10 @@ def cheapest(
     solution = solve_within(formulation, time_limit, until, progress)
     if time.monotonic() > until:
         return at_its_price(solution, prediction_of(formulation, solution.choice))
-    return with_limited_overlap(formulation, solution, solve)
+    assert formulation.problem.limit is not None, "`solve_within` has asked for it"
+    limit = formulation.problem.limit * formulation.prices.backend.usable
+    budget = functools.partial(Budget.of, time_limit / ROUNDS, until)
+    return with_limited_overlap(formulation, solution, solve, limit=limit, budget=budget)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

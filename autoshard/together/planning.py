@@ -29,7 +29,6 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, formulated, lowered, planned
-from autoshard.plans.limited_overlap import mixed
 from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.replanning.planner import Planner
@@ -287,7 +286,7 @@ class _Shares:
 
     def problems(self) -> list[Problem]:
         pairs = zip(self.formulations, self.shares, strict=True)
-        return [one.problem if share == 1.0 else mixed(one.problem, one.waits(), share) for one, share in pairs]
+        return [one.problem if share == 1.0 else TwoCosts(one.problem, one.waits()).mixed(share) for one, share in pairs]
 
     def changed(self, choices: Sequence[Sequence[int]]) -> bool:
         """Sets the shares by what was chosen under the last ones; whether any is another then."""
