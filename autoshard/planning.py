@@ -27,7 +27,7 @@ from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.chosen import prediction_of
-from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_overlap
+from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.processes import Group
@@ -45,6 +45,7 @@ from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
 from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
+OVERLAP_SHARE = 0.4  # of the work in a time limit: what limiting the overlap may take, after the search
 LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
@@ -348,18 +349,16 @@ def cheapest(
         progress: told what is known, as by `solve`.
     """
 
-    def solve(problem: Problem) -> Solution | None:
-        if time.monotonic() > until:
-            return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
+    def solve(problem: Problem, budget: Budget) -> Solution:
+        return solve_within(replace(formulation, problem=problem), time_limit, until, progress, budget=budget)
 
     solution = solve_within(formulation, time_limit, until, progress)
     if time.monotonic() > until:
         return at_its_price(solution, prediction_of(formulation, solution.choice))
     assert formulation.problem.limit is not None, "`solve_within` has asked for it"
     limit = formulation.problem.limit * formulation.prices.backend.usable
-    budget = functools.partial(Budget.of, time_limit / ROUNDS, until)
-    return with_limited_overlap(formulation, solution, solve, limit=limit, budget=budget)
+    budget = Budget.of(time_limit, until)
+    return with_limited_overlap(formulation, solution, solve, replace(budget, work=OVERLAP_SHARE * budget.work), limit)
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:

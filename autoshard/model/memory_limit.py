@@ -39,6 +39,7 @@ def solve_within(
     time_limit: float,
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
+    budget: Budget | None = None,
 ) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
@@ -55,6 +56,7 @@ def solve_within(
         time_limit: seconds to spend.
         until: when the clock ends the search, if that is before the time limit has passed.
         progress: told what is known, as by `solve`.
+        budget: what may be spent, instead of the time limit.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.
@@ -67,7 +69,7 @@ def solve_within(
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
-    budget = Budget.of(time_limit, until)
+    budget = budget or Budget.of(time_limit, until)
     reshardings: dict[Resharding, None] = {}
     best = None
 

@@ -6,11 +6,12 @@ long as it communicates. So a step takes the larger of two costs: that of the pr
 (`solver/two_costs.py`). Mixtures of the two are solved as the problem is. The best mixture lies where its cheapest
 choices change from those that hide too much to others. It is found by cutting planes (Kelley, 1960): the next mixture
 is that in which the least cost of all known choices is largest. What mixtures leave open, integer programs of both
-costs close.
+costs close where few options are left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -28,35 +29,32 @@ from autoshard.solver.solve import with_bound
 from autoshard.solver.two_costs import TwoCosts
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
-ROUNDS = 6  # of solving a mixture, at most; most steps need two
 FIRST_SHARE = 0.75  # of the problem in the first mixture: where most steps have their best one
-PROGRAM_SECONDS = 10.0  # time limit of an integer program, if nothing else is asked for
-LEAST_MOVE = 1e-3  # of the share: a mixture that is nearer to one that is solved tells nothing new
+ROUND_SHARE = 0.6  # of the work that is left: what one mixture may take
 
-Solve = Callable[[Problem], Solution | None]  # None: no time is left
+Solve = Callable[[Problem, Budget], Solution]
 
 
 def with_limited_overlap(
     formulation: Formulation,
     solution: Solution,
     solve: Solve,
-    *,
+    budget: Budget,
     limit: float | None = None,
-    budget: Callable[[], Budget] = lambda: Budget.of(PROGRAM_SECONDS),
 ) -> Solution:
     """The cheapest solution found if no more is hidden than there is compute, at what it costs then.
 
     Args:
         formulation: the problem is its `problem`.
         solution: the cheapest solution of that.
-        solve: solves a problem of the same nodes, options and memory.
+        solve: solves a problem of the same nodes, options and memory, in so much work.
+        budget: what all of it may take.
         limit: the most bytes that a choice may hold, reshardings included; None: as many as it takes.
-        budget: makes what one integer program may take.
     """
     best = at_its_price(solution, prediction_of(formulation, solution.choice))
     if best.cost <= solution.cost:
         return best
-    return _Search(formulation, best, solve, limit, budget).run(solution)
+    return _Search(formulation, best, solve, budget, limit).run(solution)
 
 
 def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
@@ -69,44 +67,44 @@ def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
 class _Search:
     """The choices that are known, each with its two costs, and the best bound that some mixture has proven."""
 
-    def __init__(
-        self,
-        formulation: Formulation,
-        best: Solution,
-        solve: Solve,
-        limit: float | None,
-        budget: Callable[[], Budget],
-    ):
+    def __init__(self, formulation: Formulation, best: Solution, solve: Solve, budget: Budget, limit: float | None):
         self.formulation, self.best, self.bound = formulation, best, best.bound
-        self.solve, self.limit, self.budget = solve, limit, budget
-        first = replace(formulation.problem, limit=limit, checked=True)
-        self.problems = TwoCosts(first, formulation.waits())
+        self.solve, self.budget, self.limit = solve, budget, limit
+        self.problems = TwoCosts(replace(formulation.problem, limit=limit, checked=True), formulation.waits())
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}
-        few = count_options(first) <= USUAL_SIZES.few_options
+        few = count_options(formulation.problem) <= USUAL_SIZES.few_options
         self.close_gap = OPTIMAL_GAP if few else CLOSE_GAP  # relative, with which the best one is left alone
 
     def run(self, solution: Solution) -> Solution:
         self.learn(solution.choice)
-        shares, best_share = [1.0], 1.0
-        while len(shares) <= ROUNDS and not self.is_close:
-            share = _next_share(list(self.known.values()), min(shares))
-            if min(abs(share - other) for other in shares) < LEAST_MOVE:
-                break
-            found = self.solve(self.problems.mixed(share))
-            if found is None:
-                return with_bound(self.best, self.bound)
-            shares.append(share)
-            if found.bound > self.bound:
-                self.bound, best_share = found.bound, share
+        share, solved = FIRST_SHARE, {}  # share of a mixture -> its bound
+        while share not in solved and not (self.budget.over or self.is_close):
+            mixture = replace(self.problems.mixed(share), limit=self.formulation.problem.limit, checked=True)
+            budget = Budget(ROUND_SHARE * self.budget.left, self.budget.until, whole=self.budget)
+            found = self.solve(mixture, budget)
+            solved[share] = found.bound
+            self.bound = max(self.bound, found.bound)
             self.learn(found.choice)
-            if not self.is_close and len(self.known) > 1:
-                self.recombine()
-        if not self.is_close:
-            choice, bound = self.problems.solved(self.best.choice, best_share, gap=self.gap, budget=self.budget())
+            share, reachable = best_mixture(list(self.known.values()))
+            if reachable == math.inf:
+                share = FIRST_SHARE * min(solved)
+            elif reachable <= (1 + self.close_gap) * self.bound:
+                break
+        if solved and not (self.budget.over or self.is_close):
+            self.close(max(solved, key=solved.__getitem__))
+        return with_bound(self.best, self.bound)
+
+    def close(self, share: float) -> None:
+        """Looks between the choices that are known, and among all that the bounds of a mixture leave."""
+        by_cost = sorted(self.known, key=lambda choice: max(self.known[choice]))
+        choice = self.problems.recombined(by_cost, gap=self.gap, budget=self.budget)
+        if choice is not None:
+            self.learn(choice)
+        if not (self.budget.over or self.is_close):
+            choice, bound = self.problems.solved(self.best.choice, share, gap=self.gap, budget=self.budget)
             self.bound = max(self.bound, bound)
             if choice is not None:
                 self.learn(choice)
-        return with_bound(self.best, self.bound)
 
     @property
     def is_close(self) -> bool:
@@ -127,27 +125,24 @@ class _Search:
     def fits(self, choice: Sequence[int]) -> bool:
         return self.limit is None or fits(self.formulation.peak_bytes(choice), self.limit)
 
-    def recombine(self) -> None:
-        by_cost = sorted(self.known, key=lambda choice: max(self.known[choice]))
-        choice = self.problems.recombined(by_cost, gap=self.gap, budget=self.budget())
-        if choice is not None:
-            self.learn(choice)
 
+def best_mixture(costs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The share of the first cost in a mixture in which the least cost of some choices is largest, and that cost.
 
-def _next_share(known: Sequence[tuple[float, float]], least: float) -> float:
-    """The share at which the least cost of all known choices in the mixture is largest.
+    No mixture proves more than that cost. It is inf, and the share 0, if the first cost of no choice is the larger one:
+    then it says nothing of choices that are not known.
 
-    Args:
-        known: costs of choices in the two problems.
-        least: of the shares that were solved.
+    >>> best_mixture([(5.0, 7.0), (8.0, 4.0)])
+    (0.5, 6.0)
     """
-    costs = np.array(known)
-    if (costs[:, 0] < costs[:, 1]).all():  # no choice that hides less is known
-        return FIRST_SHARE * least
-    first, second = costs[:, 0], costs[:, 1]
+    first, second = np.array(costs).T
     slopes = first - second
+    if (slopes < 0).all():
+        return 0.0, math.inf
     left, right = np.triu_indices(len(costs), 1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        crossings = (second[right] - second[left]) / (slopes[left] - slopes[right])
+    apart = slopes[left] != slopes[right]
+    left, right = left[apart], right[apart]
+    crossings = (second[right] - second[left]) / (slopes[left] - slopes[right])
     shares = np.array([0.0, 1.0, *crossings[(crossings > 0) & (crossings < 1)]])
-    return float(shares[(np.outer(shares, slopes) + second).min(axis=1).argmax()])
+    least = (np.outer(shares, slopes) + second).min(axis=1)
+    return float(shares[least.argmax()]), float(least.max())

@@ -18,9 +18,9 @@ import numpy as np
 from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.settings import USUAL_SIZES
 from autoshard.solver.tables import summed
 from autoshard.solver.verify import ROUNDING, verify
-
 
 BUILD_SWEEPS = 10.0  # what it takes to build a relaxation
 
@@ -70,7 +70,7 @@ class TwoCosts:
     def solved(
         self, choice: Sequence[int], share: float, *, gap: float, budget: Budget
     ) -> tuple[tuple[int, ...] | None, float]:
-        """The cheapest choice found, memory aside, None where there is no time; and a bound.
+        """The cheapest choice found, memory aside, and a bound; None and -inf where it takes too long.
 
         Args:
             choice: the best one known.
@@ -91,6 +91,8 @@ class TwoCosts:
             np.flatnonzero(np.isfinite(costs) & (own | (np.arange(len(own)) == chosen)))
             for costs, own, chosen in zip(mixture.costs, allowed, choice, strict=True)
         ]
+        if sum(map(len, options)) > USUAL_SIZES.few_options:
+            return None, -math.inf
         free = replace(self, first=replace(self.first, lives=(), limit=None, checked=True))
         found, bound = _cheapest(free, options, choice, gap, budget)
         return found, min(bound, cost)
@@ -108,9 +110,7 @@ def _cheapest(
         return budget.over
 
     first, second = restricted(costs.first, options), restricted(costs.second, options)
-    outcome = program.cheapest(
-        first, start, beside=second, seed=0, gap=gap, time_limit=budget.seconds, spend=spend
-    )
+    outcome = program.cheapest(first, start, beside=second, seed=0, gap=gap, time_limit=budget.seconds, spend=spend)
     if outcome.interrupted:
         budget.interrupt()
     if outcome.choice is None:

@@ -34,6 +34,7 @@ from autoshard.program import Program
 from autoshard.replanning.planner import Planner
 from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Problem, Solution
+from autoshard.solver.two_costs import TwoCosts
 from autoshard.solver.verify import verify
 from autoshard.specs import fitting
 from autoshard.together.joint_problem import JointProblem, Shared, homes_of, joint_problem
@@ -286,7 +287,9 @@ class _Shares:
 
     def problems(self) -> list[Problem]:
         pairs = zip(self.formulations, self.shares, strict=True)
-        return [one.problem if share == 1.0 else TwoCosts(one.problem, one.waits()).mixed(share) for one, share in pairs]
+        return [
+            one.problem if share == 1.0 else TwoCosts(one.problem, one.waits()).mixed(share) for one, share in pairs
+        ]
 
     def changed(self, choices: Sequence[Sequence[int]]) -> bool:
         """Sets the shares by what was chosen under the last ones; whether any is another then."""
