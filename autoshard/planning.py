@@ -30,7 +30,7 @@ from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.chosen import prediction_of
-from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_overlap
+from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
@@ -43,6 +43,7 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
+from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
@@ -52,6 +53,7 @@ from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
 PARTS = 8  # of the time limit: what each search for a part of a large problem gets
+OVERLAP_SHARE = 0.4  # of the work in a time limit: what limiting the overlap may take, after the search
 LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
@@ -376,16 +378,18 @@ def cheapest(
         search: as for `solve`.
     """
 
-    def solve(problem: Problem) -> Solution | None:
-        if time.monotonic() > until:
-            return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress, search)
+    def solve(problem: Problem, budget: Budget) -> Solution:
+        return solve_within(replace(formulation, problem=problem), time_limit, until, progress, search, budget)
 
     solution = solve_within(formulation, time_limit, until, progress, search)
     if time.monotonic() > until:
         solution = at_its_price(solution, prediction_of(formulation, solution.choice))
     else:
-        solution = with_limited_overlap(formulation, solution, solve)
+        assert formulation.problem.limit is not None, "`solve_within` has asked for it"
+        limit = formulation.problem.limit * formulation.prices.backend.usable
+        budget = Budget.of(time_limit, until)
+        budget = replace(budget, work=OVERLAP_SHARE * budget.work)
+        solution = with_limited_overlap(formulation, solution, solve, budget, limit)
     least = formulation.least
     return solution if least is None else with_bound(solution, min(least, solution.bound))
 
