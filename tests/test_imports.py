@@ -37,7 +37,8 @@ ROOMS = {
     "pipeline": ["autoshard.pipeline"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
-        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
+        "autoshard.decorated",
         *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],
 }
