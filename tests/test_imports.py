@@ -38,7 +38,7 @@ ROOMS = {
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
-        "autoshard.decorated",
+        *("autoshard.decorated", "autoshard.stages"),
         *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],
 }
