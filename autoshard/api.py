@@ -31,6 +31,8 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
+from autoshard.stages.pipelined_function import PipelinedFunction
+from autoshard.stages.requests import PipelineRequest
 from autoshard.tactics import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
@@ -52,6 +54,7 @@ def autoshard(
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
     **jit_keywords: Any,
@@ -75,6 +78,7 @@ def autoshard(
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
     **jit_keywords: Any,
@@ -109,6 +113,7 @@ def autoshard(
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
     **jit_keywords: Any,
@@ -167,6 +172,10 @@ def autoshard(
             refused, with the line that stands in the way.
         search: which search chooses, instead of the solver's own: the name of a published one, of those in
             `autoshard.solver.SEARCHES`, or a function like them, as `solve` takes it.
+        pipeline: ``dict(stages=4, microbatches=16, schedule="1f1b")``: the step is cut into stages, which run on parts
+            of the mesh, a microbatch after the other. The axis called "stage" or "pipe" is theirs, else the first that
+            the number of stages divides. `autoshard.pipeline.SCHEDULES` names the orders; `chunks` is the number of
+            virtual stages per device for those that have several. Microbatches are exact as under `microbatches`.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -204,10 +213,15 @@ def autoshard(
     }
     all_options = [options_of(one, **said) for one in meshes]
     options = all_options[0]
+    request = PipelineRequest.of(pipeline)
+    if request is not None and (pad is not None or plan is not None or like is not None):
+        raise ArgumentError("pipeline= cannot be combined with pad=, plan= or like= yet; leave one of them out")
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
+        if request is not None:
+            return PipelinedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         kind = ShardedFunction if pad is None else PaddedFunction
         if mesh == "auto" and plan is None and like is None:
             return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)

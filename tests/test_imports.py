@@ -39,7 +39,7 @@ ROOMS = {
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
-        *("autoshard.decorated", "autoshard.meshes"),
+        *("autoshard.decorated", "autoshard.stages", "autoshard.meshes"),
         *("autoshard.api", "autoshard.together", "autoshard.frontiers", "autoshard.padding", "autoshard.__init__"),
     ],
 }
