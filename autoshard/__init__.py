@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from autoshard.cache import CacheWarning
     from autoshard.compiled.memory_check import MemoryWarning
     from autoshard.mesh import Collective, Link, Topology, topology
+    from autoshard.operations import operation
     from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
     from autoshard.report.difference import Difference
@@ -63,6 +64,7 @@ __all__ = [
     "UnknownPrimitiveWarning",
     "autoshard",
     "evaluate",
+    "operation",
     "plan",
     "plan_together",
     "propagate",
@@ -77,6 +79,7 @@ _HOMES = {
     "autoshard.cache": ("CacheWarning",),
     "autoshard.compiled.memory_check": ("MemoryWarning",),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
+    "autoshard.operations": ("operation",),
     "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
     "autoshard.report.difference": ("Difference",),
