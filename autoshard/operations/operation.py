@@ -117,7 +117,8 @@ class Operation:
             name: what plans call it; by default that of the function.
             where: of a `CallSplit` and the static keywords: whether it can run a call that is split so.
             seconds: of a `CallSplit`, a `Topology`, the shards as `jax.ShapeDtypeStruct`s, and the static keywords:
-                what the device's own work takes, collectives left out. By default the traced function is priced.
+                what the device's own work takes, collectives left out. A derivative that JAX takes of it takes twice
+                as long. By default the traced function is priced.
             bytes: the same arguments without the topology: what the device holds beside operands and results.
 
         Raises:
@@ -243,7 +244,7 @@ class Operation:
             [
                 Implementation(one.name, by_hand(one.local_backward), one.splits, one.where)
                 if one.local_backward is not None
-                else Implementation(one.name, one.local, one.splits, one.where)
+                else Implementation(one.name, one.local, one.splits, one.where, _twice(one.seconds, operands_in))
                 for one in self.implementations
             ],
             sums_shared=True,
@@ -264,6 +265,15 @@ class Operation:
             return False
         written = self.forward.operation.named(run_name)
         return written is not None and written.local_backward is None
+
+
+def _twice(seconds: Callable[..., float] | None, operands_in: Callable[..., int]) -> Callable[..., float] | None:
+    """A formula of the forward pass as one of its derivative, which has two products for each product of it."""
+    if seconds is None:
+        return None
+    return lambda split, topology, *arrays, **static: (
+        2 * seconds(split, topology, *arrays[: operands_in(arrays)], **static)
+    )
 
 
 def _all_cotangents(outputs: Sequence[Any], cotangents: list[Any], made: tuple[bool, ...]) -> list[Any]:
