@@ -23,6 +23,7 @@ ROOMS = {
     "base": ["autoshard.errors", "autoshard.files", "autoshard.layout"],
     "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
+    "operations": ["autoshard.operations", "autoshard.ops"],
     "microbatches": ["autoshard.microbatches"],
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],

@@ -18,6 +18,7 @@ from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
 from autoshard.model.xla.scatters import IndexGroups, scatters_at_once, stages_of
+from autoshard.operations.split import Run
 from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 
@@ -58,6 +59,7 @@ class Strategy:
     leaves: tuple[Layout, ...]  # per made value
     finishes: tuple[Finish, ...]
     halos: tuple[Halo, ...] = ()
+    run: Run | None = None  # of a call of an operation: what computes it on shards
 
     @cached_property
     def axes(self) -> dict[int, tuple[str, ...]]:
