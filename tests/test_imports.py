@@ -38,6 +38,7 @@ ROOMS = {
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
+        *("autoshard.stages", "autoshard.stage_planning"),
         *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],
 }

@@ -46,7 +46,7 @@ def chunk_bound(problem: ChunkProblem) -> float:
         rest = min_plus(
             [
                 (made.microbatches * sum(seconds) + table.after) / made.stages
-                + passing * (seconds[0] if made.has_weight_tasks else seconds[0] + seconds[1])
+                + (passing * (seconds[0] if made.has_weight_tasks else seconds[0] + seconds[1]) if passing else 0.0)
                 for table in problem.table_of(problem.starts[i])
                 for seconds in [_seconds(problem, table)]
             ],

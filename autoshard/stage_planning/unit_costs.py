@@ -1,0 +1,168 @@
+"""The units of a step, each planned on each sub-mesh: what the tables of the search are made of.
+
+Units that look alike are planned once. Seconds and bytes of a microbatch are taken as affine in its rows: they are
+planned for a few numbers of rows, and interpolated between these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autoshard.model.xla.backends import Backend
+from autoshard.program import Program
+from autoshard.stage_planning.costs import StageCost, SubMeshModel, stage_cost
+from autoshard.stage_planning.sub_meshes import SubMeshShape
+from autoshard.stage_planning.traced import program_of
+from autoshard.stage_search import LayerCosts
+from autoshard.stage_search.tables import Numbers
+from autoshard.stages.programs import Key, StageProgram, StagePrograms
+
+FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
+
+
+@dataclass(frozen=True, eq=False)
+class CutStep:
+    """A step cut into stages, as the planner takes it."""
+
+    programs: StagePrograms
+    carried: Mapping[Key, Key]  # argument or piece -> the value that takes its place
+    traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, programs: StagePrograms, carried: Mapping[int, int]) -> CutStep:
+        """The programs of a step of which some results take arguments' places.
+
+        Args:
+            carried: argument -> result, by their flat indices.
+        """
+        pieces: dict[int, list[tuple[int, Key]]] = {}
+        for i, piece in enumerate(programs.pieces):
+            pieces.setdefault(piece.argument, []).append((piece.start, Key("piece", i)))
+        pairs: dict[Key, Key] = {}
+        for argument, result in carried.items():
+            made = programs.results[result]
+            if isinstance(made, tuple):
+                taken = [key for _, key in sorted(pieces.get(argument, [(0, Key("argument", argument))]))]
+                if len(taken) == len(made):
+                    pairs |= zip(taken, made, strict=True)
+        return cls(programs, pairs)
+
+    def of_stage(self, stage: int) -> list[StageProgram]:
+        """The programs of one stage."""
+        return [program for program in self.programs.programs if program.stage == stage]
+
+    def between(self, stage: int) -> frozenset[Key]:
+        """What a stage keeps between steps."""
+        return frozenset(key for key, home in self.programs.homes.items() if home == stage)
+
+    def cost(self, stage: int, where: SubMeshModel, in_flight: float, *, or_leanest: bool = False) -> StageCost | None:
+        """One stage planned on a sub-mesh."""
+        own = self.of_stage(stage)
+        if stage not in self.traced:
+            self.traced[stage] = [program_of(program, self.programs.name, self.carried) for program in own]
+        return stage_cost(
+            own,
+            self.traced[stage],
+            where,
+            microbatches=self.programs.microbatches,
+            kept=frozenset(self.programs.kept[stage]),
+            between=self.between(stage),
+            in_flight=in_flight,
+            or_leanest=or_leanest,
+        )
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Per stage, the first stage that looks like it."""
+        first: dict[Any, int] = {}
+        return [first.setdefault(self._look(stage), stage) for stage in range(self.programs.stages)]
+
+    def _look(self, stage: int) -> Any:
+        types = self.programs.types
+        kept = self.programs.kept[stage]
+        return (
+            *((one.kind, _look(one), tuple(key in kept for key in one.inputs)) for one in self.of_stage(stage)),
+            tuple(str(types[key]) for key in kept),
+        )
+
+    def crossing(self) -> tuple[Numbers, Numbers]:
+        """Bytes of one microbatch that cross the cut before each stage, forward and backward; 0 at both ends."""
+        found = np.zeros((2, self.programs.stages + 1))
+        seen: set[tuple[Key, int]] = set()
+        for (source, target), keys in self.programs.sends.items():
+            low, high = sorted((source, target))
+            for key in keys:
+                for k in range(low + 1, high + 1):
+                    if (key, k) not in seen:
+                        seen.add((key, k))
+                        found[int(source > target), k] += self.programs.bytes_of(key)
+        return found[0], found[1]
+
+
+def _look(program: StageProgram) -> Any:
+    jaxpr = program.jaxpr.jaxpr
+    return (
+        tuple(str(aval) for aval in program.jaxpr.in_avals),
+        tuple((eqn.primitive.name, tuple(str(getattr(atom, "aval", "")) for atom in eqn.invars)) for eqn in jaxpr.eqns),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class UnitCosts:
+    """Costs of every unit on one sub-mesh for one number of microbatches, [field, unit], as `FIELDS` has them."""
+
+    values: Numbers
+
+    def layer_costs(self) -> LayerCosts:
+        """The same for the search of stages."""
+        return LayerCosts(**dict(zip(FIELDS, self.values, strict=True)))
+
+
+def unit_costs(cut: CutStep, shape: SubMeshShape, backend: Backend) -> UnitCosts | None:
+    """Every unit of a step planned on one sub-mesh for speed alone; None if some unit was not planned."""
+    where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
+    return _of_kinds(cut, lambda kind: cut.cost(kind, where, in_flight=1.0))
+
+
+def lean_unit_costs(
+    cut: CutStep, shape: SubMeshShape, backend: Backend, fast: UnitCosts, stages: int, in_flight: float
+) -> UnitCosts | None:
+    """The same within the memory of a pipeline of so many equal stages; `fast` itself if that fits.
+
+    Every unit gets a part of the memory: as large a part as it takes of the fast choice. One that does not fit takes
+    about the least that it can.
+    """
+    fixed, left, working = (fast.values[FIELDS.index(name)] for name in FIELDS[-3:])
+    held = fixed + in_flight * left
+    room = shape.in_row.memory_bytes * backend.usable
+    if held.sum() / stages + working.max() <= room:
+        return fast
+    share = stages * room / held.sum()
+
+    def cost(kind: int) -> StageCost | None:
+        limit = (held[kind] * share + working[kind]) / backend.usable
+        return cut.cost(
+            kind, SubMeshModel(shape.mesh, shape.topology, backend, limit), in_flight=in_flight, or_leanest=True
+        )
+
+    return _of_kinds(cut, cost)
+
+
+def _of_kinds(cut: CutStep, cost_of: Callable[[int], StageCost | None]) -> UnitCosts | None:
+    """The costs of all units, of which those that look alike are planned once."""
+    values = np.zeros((len(FIELDS), cut.programs.stages))
+    known: dict[int, StageCost] = {}
+    for stage, kind in enumerate(cut.kinds):
+        if kind not in known:
+            found = cost_of(kind)
+            if found is None:
+                return None
+            known[kind] = found
+        values[:, stage] = known[kind].row
+    return UnitCosts(values)
