@@ -37,8 +37,8 @@ ROOMS = {
     "pipeline": ["autoshard.pipeline", "autoshard.stage_search"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
-        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
-        *("autoshard.stages", "autoshard.stage_planning"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
+        *("autoshard.decorated", "autoshard.stages", "autoshard.stage_planning"),
         *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
     ],
 }

@@ -91,7 +91,7 @@ def traced_in_part(traced: TracedStep, count: int, groups: int = 1) -> tuple[Clo
         for i, aval in enumerate(traced.closed.in_avals)
     ]
     try:
-        part = traced.again(types)
+        part = traced.again(tuple(types))
     except Exception as error:  # whatever the step does with fewer rows
         raise MicrobatchError(
             f"microbatches={count}: the step takes a batch of {split.batch} rows, but not one of {split.rows}: "

@@ -93,6 +93,7 @@ class Planner:
             chosen=question.chosen,
             others=others,
             reasons=(*self.said_of(argument, value.name), *question.reasons(others)),
+            axes=tuple(plan.mesh.shape),
             count=len(found),
         )
 
