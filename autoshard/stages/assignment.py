@@ -45,12 +45,11 @@ def stages_of(roles: Roles, origins: Sequence[Origin], boundaries: Sequence[Orig
     undecided = set(backward)
     for boundary in range(1, len(boundaries) + 1):
         edges = _edges(roles, found, fixed, undecided, boundary)
-        later, is_possible = source_side(edges)
+        # Of equal choices the earlier stage: a bias at the end of a stage has its gradient there, too.
+        later, is_possible = source_side(edges, is_largest=False)
         if not is_possible:
             raise _impossible(roles, fixed, undecided, boundary)
-        # An equation that no edge mentions costs nothing anywhere.
-        named = {node for edge in edges for node in edge}
-        before = {i for i in undecided if i not in later and i in named}
+        before = {i for i in undecided if i not in later}
         found |= dict.fromkeys(before, boundary - 1)
         undecided -= before
     return found | dict.fromkeys(undecided, len(boundaries))

@@ -91,9 +91,7 @@ def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
         if boundary.trip:
             inside.setdefault(boundary.equation, []).append(boundary.trip)
     lengths = {i: roles.step.equations[i].params["length"] for i in roles.stacks}
-    return {
-        i: (0, *sorted(inside[first]), lengths[i]) for i, first in roles.stacks.items() if first in inside
-    }
+    return {i: (0, *sorted(inside[first]), lengths[i]) for i, first in roles.stacks.items() if first in inside}
 
 
 def _settle_sums(roles: Roles, stages: dict[int, int]) -> frozenset[int]:
@@ -142,9 +140,7 @@ class _Cut:
         return _behind_free(self.roles, self.roles.inputs(i))
 
     def equations(self, stage: int, *, backward: bool) -> list[int]:
-        return [
-            i for i, other in self.stages.items() if other == stage and (i in self.roles.backward) == backward
-        ]
+        return [i for i, other in self.stages.items() if other == stage and (i in self.roles.backward) == backward]
 
     def backward_parts(self, stage: int) -> tuple[list[int], list[int]]:
         """The equations of B and W: earlier stages wait for the first, if there are W programs."""
@@ -242,9 +238,7 @@ class _Cut:
 
     def after(self) -> tuple[tuple[Any, ...], AfterLoop]:
         step, equations = self.step, self.step.equations
-        results = [
-            part for atom in variables(self.jaxpr.outvars) for part in self.apart.joined.get(atom, (atom,))
-        ]
+        results = [part for atom in variables(self.jaxpr.outvars) for part in self.apart.joined.get(atom, (atom,))]
         loop = {var for var in (*step.needs.sums, *step.needs.rows)}
         chosen: set[int] = set()
         todo = [*results, *(var for i, eqn in enumerate(equations) if self.is_late_effect(i) for var in eqn.invars)]

@@ -15,17 +15,18 @@ NEVER = float("inf")  # the capacity of an edge that no cut may go through
 _LARGEST = 2**20  # the sum of finite capacities in the units that SciPy counts in: its capacities have 32 bits
 
 
-def source_side(edges: Mapping[tuple[Hashable, Hashable], float]) -> tuple[set[Hashable], bool]:
-    """The largest set of nodes with `SOURCE`, so that the edges that leave it have the least capacity in all.
+def source_side(edges: Mapping[tuple[Hashable, Hashable], float], *, is_largest: bool) -> tuple[set[Hashable], bool]:
+    """A set of nodes with `SOURCE`, so that the edges that leave it have the least capacity in all.
 
     Args:
         edges: (from, to) -> capacity. Capacities are rounded to a millionth of their sum, and up.
+        is_largest: whether of several such sets the largest is wanted, or the smallest.
 
     Returns:
         The nodes, and whether the cut goes through no edge of capacity `NEVER`.
 
-    >>> sorted(source_side({(SOURCE, "a"): 3, ("a", "b"): 1, ("b", SINK): 2})[0])
-    ['a', 'source']
+    >>> sorted(source_side({(SOURCE, "a"): 3, ("a", "b"): 1, ("b", SINK): 1}, is_largest=True)[0])
+    ['a', 'b', 'source']
     """
     names = list(dict.fromkeys(name for edge in edges for name in edge) | {SOURCE: None, SINK: None})
     number = {name: i for i, name in enumerate(names)}
@@ -40,7 +41,10 @@ def source_side(edges: Mapping[tuple[Hashable, Hashable], float]) -> tuple[set[H
     left = (graph - found.flow).tocsr()
     left.data = np.maximum(left.data, 0)
     left.eliminate_zeros()
-    # Nodes from which the sink can still be reached; all others may stay with the source.
+    is_possible = bool(found.flow_value < never)
+    if not is_largest:
+        reached = breadth_first_order(left, number[SOURCE], return_predecessors=False)
+        return {names[i] for i in reached}, is_possible
+    # Nodes from which the sink can still be reached are on its side in every such cut.
     reaching = breadth_first_order(left.T.tocsr(), number[SINK], return_predecessors=False)
-    to_sink = {names[i] for i in reaching}
-    return set(names) - to_sink, bool(found.flow_value < never)
+    return set(names) - {names[i] for i in reaching}, is_possible

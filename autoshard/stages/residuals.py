@@ -47,5 +47,5 @@ def kept_values(
         todo += operands
     if not seen:
         return set()
-    near, _ = source_side(edges)
+    near, _ = source_side(edges, is_largest=True)
     return {var for var in seen if (var, "making") in near and (var, "made") not in near}

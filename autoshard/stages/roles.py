@@ -191,7 +191,9 @@ class Roles:
             eqn = self.step.equations[i]
             if eqn.primitive.name != "scan":
                 for out in eqn.outvars:
-                    stacked = [v for v in self.inputs(i) if v in owner and aval_of(v).shape[:1] == aval_of(out).shape[:1]]
+                    stacked = [
+                        v for v in self.inputs(i) if v in owner and aval_of(v).shape[:1] == aval_of(out).shape[:1]
+                    ]
                     if stacked and aval_of(out).shape:
                         owner[out] = owner[stacked[0]]
                 continue

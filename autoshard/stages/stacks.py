@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ import jax
 from autoshard.jaxprs import ClosedJaxpr, DropVar, JaxprEqn, Var, aval_of, called_jaxpr, equations_of, scan_counts
 from autoshard.microbatches.proof import equation_of
 from autoshard.microbatches.relations import REDUCTIONS
+from autoshard.primitives import facts_of
 from autoshard.propagation.registry import has_rule, rule_of
+from autoshard.propagation.rule import Rule
 
 Bounds = tuple[int, ...]  # along dim 0 where pieces start and end: (0, 2, 4)
 
@@ -133,9 +135,8 @@ class _Walk:
         assert isinstance(atom, Var), "literals are scalars, which have no dim 0"
         if (atom, bounds) not in self.sliced:
             maker = self.makers.get(atom)
-            if maker is not None and maker.primitive.name == "broadcast_in_dim" and not _spans_dim_0(maker):
-                parts = tuple(self.resized(maker, maker.invars, n) for n in _lengths(bounds))
-            else:
+            parts = None if maker is None or atom in self.whole else self.made_in_pieces(maker, bounds)
+            if parts is None:
                 whole = self.plain(atom, like)
                 parts = tuple(
                     self.made(functools.partial(jax.lax.slice_in_dim, start_index=a, limit_index=b), [whole], like, a)
@@ -143,6 +144,19 @@ class _Walk:
                 )
             self.sliced[atom, bounds] = parts
         return self.sliced[atom, bounds]
+
+    def made_in_pieces(self, maker: JaxprEqn, bounds: Bounds) -> tuple[Any, ...] | None:
+        """A value that was made whole, made again in pieces, if that is elementwise work; None if it is more."""
+        if not facts_of(maker.primitive.name).is_pointwise and maker.primitive.name != "broadcast_in_dim":
+            return None
+        if not _may_be_in_pieces(maker):
+            return None
+        rule = rule_of(equation_of(maker))
+        dims = rule.results[0]
+        if not dims or len(dims[0]) != 1:
+            return None
+        operands = _in_dim_0(rule, dims[0][0])
+        return None if operands is None else tuple(self.written(maker, operands, bounds))
 
     def made(self, function: Callable[..., Any], operands: Sequence[Any], like: JaxprEqn | None, trip: int = 0) -> Var:
         """What one equation makes of operands, written where another equation is."""
@@ -175,8 +189,7 @@ class _Walk:
         for k, (start, stop) in reversed(spans) if eqn.params["reverse"] else spans:
             outs = [Var(var.aval) for var in eqn.outvars[:carries]]
             stacked = [
-                Var(aval.update(shape=(stop - start, *aval.shape[1:])))
-                for aval in map(aval_of, eqn.outvars[carries:])
+                Var(aval.update(shape=(stop - start, *aval.shape[1:]))) for aval in map(aval_of, eqn.outvars[carries:])
             ]
             inputs = [*fixed, *carry, *(parts[k] for parts in stacks)]
             params = {**eqn.params, "length": stop - start}
@@ -190,63 +203,68 @@ class _Walk:
     def in_pieces(self, eqn: JaxprEqn) -> bool:
         """Writes an equation once per piece of its operands, where each piece of its result is made of one of them."""
         found = [self.pieces[x] for x in eqn.invars if isinstance(x, Var) and x in self.pieces]
-        if not found or len(eqn.outvars) != 1 or isinstance(eqn.outvars[0], DropVar) or eqn.effects:
+        if not found or isinstance(eqn.outvars[0], DropVar):
             return False
-        if called_jaxpr(eqn) is not None or not has_rule(eqn):
+        if not _may_be_in_pieces(eqn):
             return False
-        name, bounds = eqn.primitive.name, found[0].bounds
-        if any(key in _TOLD_BY_SHAPE and key != _SHAPE.get(name) for key in eqn.params):
+        rule, bounds = rule_of(equation_of(eqn)), found[0].bounds
+        first = next(i for i, x in enumerate(eqn.invars) if isinstance(x, Var) and x in self.pieces)
+        dims = rule.operands[first]
+        if not dims or len(dims[0]) != 1 or rule.sizes[dims[0][0]] != bounds[-1]:
             return False
-        factor = self.factor(eqn, bounds)
-        if factor is None:
+        (name,) = dims[0]
+        operands = _in_dim_0(rule, name)
+        if operands is None:
             return False
-        operands, is_summed = factor
+        var = eqn.outvars[0]
+        if rule.results[0] and rule.results[0][0] == (name,):
+            self.pieces[var] = _Pieces(tuple(self.written(eqn, operands, bounds)), bounds)
+            return True
+        if name not in rule.reduction or REDUCTIONS.get(eqn.primitive.name) != "add":
+            return False
+        parts = self.written(eqn, operands, bounds, is_summed=True)
+        self.whole[var] = functools.reduce(lambda one, other: self.made(jax.lax.add, [one, other], eqn), parts)
+        return True
+
+    def written(
+        self, eqn: JaxprEqn, operands: Collection[int], bounds: Bounds, *, is_summed: bool = False
+    ) -> list[Var]:
+        """An equation once per piece.
+
+        Args:
+            operands: those of which it reads a piece each.
+            is_summed: whether the results are of whole shape, to be added up.
+        """
         parts = [
             self.cut(x, bounds, eqn) if i in operands else (self.plain(x, eqn),) * (len(bounds) - 1)
             for i, x in enumerate(eqn.invars)
         ]
         made = []
-        for inputs, (start, stop) in zip(zip(*parts, strict=True), itertools.pairwise(bounds), strict=True):
+        for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            inputs = [several[n] for several in parts]
             if is_summed:
-                out = Var(eqn.outvars[0].aval)
-                self.emit(eqn.replace(invars=list(inputs), outvars=[out]), start)
-                made.append(out)
+                made.append(Var(eqn.outvars[0].aval))
+                self.emit(eqn.replace(invars=inputs, outvars=[made[-1]]), start)
             else:
                 made.append(self.resized(eqn, inputs, stop - start, start))
-        out_var = eqn.outvars[0]
-        if is_summed:
-            total = functools.reduce(lambda one, other: self.made(jax.lax.add, [one, other], eqn), made)
-            self.whole[out_var] = total
-        else:
-            self.pieces[out_var] = _Pieces(tuple(made), bounds)
-        return True
-
-    def factor(self, eqn: JaxprEqn, bounds: Bounds) -> tuple[frozenset[int], bool] | None:
-        """The operands of which pieces are read, and whether those of the result are added up; None if that fails."""
-        rule = rule_of(equation_of(eqn))
-        first = next(i for i, x in enumerate(eqn.invars) if isinstance(x, Var) and x in self.pieces)
-        dims = rule.operands[first]
-        if not dims or len(dims[0]) != 1 or rule.sizes[dims[0][0]] != bounds[-1]:
-            return None
-        (name,) = dims[0]
-        if name in rule.need_replication | rule.permutation:
-            return None
-        tensors = (*rule.operands, *rule.results)
-        if any(name in factors and factors != (name,) for dims in tensors for factors in dims):
-            return None
-        if any(name in factors for dims in tensors for factors in dims[1:]):
-            return None
-        operands = frozenset(i for i, dims in enumerate(rule.operands) if dims and dims[0] == (name,))
-        if rule.results[0] and rule.results[0][0] == (name,):
-            return operands, False
-        is_sum = name in rule.reduction and REDUCTIONS.get(eqn.primitive.name) == "add"
-        return (operands, True) if is_sum else None
+        return made
 
 
-def _spans_dim_0(broadcast: JaxprEqn) -> bool:
-    return 0 in broadcast.params["broadcast_dimensions"]
+def _may_be_in_pieces(eqn: JaxprEqn) -> bool:
+    """Whether an equation of one result can be written for another length of dim 0."""
+    if called_jaxpr(eqn) is not None or not has_rule(eqn) or len(eqn.outvars) != 1 or eqn.effects:
+        return False
+    known = _SHAPE.get(eqn.primitive.name)
+    return not any(key in _TOLD_BY_SHAPE and key != known for key in eqn.params)
 
 
-def _lengths(bounds: Bounds) -> list[int]:
-    return [stop - start for start, stop in itertools.pairwise(bounds)]
-
+def _in_dim_0(rule: Rule, name: str) -> frozenset[int] | None:
+    """The operands whose dim 0 is a factor; None if the factor is elsewhere too, or has to be whole."""
+    if name in rule.need_replication | rule.permutation:
+        return None
+    tensors = (*rule.operands, *rule.results)
+    if any(name in factors and factors != (name,) for dims in tensors for factors in dims):
+        return None
+    if any(name in factors for dims in tensors for factors in dims[1:]):
+        return None
+    return frozenset(i for i, dims in enumerate(rule.operands) if dims and dims[0] == (name,))

@@ -32,7 +32,9 @@ class Unit:
     forward_flops: float  # of one microbatch
     backward_flops: float  # of one microbatch; its share of those of the whole backward pass
     parameter_bytes: int  # of the parameters that are first read here
-    made_bytes: int  # of one microbatch: all that products in it make, as a measure of what is kept for the backward pass
+    made_bytes: (
+        int  # of one microbatch: all that products in it make, as a measure of what is kept for the backward pass
+    )
     crossing_bytes: int  # of one microbatch: what crosses the boundary before it, forward; the cotangents are as large
 
 
