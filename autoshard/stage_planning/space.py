@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes
-from autoshard.stage_planning.unit_costs import CutStep, UnitCosts, lean_unit_costs, unit_costs
+from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs
 from autoshard.stage_search import MicrobatchCosts, StageSpace, StageTable
 
 SCHEDULES = (
@@ -33,7 +33,7 @@ DISPATCH_SECONDS = 3.1e-4
 class SpaceRequest:
     """What the space of stages is made of."""
 
-    cut_into_units: Callable[[int], CutStep]  # number of microbatches -> the step with every unit as a stage
+    cut_into_units: Callable[[int], UnitCut]  # number of microbatches -> the step with units as stages
     mesh_shape: MeshShape
     topology: Topology
     backend: Backend
@@ -42,7 +42,8 @@ class SpaceRequest:
     planned: Sequence[int]  # of these, those that units are planned for
     schedules: Sequence[tuple[str, int]] = SCHEDULES
     least_task_seconds: float = DISPATCH_SECONDS
-    shapes: Sequence[SubMeshShape] = field(default=())  # () for all
+    shapes: Sequence[SubMeshShape] = ()  # () for all
+    least_stages: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +57,14 @@ class PlannedSpace:
 def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     """The space of stages of a step; None if no sub-mesh has costs for all units."""
     cuts = {count: request.cut_into_units(count) for count in sorted(request.planned)}
-    units = next(iter(cuts.values())).programs.stages
+    units = len(next(iter(cuts.values())).planned)
     row = device_row(request.mesh_shape, request.topology)
     memory = request.memory * request.backend.usable
     shapes = list(request.shapes) or sub_mesh_shapes(request.mesh_shape, request.topology, memory)
-    shapes = [shape for shape in shapes if row.devices <= units * shape.in_row.devices]
+    fewest, most = request.least_stages, units
+    shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
+    if not shapes:
+        return None
     tables: dict[int, list[StageTable]] = {count: [] for count in request.microbatches}
     for shape in shapes:
         stages = max(1, row.devices // shape.in_row.devices)
@@ -70,18 +74,15 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
                 tables[count].append(layers.table(shape.in_row, variant))
     if not all(tables.values()):
         return None
-    sent = {count: cut.crossing() for count, cut in cuts.items()}
     first = min(cuts)
-    costs = {
-        count: MicrobatchCosts(tuple(tables[count]), *(np.asarray(way) * first / count for way in sent[first]))
-        for count in request.microbatches
-    }
+    sent = {count: cuts[first].crossing * (first / count) for count in request.microbatches}
+    costs = {count: MicrobatchCosts(tuple(tables[count]), sent[count], sent[count]) for count in request.microbatches}
     space = StageSpace(row, costs, request.schedules, request.least_task_seconds)
     return PlannedSpace(space, {shape.in_row.name: shape for shape in shapes})
 
 
 def _variants(
-    cuts: Mapping[int, CutStep], shape: SubMeshShape, backend: Backend, stages: int
+    cuts: Mapping[int, UnitCut], shape: SubMeshShape, backend: Backend, stages: int
 ) -> dict[str, dict[int, UnitCosts]]:
     """Costs on one sub-mesh by number of microbatches: of plans for speed, and of such as fit where those do not."""
     fast = {count: unit_costs(cut, shape, backend) for count, cut in cuts.items()}
@@ -119,9 +120,12 @@ def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCost
 def microbatch_counts(rows: int, most: int = 512) -> list[int]:
     """Numbers of microbatches to choose from: powers of two that divide the batch, or all divisors if there are few.
 
-    >>> microbatch_counts(64), microbatch_counts(6)
-    ([2, 4, 8, 16, 32, 64], [2, 3, 6])
+    No microbatch has one row if another number of them does, since a dim of one element is a case of its own to JAX.
+
+    >>> microbatch_counts(64), microbatch_counts(6), microbatch_counts(2)
+    ([2, 4, 8, 16, 32], [2, 3], [2])
     """
-    powers = [2**power for power in range(1, int(math.log2(max(2, rows))) + 1) if rows % 2**power == 0]
-    divisors = [count for count in range(2, rows + 1) if rows % count == 0]
-    return [count for count in (divisors if len(powers) < 3 else powers) if count <= most]
+    divisors = [count for count in range(2, min(rows, most) + 1) if rows % count == 0]
+    powers = [count for count in divisors if count & (count - 1) == 0]
+    found = powers if len(powers) >= 3 else divisors
+    return [count for count in found if count < rows] or found
