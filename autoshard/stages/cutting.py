@@ -225,6 +225,8 @@ class _Cut:
             homes,
             tuple(self.result(atom) for atom in self.jaxpr.outvars),
             tuple(self.apart.closed.consts),
+            {self.key(var): self.key(result) for var, result in self.carried_pairs()},
+            {self.names.key("sum", var): self.step.op(var) for var in self.step.needs.sums},
             frozenset(self.step.split.dims),
         )
         made.check()
@@ -233,13 +235,16 @@ class _Cut:
     def result(self, atom: Any) -> tuple[Key, ...] | Any:
         if isinstance(atom, Literal):
             return atom.val
-        parts = self.apart.joined.get(atom, (atom,))
-        return tuple(self.names.outside.get(part) or self.names.late(part) for part in parts)
+        return tuple(map(self.key, self.apart.joined.get(atom, (atom,))))
+
+    def key(self, var: Var) -> Key:
+        """Of an argument or piece, or of what an `after` program makes."""
+        return self.names.outside.get(var) or self.names.late(var)
 
     def after(self) -> tuple[tuple[Any, ...], AfterLoop]:
         step, equations = self.step, self.step.equations
         results = [part for atom in variables(self.jaxpr.outvars) for part in self.apart.joined.get(atom, (atom,))]
-        loop = {var for var in (*step.needs.sums, *step.needs.rows)}
+        loop = set((*step.needs.sums, *step.needs.rows))
         chosen: set[int] = set()
         todo = [*results, *(var for i, eqn in enumerate(equations) if self.is_late_effect(i) for var in eqn.invars)]
         chosen |= {i for i in range(len(equations)) if self.is_late_effect(i)}
@@ -251,7 +256,7 @@ class _Cut:
             chosen.add(i)
             todo += variables(equations[i].invars)
         located = {var: self.stages[self.roles.makers[var]] for var in loop}
-        located |= {var: stage for var, stage in self.parameter_homes().items()}
+        located |= self.parameter_homes()
         placed = after_loop(
             {i: equations[i] for i in sorted(chosen)}, located, self.carried_pairs(), self.outside, self.count - 1
         )

@@ -108,6 +108,8 @@ class StagePrograms:
     homes: Mapping[Key, int]  # argument, piece or constant -> the stage that keeps it between steps
     results: tuple[tuple[Key, ...] | Any, ...]  # per flat result its parts along dim 0; a number is a literal
     constants: tuple[Any, ...] = field(repr=False)
+    carried: Mapping[Key, Key]  # argument or piece -> the value that takes its place in the next step
+    operations: Mapping[Key, str]  # sum -> how microbatches make it: "add", "max", "min", "and", "or" or "last"
     batch: frozenset[int] = frozenset()  # arguments that have rows of the batch
 
     @property

@@ -1,9 +1,9 @@
-"""Equations of a step in microbatches to what pipelines ask of them: forward or backward, cheap or not, how much work."""
+"""Equations of a step in microbatches to what pipelines ask of them: forward or backward, cheap or not, their work."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ from autoshard.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
     aval_of,
     called_jaxpr,
@@ -163,7 +162,7 @@ class Roles:
 
     @cached_property
     def _of_sums(self) -> frozenset[int]:
-        """Equations that make sums over microbatches, or of which later programs read all rows: only one stage has them."""
+        """Equations that make sums over microbatches, or rows that are read after the last: only one stage has them."""
         handed = {*self.step.needs.sums, *self.step.needs.rows}
         return frozenset(i for i in self.loop if not handed.isdisjoint(self.step.equations[i].outvars))
 
@@ -211,19 +210,3 @@ class Roles:
 
 def _is_float(aval: Any) -> bool:
     return bool(jax.dtypes.issubdtype(aval.dtype, np.inexact))
-
-
-def closure(wanted: Iterable[Var], makers: Mapping[Var, int], inputs: Any, among: Collection[int]) -> list[int]:
-    """The equations of `among` behind variables, in their order."""
-    found: set[int] = set()
-    todo = list(wanted)
-    while todo:
-        i = makers.get(todo.pop())
-        if i is not None and i in among and i not in found:
-            found.add(i)
-            todo += inputs(i)
-    return sorted(found)
-
-
-def literals(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if isinstance(atom, Literal)]

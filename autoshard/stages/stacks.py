@@ -2,8 +2,8 @@
 
 A loop over layers is a `scan` over stacked parameters. Cut before trip t, it becomes two scans: the carry goes from one
 to the other, stacked operands are sliced, stacked results are in pieces. Pieces stay pieces as far as each equation
-allows it: what the forward scan stacks and the backward scan slices cancels, and an optimizer updates every piece apart.
-Elsewhere pieces are concatenated.
+allows it. So what the forward scan stacks and the backward scan slices cancels, and an optimizer updates every piece
+apart. Elsewhere pieces are concatenated.
 """
 
 from __future__ import annotations

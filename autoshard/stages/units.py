@@ -184,7 +184,7 @@ class _Line:
 
 
 def _boundaries(slots: Sequence[_Slot], least: int) -> list[int]:
-    """The slots before which the line may be cut: at most one between two slots with work, where the fewest bytes cross.
+    """The slots before which the line may be cut: one at most between two slots with work, where fewest bytes cross.
 
     Of these, one is left out if fewer bytes cross at one near it on either side, unless fewer than `least` remain.
     """

@@ -49,6 +49,11 @@ class StepVariants:
         """Whether the step is part of a function that is being traced, and means nothing after that."""
         return any(isinstance(const, jax.core.Tracer) for const in self._traced.closed.consts)
 
+    @property
+    def step(self) -> TracedStep:
+        """The trace."""
+        return self._traced
+
     def program(self, variant: Variant) -> Program:
         """The program of one variant.
 
