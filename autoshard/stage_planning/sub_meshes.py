@@ -108,10 +108,10 @@ def device_row(mesh_shape: MeshShape, topology: Topology) -> DeviceRow:
     channels = []
     for position in range(1, math.prod(mesh_shape.values())):
         link = next(link for stride, (_, link) in zip(strides, levels, strict=True) if position % stride == 0)
-        channels.append(Channel(link.latency, _one_way(link)))
+        channels.append(Channel(link.latency, one_way(link)))
     return DeviceRow(tuple(channels))
 
 
-def _one_way(link: Link) -> float:
+def one_way(link: Link) -> float:
     """Bytes/s from a device to one neighbour."""
     return link.bandwidth / 2 if link.ring else link.bandwidth
