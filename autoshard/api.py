@@ -28,6 +28,8 @@ from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Planner
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
+from autoshard.stages.pipelined_function import PipelinedFunction
+from autoshard.stages.requests import PipelineRequest
 from autoshard.user_plan import Comparison, Plan
 
 
@@ -47,6 +49,7 @@ def autoshard(
     microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> ShardedFunction[Parameters, Result]: ...
@@ -68,6 +71,7 @@ def autoshard(
     microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
@@ -100,6 +104,7 @@ def autoshard(
     microbatches: int | str | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
     **jit_keywords: Any,
 ) -> Any:
@@ -151,6 +156,10 @@ def autoshard(
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
             results stay those of the batch: sums and means leave these rows out. A step of which this is not certain is
             refused, with the line that stands in the way.
+        pipeline: ``dict(stages=4, microbatches=16, schedule="1f1b")``: the step is cut into stages, which run on parts
+            of the mesh, a microbatch after the other. The axis called "stage" or "pipe" is theirs, else the first that
+            the number of stages divides. `autoshard.pipeline.SCHEDULES` names the orders; `chunks` is the number of
+            virtual stages per device for those that have several. Microbatches are exact as under `microbatches`.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -179,10 +188,15 @@ def autoshard(
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
+    request = PipelineRequest.of(pipeline)
+    if request is not None and (pad is not None or plan is not None or like is not None):
+        raise ArgumentError("pipeline= cannot be combined with pad=, plan= or like= yet; leave one of them out")
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
+        if request is not None:
+            return PipelinedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         kind = ShardedFunction if pad is None else PaddedFunction
         return kind(fn, options=options, jit_keywords=jit_keywords, given=given)
 

@@ -15,11 +15,13 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
 from autoshard.model.xla.backends import Backend
+from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
+from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
 from autoshard.stage_planning.space import SCHEDULES, SpaceRequest, microbatch_counts, planned_space
 from autoshard.stage_planning.sub_meshes import SubMeshShape
-from autoshard.stage_planning.unit_costs import CutStep, UnitCut
+from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stage_search import SearchSettings, StageSearchResult, search_stages
 from autoshard.stages.cutting import CuttableStep, cut
 
@@ -59,13 +61,14 @@ class ChosenPipeline:
 class CuttableSteps:
     """A traced step in any number of microbatches, cut in any places."""
 
-    def __init__(self, traced: TracedStep, carried: Mapping[int, int], name: str, mesh: AbstractMesh) -> None:
+    def __init__(self, traced: TracedStep, program: Program, mesh: AbstractMesh) -> None:
         """
         Args:
-            carried: argument -> the result that takes its place.
+            program: the step as it was traced.
             mesh: under which the step was traced.
         """
-        self.traced, self.carried, self.name, self._mesh = traced, carried, name, mesh
+        self.traced, self.carried, self.name, self._mesh = traced, program.carried, program.name, mesh
+        self.donated = program.donated
         self.rows = batch_of(traced, 1).batch
         self.in_microbatches = functools.cache(self._in_microbatches)
 
@@ -81,7 +84,7 @@ class CuttableSteps:
         """The step cut before these units."""
         step = self.in_microbatches(count)
         made = cut(step, step.units().boundaries(firsts), weight_programs=weight_programs)
-        return CutStep.of(made, self.carried)
+        return CutStep(made, self.donated)
 
     def cut_into_units(self, count: int) -> UnitCut:
         """The step with one unit of each kind as a stage of its own."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.costs import StageCost, SubMeshModel
+from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.sub_meshes import SubMeshShape
-from autoshard.stage_planning.unit_costs import CutStep
 from autoshard.stage_search import (
     ChosenStage,
     MicrobatchCosts,

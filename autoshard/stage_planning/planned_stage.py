@@ -159,7 +159,9 @@ def channel_between(mesh_shape: MeshShape, topology: Topology, first: int, secon
     shape = tuple(mesh_shape.values())
     places = [np.unravel_index(number, shape) for number in (first, second)]
     crossed = [
-        topology.links[axis] for axis, a, b in zip(mesh_shape, *places, strict=True) if a != b and axis in topology.links
+        topology.links[axis]
+        for axis, a, b in zip(mesh_shape, *places, strict=True)
+        if a != b and axis in topology.links
     ]
     latency = max((link.latency for link in crossed), default=0.0)
     return Channel(latency, min((one_way(link) for link in crossed), default=math.inf))

@@ -15,9 +15,7 @@ _COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
 _MOST_BARS = 4000  # of the chart; with more tasks, those of the first and last microbatches are drawn
 
 
-def stages_section(
-    stages: Sequence[PlannedStage], timeline: Timeline, without: Prediction | str | None
-) -> Section:
+def stages_section(stages: Sequence[PlannedStage], timeline: Timeline, without: Prediction | str | None) -> Section:
     """What each stage has, takes and holds; how long devices wait; and the best plan without stages beside it."""
     rows: list[Row] = []
     for number, stage in enumerate(stages):

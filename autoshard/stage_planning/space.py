@@ -7,7 +7,6 @@ rows. What is kept between steps, and what runs once, does not depend on the row
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

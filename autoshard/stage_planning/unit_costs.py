@@ -8,111 +8,21 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autoshard.model.xla.backends import Backend
-from autoshard.program import Program
-from autoshard.stage_planning.costs import StageCost, SubMeshModel, stage_cost
+from autoshard.stage_planning.costs import StageCost, SubMeshModel
+from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.sub_meshes import SubMeshShape
-from autoshard.stage_planning.traced import program_of
 from autoshard.stage_search import LayerCosts
 from autoshard.stage_search.tables import Numbers
-from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.units import Unit, Units
 
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
-
-
-@dataclass(frozen=True, eq=False)
-class CutStep:
-    """A step cut into stages, as the planner takes it."""
-
-    programs: StagePrograms
-    carried: Mapping[Key, Key]  # argument or piece -> the value that takes its place
-    traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
-
-    @classmethod
-    def of(cls, programs: StagePrograms, carried: Mapping[int, int]) -> CutStep:
-        """The programs of a step of which some results take arguments' places.
-
-        Args:
-            carried: argument -> result, by their flat indices.
-        """
-        pieces: dict[int, list[tuple[int, Key]]] = {}
-        for i, piece in enumerate(programs.pieces):
-            pieces.setdefault(piece.argument, []).append((piece.start, Key("piece", i)))
-        pairs: dict[Key, Key] = {}
-        for argument, result in carried.items():
-            made = programs.results[result]
-            if isinstance(made, tuple):
-                taken = [key for _, key in sorted(pieces.get(argument, [(0, Key("argument", argument))]))]
-                if len(taken) == len(made):
-                    pairs |= zip(taken, made, strict=True)
-        return cls(programs, pairs)
-
-    def of_stage(self, stage: int) -> list[StageProgram]:
-        """The programs of one stage."""
-        return [program for program in self.programs.programs if program.stage == stage]
-
-    def between(self, stage: int) -> frozenset[Key]:
-        """What a stage keeps between steps."""
-        return frozenset(key for key, home in self.programs.homes.items() if home == stage)
-
-    def cost(self, stage: int, where: SubMeshModel, in_flight: float, *, or_leanest: bool = False) -> StageCost | None:
-        """One stage planned on a sub-mesh."""
-        own = self.of_stage(stage)
-        if stage not in self.traced:
-            self.traced[stage] = [program_of(program, self.programs.name, self.carried) for program in own]
-        return stage_cost(
-            own,
-            self.traced[stage],
-            where,
-            microbatches=self.programs.microbatches,
-            kept=frozenset(self.programs.kept[stage]),
-            between=self.between(stage),
-            in_flight=in_flight,
-            or_leanest=or_leanest,
-        )
-
-    @cached_property
-    def kinds(self) -> list[int]:
-        """Per stage, the first stage that looks like it."""
-        first: dict[Any, int] = {}
-        return [first.setdefault(self._look(stage), stage) for stage in range(self.programs.stages)]
-
-    def _look(self, stage: int) -> Any:
-        types = self.programs.types
-        kept = self.programs.kept[stage]
-        return (
-            *((one.kind, _look(one), tuple(key in kept for key in one.inputs)) for one in self.of_stage(stage)),
-            tuple(str(types[key]) for key in kept),
-        )
-
-    def crossing(self) -> tuple[Numbers, Numbers]:
-        """Bytes of one microbatch that cross the cut before each stage, forward and backward; 0 at both ends."""
-        found = np.zeros((2, self.programs.stages + 1))
-        seen: set[tuple[Key, int]] = set()
-        for (source, target), keys in self.programs.sends.items():
-            low, high = sorted((source, target))
-            for key in keys:
-                for k in range(low + 1, high + 1):
-                    if (key, k) not in seen:
-                        seen.add((key, k))
-                        found[int(source > target), k] += self.programs.bytes_of(key)
-        return found[0], found[1]
-
-
-def _look(program: StageProgram) -> Any:
-    jaxpr = program.jaxpr.jaxpr
-    return (
-        tuple(str(aval) for aval in program.jaxpr.in_avals),
-        tuple((eqn.primitive.name, tuple(str(getattr(atom, "aval", "")) for atom in eqn.invars)) for eqn in jaxpr.eqns),
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -366,4 +366,3 @@ def _on(plan: Plan, mesh: Mesh) -> Plan:
 def _words(task: Task) -> str:
     kinds = {"F": "the forward pass", "B": "the backward pass", "W": "the weight gradients"}
     return f"{kinds[task.kind]} of microbatch {task.microbatch}"
-
