@@ -1,4 +1,4 @@
-"""A step cut into stages, as the planner takes it: programs of each stage, planned together, those that are alike once."""
+"""A step cut into stages, as the planner takes it: the programs of a stage are planned together, like ones once."""
 
 from __future__ import annotations
 
