@@ -138,8 +138,7 @@ class Builder:
             arrays = arrays[has_index:]
             env: dict[Var, Any] = {}
             for var, array, has_rows in zip(read, arrays, taken_rows, strict=False):
-                relation = step.proof.relations[var]
-                env[step.twins[var]] = taken(array, relation, step.split, place) if has_rows else array
+                env[step.twins[var]] = taken(array, step.relation(var), step.split, place) if has_rows else array
             known = evaluated([step.equations[i] for i in bare], {}, made_bare)
             env |= {step.twins[var]: x for var, x in zip(made_bare, known, strict=True)}
             wanted = [*values, *rows, *sums]
@@ -166,8 +165,8 @@ class Builder:
         wanted = dict.fromkeys(key for program in programs for key in program.inputs if key.kind in ("early", "sum"))
         if not wanted:
             return None
-        early = [by_number[key.index] for key in wanted if key.kind == "early"]
-        sums = [by_number[key.index] for key in wanted if key.kind == "sum"]
+        early = [by_number[key.number] for key in wanted if key.kind == "early"]
+        sums = [by_number[key.number] for key in wanted if key.kind == "sum"]
         outside = [i for i in range(len(step.equations)) if not set(step.equations[i].outvars) & set(self.roles.makers)]
         equations = [step.equations[i] for i in self.closure(early, set(outside))]
         read = [var for var in variables(a for eqn in equations for a in eqn.invars) if var in names.outside]

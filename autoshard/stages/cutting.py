@@ -195,13 +195,11 @@ class _Cut:
     def programs(self) -> StagePrograms:
         loop, before = {}, {}
         for stage in range(self.count):
-            made = []
             for kind, own, handed, again in self.loop_programs(stage):
                 program = self.builder.loop_program(kind, stage, own, handed, again)
                 if program is not None:
                     loop[kind, stage] = program
-                    made.append(program)
-            early = self.builder.before_program(stage, made)
+            early = self.builder.before_program(stage, [one for one in loop.values() if one.stage == stage])
             if early is not None:
                 before[stage] = early
         after, placed = self.after()
@@ -244,7 +242,7 @@ class _Cut:
     def after(self) -> tuple[tuple[Any, ...], AfterLoop]:
         step, equations = self.step, self.step.equations
         results = [part for atom in variables(self.jaxpr.outvars) for part in self.apart.joined.get(atom, (atom,))]
-        loop = set((*step.needs.sums, *step.needs.rows))
+        loop = {*step.needs.sums, *step.needs.rows}
         chosen: set[int] = set()
         todo = [*results, *(var for i, eqn in enumerate(equations) if self.is_late_effect(i) for var in eqn.invars)]
         chosen |= {i for i in range(len(equations)) if self.is_late_effect(i)}

@@ -34,7 +34,7 @@ class Key(NamedTuple):
     """The name of a value that programs hand to each other.
 
     ==========  ==================================================================
-    kind        what `index` counts
+    kind        what `number` counts
     ==========  ==================================================================
     argument    flat arguments of the step
     piece       `StagePrograms.pieces`: trips of a stacked argument
@@ -49,10 +49,10 @@ class Key(NamedTuple):
     """
 
     kind: str
-    index: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.index}"
+        return f"{self.kind} {self.number}"
 
 
 MICROBATCH = Key("microbatch", 0)

@@ -126,12 +126,7 @@ class Roles:
     @cached_property
     def cheap(self) -> frozenset[int]:
         """Equations that may be computed twice."""
-        drawn = {path[0] for path in self.step.proof.drawn if len(path) == 1 and not self._is_plain_draw(path[0])}
-        return frozenset(i for i in self.loop if is_cheap(self.step.equations[i]) and i not in drawn)
-
-    def _is_plain_draw(self, i: int) -> bool:
-        """Whether an equation that makes rows of nothing counts them, which costs nothing."""
-        return i in self.loop and self.step.equations[i].primitive.name in ("iota", "broadcast_in_dim")
+        return frozenset(i for i in self.loop if is_cheap(self.step.equations[i]))
 
     @cached_property
     def parameters(self) -> frozenset[Var]:

@@ -152,13 +152,13 @@ class PipelineRuntime:
         for (key, device), sharding in self.outside.items():
             if key.kind == "constant":
                 if (key, device) not in self.constants:
-                    self.constants[key, device] = jax.device_put(self.programs.constants[key.index], sharding)
+                    self.constants[key, device] = jax.device_put(self.programs.constants[key.number], sharding)
                 found[key, device] = self.constants[key, device]
             elif key.kind == "piece":
-                piece = self.programs.pieces[key.index]
+                piece = self.programs.pieces[key.number]
                 found[key, device] = part_of(arguments[piece.argument], piece.start, piece.stop, sharding)
             else:
-                found[key, device] = _as(arguments[key.index], sharding)
+                found[key, device] = _as(arguments[key.number], sharding)
         return found
 
 
@@ -202,7 +202,7 @@ class _Run:
         if key.kind == "late":
             return self.store[key]
         if key.kind == "argument":
-            return self.outside.get((key, self.home(key)), self.arguments[key.index])
+            return self.outside.get((key, self.home(key)), self.arguments[key.number])
         return self.outside[key, self.home(key)]
 
     def home(self, key: Key) -> int:
