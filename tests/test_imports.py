@@ -23,10 +23,12 @@ ROOMS = {
     "base": ["autoshard.errors", "autoshard.files", "autoshard.layout"],
     "program": [*("autoshard.experimental", "autoshard.jaxprs", "autoshard.primitives"), "autoshard.program"],
     "propagation": ["autoshard.propagation"],
+    "operations": ["autoshard.operations", "autoshard.ops"],
     "microbatches": ["autoshard.microbatches"],
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
+    "tactics": ["autoshard.tactics"],
     "plans": ["autoshard.plans"],
     "arrays": ["autoshard.arrays"],
     "report": ["autoshard.report"],
@@ -38,8 +40,8 @@ ROOMS = {
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
-        *("autoshard.decorated", "autoshard.stages", "autoshard.stage_planning"),
-        *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
+        *("autoshard.decorated", "autoshard.stages", "autoshard.stage_planning", "autoshard.meshes"),
+        *("autoshard.api", "autoshard.together", "autoshard.frontiers", "autoshard.padding", "autoshard.__init__"),
     ],
 }
 
@@ -284,8 +286,11 @@ def undocumented(module: str, names: Iterable[str]) -> list[str]:
 
 
 ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
-PUBLIC = [("autoshard", autoshard.__all__), ("autoshard.solver", autoshard.solver.__all__)]
-PUBLIC += [("autoshard.pipeline", [name for name in autoshard.pipeline.__all__ if name.upper() != name])]
+PUBLIC = [("autoshard", autoshard.__all__)]
+PUBLIC += [
+    (room.__name__, [name for name in room.__all__ if name.upper() != name])
+    for room in (autoshard.solver, autoshard.pipeline)
+]
 PUBLIC += [("autoshard.decorated", ["ShardedFunction"]), ("autoshard.errors", ERRORS)]
 
 
