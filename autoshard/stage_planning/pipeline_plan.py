@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.compiled.verification import Verification, compiled, verification
 from autoshard.errors import MeshError, PlanError
 from autoshard.mesh.targets import target_mesh
-from autoshard.pipeline import Timeline
+from autoshard.options import Options
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
@@ -24,7 +24,6 @@ from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage
 from autoshard.stage_planning.report import stages_section, timeline_html
 from autoshard.stages.pipelined_function import PlannedPipeline
 from autoshard.stages.programs import Key
-from autoshard.options import Options
 from autoshard.user_plan import Plan
 
 
@@ -38,7 +37,7 @@ class StageVerification:
         return "\n\n".join(f"{name}\n{found}" for name, found in self.programs.items())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PipelinePlan(Plan):
     """How a step runs in stages, what that is predicted to cost, and the best plan without stages beside it.
 
@@ -168,7 +167,6 @@ def _parts_of_argument(pipeline: PlannedPipeline, index: int) -> tuple[Key, ...]
 def pipeline_plan(
     pipeline: PlannedPipeline,
     options: Options,
-    layers: Sequence[tuple[str, ...]],
     least_task_seconds: float,
     *,
     without: Prediction | str | None = None,
@@ -177,13 +175,12 @@ def pipeline_plan(
     """The plan of a step whose stages are planned.
 
     Args:
-        layers: per virtual stage, the user's lines at which its units begin.
         least_task_seconds: that dispatching a task takes.
         without: the best plan without stages, or why there is none.
         bound: s per step that no plan takes less than; 0 if that is not known.
     """
     figures = figures_of(pipeline, options, least_task_seconds)
-    stages = planned_stages(pipeline, options, figures, layers)
+    stages = planned_stages(pipeline, figures)
     of_program = list(zip(pipeline.programs.programs, pipeline.plans, strict=True))
     predictions = [plan.predicted for _, plan in of_program]
     runs = [float(pipeline.programs.microbatches) if one.kind in "FBW" else 1.0 for one, _ in of_program]
@@ -199,7 +196,11 @@ def pipeline_plan(
         communication_seconds=sum(count * one.communication_seconds for count, one in own),
         exposed_seconds=sum(count * one.exposed_seconds for count, one in own),
         peak_bytes=max(figures.peak_bytes),
-        collectives=(),
+        collectives=tuple(
+            replace(found, count=found.count * int(count))
+            for count, one in zip(runs, predictions, strict=True)
+            for found in one.collectives
+        ),
     )
     program = pipeline.program
     placed: dict[Key, PlacedArray] = {}
@@ -254,7 +255,7 @@ def figures_of(pipeline: PlannedPipeline, options: Options, least_task_seconds: 
         pipeline.programs,
         pipeline.plans,
         pipeline.schedule,
-        pipeline.starts,
+        [places[0] for places in pipeline.positions],
         sizes,
         dict(options.mesh.shape),
         options.topology,
@@ -262,25 +263,23 @@ def figures_of(pipeline: PlannedPipeline, options: Options, least_task_seconds: 
     )
 
 
-def planned_stages(
-    pipeline: PlannedPipeline, options: Options, figures: PipelineFigures, layers: Sequence[tuple[str, ...]]
-) -> tuple[PlannedStage, ...]:
+def planned_stages(pipeline: PlannedPipeline, figures: PipelineFigures) -> tuple[PlannedStage, ...]:
     """Every virtual stage of a pipeline."""
     programs, found = pipeline.programs, []
     runs = float(programs.microbatches)
     for stage in range(programs.stages):
         device = pipeline.schedule.placement[stage]
-        mesh, start = pipeline.meshes[device], pipeline.starts[device]
+        mesh, places = pipeline.meshes[device], pipeline.positions[device]
         own = [(one, plan) for one, plan in zip(programs.programs, pipeline.plans, strict=True) if one.stage == stage]
         sent = sum(programs.bytes_of(key) for (a, _), keys in programs.sends.items() if a == stage for key in keys)
-        here = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(range(start, start + mesh.size))
+        here = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else places
         plans: dict[str, Plan] = {}
         for one, plan in sorted(own, key=lambda pair: "FBW".find(pair[0].kind) % 4):
             plans.setdefault(one.kind, plan)
         work = sum(plan.predicted.step_seconds * (runs if one.kind in "FBW" else 1.0) for one, plan in own)
         found.append(
             PlannedStage(
-                layers[stage] if stage < len(layers) else (),
+                pipeline.layers[stage] if pipeline.layers else (),
                 mesh,
                 here,
                 plans,

@@ -1,4 +1,4 @@
-"""`autoshard(pipeline=...)`: a decorated function that runs in stages, those that the user asks for or the best found."""
+"""`autoshard(pipeline=...)`: a function that runs in stages, those that the user asks for or the best found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import MemoryLimitError, MicrobatchError, StageError
@@ -17,7 +16,7 @@ from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.pipeline_plan import PipelinePlan, pipeline_plan
+from autoshard.stage_planning.pipeline_plan import pipeline_plan
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction, PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
@@ -31,7 +30,7 @@ class StagedFunction(PipelinedFunction[Parameters, Result]):
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step runs in stages, for arguments like these: arrays or ShapeDtypeStructs."""
         made = self.pipeline(*args, **kwargs)
-        return pipeline_plan(made, self._options, made.layers, DISPATCH_SECONDS)
+        return pipeline_plan(made, self._options, DISPATCH_SECONDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +97,7 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
         pipeline, chosen = found
         beside = plain.predicted if isinstance(plain, Plan) else str(plain).splitlines()[0]
         bound = min(chosen.bound, plain.bound if isinstance(plain, Plan) else chosen.bound)
-        made = pipeline_plan(
-            pipeline, self._options, pipeline.layers, DISPATCH_SECONDS, without=beside, bound=bound
-        )
+        made = pipeline_plan(pipeline, self._options, DISPATCH_SECONDS, without=beside, bound=bound)
         if isinstance(plain, Plan) and plain.predicted.step_seconds <= made.predicted.step_seconds:
             seconds = made.predicted.step_seconds
             return self._without(plain, f"pipeline='auto': the best pipeline found takes {seconds:.4g} s per step.")
@@ -112,9 +109,7 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
             raise plain
         return _Choice(None, replace(plain, warnings=(*plain.warnings, remark)))
 
-    def _found(
-        self, static: Any, dynamic: Arguments, flat: FlatCall
-    ) -> tuple[PlannedPipeline, ChosenPipeline] | None:
+    def _found(self, static: Any, dynamic: Arguments, flat: FlatCall) -> tuple[PlannedPipeline, ChosenPipeline] | None:
         options = self._options
         traced = self._traced(static, dynamic, self._types(flat.arrays, static, dynamic))
         program = traced.program(Variant())
@@ -129,9 +124,7 @@ def planned_pipeline(chosen: ChosenPipeline, program: Program, options: Options)
     found = chosen.pipeline
     stages, made = found.simulated.choice.stages, found.simulated.timeline.schedule
     first_of = [made.placement.index(device) for device in range(made.stages)]
-    meshes = tuple(
-        chosen.shapes[stages[v].table.shape.name].on(options.mesh, stages[v].start) for v in first_of
-    )
+    meshes = tuple(chosen.shapes[stages[v].table.shape.name].on(options.mesh, stages[v].start) for v in first_of)
     plans: dict[int, Plan] = {}
     for stage, cost in enumerate(found.costs):
         mesh: Any = meshes[made.placement[stage]]
@@ -140,7 +133,7 @@ def planned_pipeline(chosen: ChosenPipeline, program: Program, options: Options)
             plan = Plan.of(data).bound_to(traced)
             plans[id(stage_program)] = lowered(traced, replace(plan, name=traced.name), {})
     order = found.cut.programs.programs
-    layers = tuple(tuple(dict.fromkeys(chosen.units[stage.first : stage.last])) for stage in stages)
+    layers = tuple(tuple(chosen.units[stage.first : stage.last]) for stage in stages)
     return PlannedPipeline(
         found.cut.programs,
         tuple(plans[id(one)] for one in order),
@@ -148,5 +141,5 @@ def planned_pipeline(chosen: ChosenPipeline, program: Program, options: Options)
         meshes,
         program,
         layers,
-        tuple(stages[v].start for v in first_of),
+        tuple(tuple(stages[v].devices) for v in first_of),
     )
