@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import SolverError
+from autoshard.layout import Layout
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
@@ -63,11 +65,12 @@ class StageCost:
         ]
 
 
-def formulated_on(program: Program, where: SubMeshModel) -> Formulation:
-    """The problem of one program of a stage on a sub-mesh."""
+def formulated_on(program: Program, where: SubMeshModel, fixed: Mapping[int, Layout]) -> Formulation:
+    """The problem of one program of a stage on a sub-mesh; its arguments of these indices lie so."""
     mesh_shape = dict(where.mesh.shape)
     rules = checked_rules(program, mesh_shape)
-    return formulate(program, rules, mesh_shape, where.topology, memory=where.memory, backend=where.backend)
+    how: dict[str, Any] = {"memory": where.memory, "fixed": fixed, "backend": where.backend}
+    return formulate(program, rules, mesh_shape, where.topology, **how)
 
 
 def stage_cost(
@@ -79,6 +82,7 @@ def stage_cost(
     kept: frozenset[Key],
     between: frozenset[Key],
     in_flight: float,
+    fixed: Mapping[Key, Layout],
     or_leanest: bool = False,
     seconds: float = 10.0,
 ) -> StageCost | None:
@@ -90,10 +94,13 @@ def stage_cost(
         kept: what F leaves for B and W.
         between: what the stage keeps between steps.
         in_flight: microbatches.
+        fixed: how arguments and pieces have to lie.
         or_leanest: whether to take what holds about the least, where nothing fits.
         seconds: that the search may take.
     """
-    stage = JointStage(programs, [formulated_on(one, where) for one in traced], microbatches, kept, between)
+    asked = [{i: fixed[key] for i, key in enumerate(one.inputs) if key in fixed} for one in programs]
+    formulations = [formulated_on(one, where, layouts) for one, layouts in zip(traced, asked, strict=True)]
+    stage = JointStage(programs, formulations, microbatches, kept, between)
     limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
     joint = stage.problem(limit, in_flight)
     try:

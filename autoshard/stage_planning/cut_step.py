@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from autoshard.layout import Layout
 from autoshard.program import Program
 from autoshard.stage_planning.costs import StageCost, SubMeshModel, stage_cost
 from autoshard.stage_search.tables import Numbers
@@ -22,6 +23,7 @@ class CutStep:
 
     programs: StagePrograms
     donated: Collection[int]  # arguments of the step
+    fixed: Mapping[int, Layout] = field(default_factory=dict)  # argument -> how it has to lie
     _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
 
     def of_stage(self, stage: int) -> list[StageProgram]:
@@ -56,8 +58,17 @@ class CutStep:
             kept=frozenset(self.programs.kept[stage]),
             between=frozenset(key for key, home in self.programs.homes.items() if home == stage),
             in_flight=in_flight,
+            fixed=self._fixed,
             or_leanest=or_leanest,
         )
+
+    @cached_property
+    def _fixed(self) -> dict[Key, Layout]:
+        """How arguments have to lie, and so pieces of them. Trips of a stack are never split."""
+        pieces = enumerate(self.programs.pieces)
+        parts = {Key("piece", n): self.fixed[piece.argument] for n, piece in pieces if piece.argument in self.fixed}
+        whole = {Key("argument", i): layout for i, layout in self.fixed.items()}
+        return whole | {key: ((), *layout[1:]) for key, layout in parts.items()}
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -73,7 +84,7 @@ class CutStep:
             for one in own
         ]
         prints = tuple((one.kind, program.fingerprint) for one, program in zip(own, self.traced(stage), strict=True))
-        homes = tuple(self.programs.homes.get(key) == stage for key in number)
+        homes = tuple((self.programs.homes.get(key) == stage, self._fixed.get(key)) for key in number)
         return prints, str(names), homes
 
     def crossing(self) -> tuple[Numbers, Numbers]:

@@ -86,16 +86,19 @@ def _variants(
     """Costs on one sub-mesh by number of microbatches: of plans for speed, and of such as fit where those do not."""
     fast = {count: unit_costs(cut, shape, backend) for count, cut in cuts.items()}
     found = {count: one for count, one in fast.items() if one is not None}
-    lean: dict[int, UnitCosts] = {}
-    for count, one in found.items():
-        in_flight = float(min(stages, count))
-        leaner = lean_unit_costs(cuts[count], shape, backend, one, stages, in_flight)
-        if leaner is not None:
-            lean[count] = leaner
-    variants = {"": found} if found else {}
-    if any(lean[count] is not found[count] for count in lean):
-        variants["lean"] = lean
-    return variants
+    if not found:
+        return {}
+    most = max(found)  # of which each holds the least
+    leaner = lean_unit_costs(cuts[most], shape, backend, found[most], stages, float(min(stages, most)))
+    if leaner is None or leaner is found[most]:
+        return {"": found}
+    return {"": found, "lean": {count: _in_proportion(leaner, one, found[most]) for count, one in found.items()}}
+
+
+def _in_proportion(known: UnitCosts, other: UnitCosts, base: UnitCosts) -> UnitCosts:
+    """Costs for another number of microbatches, which grow as those of other plans do."""
+    ratio = np.divide(other.values, base.values, out=np.ones_like(base.values), where=base.values > 0)
+    return UnitCosts(known.values * ratio)
 
 
 def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCosts:

@@ -15,6 +15,7 @@ from autoshard.planning import lowered
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
+from autoshard.specs import fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
 from autoshard.stage_planning.pipeline_plan import pipeline_plan
 from autoshard.stage_planning.space import DISPATCH_SECONDS
@@ -113,7 +114,9 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
         options = self._options
         traced = self._traced(static, dynamic, self._types(flat.arrays, static, dynamic))
         program = traced.program(Variant())
-        steps = CuttableSteps(traced.step, program, traced.mesh)
+        fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
+        own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
+        steps = CuttableSteps(traced.step, program, traced.mesh, own)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
         chosen = choose_pipeline(steps, machine)
         return None if chosen is None else (planned_pipeline(chosen, program, options), chosen)
