@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,8 @@ import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.program import Program
-from autoshard.stage_planning.costs import StageCost, SubMeshModel, stage_cost
+from autoshard.stage_planning.costs import StageCost, SubMeshModel, formulated_stage, stage_cost
+from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stage_search.tables import Numbers
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.traced import program_of
@@ -24,6 +26,7 @@ class CutStep:
     programs: StagePrograms
     donated: Collection[int]  # arguments of the step
     fixed: Mapping[int, Layout] = field(default_factory=dict)  # argument -> how it has to lie
+    _formulated: dict[Any, JointStage] = field(default_factory=dict, repr=False)
     _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
 
     def of_stage(self, stage: int) -> list[StageProgram]:
@@ -48,19 +51,23 @@ class CutStep:
         late = {key: [one for one in several if one.kind == "after"] for key, several in self.programs.readers.items()}
         return [key for key in keys if len(late.get(key, ())) == 1]
 
-    def cost(self, stage: int, where: SubMeshModel, in_flight: float, *, or_leanest: bool = False) -> StageCost | None:
-        """One stage planned on a sub-mesh, as `stage_cost` does it."""
-        return stage_cost(
-            self.of_stage(stage),
-            self.traced(stage),
-            where,
-            microbatches=self.programs.microbatches,
-            kept=frozenset(self.programs.kept[stage]),
-            between=frozenset(key for key, home in self.programs.homes.items() if home == stage),
-            in_flight=in_flight,
-            fixed=self._fixed,
-            or_leanest=or_leanest,
-        )
+    def cost(
+        self, stage: int, where: SubMeshModel, in_flight: float, *, gap: float = 0.0, or_leanest: bool = False
+    ) -> StageCost | None:
+        """One stage planned on a sub-mesh, as `stage_cost` does it. A stage is formulated once for each sub-mesh."""
+        key = stage, tuple(where.mesh.shape.items())
+        if key not in self._formulated:
+            self._formulated[key] = formulated_stage(
+                self.of_stage(stage),
+                self.traced(stage),
+                where,
+                self.programs.microbatches,
+                frozenset(self.programs.kept[stage]),
+                frozenset(key for key, home in self.programs.homes.items() if home == stage),
+                self._fixed,
+            )
+        limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
+        return stage_cost(self._formulated[key], limit, in_flight, gap=gap, or_leanest=or_leanest)
 
     @cached_property
     def _fixed(self) -> dict[Key, Layout]:

@@ -43,6 +43,7 @@ class SpaceRequest:
     least_task_seconds: float = DISPATCH_SECONDS
     shapes: Sequence[SubMeshShape] = ()  # () for all
     least_stages: int = 1
+    most_stages: int = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     row = device_row(request.mesh_shape, request.topology)
     memory = request.memory * request.backend.usable
     shapes = list(request.shapes) or sub_mesh_shapes(request.mesh_shape, request.topology, memory)
-    fewest, most = request.least_stages, units
+    fewest, most = request.least_stages, min(units, request.most_stages)
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
     if not shapes:
         return None
@@ -76,7 +77,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     first = min(cuts)
     sent = {count: cuts[first].crossing * (first / count) for count in request.microbatches}
     costs = {count: MicrobatchCosts(tuple(tables[count]), sent[count], sent[count]) for count in request.microbatches}
-    space = StageSpace(row, costs, request.schedules, request.least_task_seconds)
+    space = StageSpace(row, costs, request.schedules, request.least_task_seconds, request.most_stages)
     return PlannedSpace(space, {shape.in_row.name: shape for shape in shapes})
 
 
