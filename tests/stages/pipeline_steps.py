@@ -16,7 +16,11 @@ def numbers(seed, *shape):
 
 
 def weights_of_layer(seed):
-    return {"up": numbers(seed, WIDTH, 2 * WIDTH), "bias": numbers(seed + 1, 2 * WIDTH), "down": numbers(seed + 2, 2 * WIDTH, WIDTH)}
+    return {
+        "up": numbers(seed, WIDTH, 2 * WIDTH),
+        "bias": numbers(seed + 1, 2 * WIDTH),
+        "down": numbers(seed + 2, 2 * WIDTH, WIDTH),
+    }
 
 
 def layer(weights, x):
