@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.pipeline import Schedule
 from autoshard.stage_search.choices import ChosenStage
+from autoshard.stage_search.simulating import ScheduleForm
 from autoshard.stage_search.tables import Numbers, StageSpace, StageTable
 
 
@@ -22,7 +22,8 @@ class ChunkProblem:
     """Virtual stages of one schedule on equal sub-meshes that together take the whole row of devices."""
 
     space: StageSpace
-    schedule: Schedule
+    form: ScheduleForm
+    microbatches: int
     tables: tuple[StageTable, ...]  # of one number of devices
 
     def table_of(self, start: int) -> list[StageTable]:
@@ -32,20 +33,22 @@ class ChunkProblem:
     @property
     def starts(self) -> list[int]:
         """Per virtual stage, the position of its first device."""
-        return [device * self.tables[0].shape.devices for device in self.schedule.placement]
+        return [device * self.tables[0].shape.devices for device in self.form.placement]
 
 
 def chunk_bound(problem: ChunkProblem) -> float:
     """Seconds that no cut into virtual stages is below; inf if there is none."""
-    made = problem.schedule
-    after = [sum(1 for device in range(made.stages) if first_stage_of(made, device) > i) for i in range(made.stages)]
+    made = problem.form
+    devices = max(made.placement) + 1
+    first = [made.placement.index(device) for device in range(devices)]
+    after = [sum(1 for stage in first if stage > i) for i in range(devices)]
     rest = np.full(problem.space.layers + 1, np.inf)
     rest[-1] = 0.0
     for i in range(len(made.placement) - 1, -1, -1):
-        passing = after[i] / made.stages if i < made.stages else 0.0
+        passing = after[i] / devices if i < devices else 0.0
         rest = min_plus(
             [
-                (made.microbatches * sum(seconds) + table.after) / made.stages
+                (problem.microbatches * sum(seconds) + table.after) / devices
                 + (passing * (seconds[0] if made.has_weight_tasks else seconds[0] + seconds[1]) if passing else 0.0)
                 for table in problem.table_of(problem.starts[i])
                 for seconds in [_seconds(problem, table)]
@@ -55,14 +58,9 @@ def chunk_bound(problem: ChunkProblem) -> float:
     return float(rest[0])
 
 
-def first_stage_of(made: Schedule, device: int) -> int:
-    """The first virtual stage that a device has."""
-    return made.placement.index(device)
-
-
 def _seconds(problem: ChunkProblem, table: StageTable) -> list[Numbers]:
     least = problem.space.least_task_seconds
-    back = [table.backward, table.weight] if problem.schedule.has_weight_tasks else [table.backward + table.weight]
+    back = [table.backward, table.weight] if problem.form.has_weight_tasks else [table.backward + table.weight]
     return [np.maximum(one, least) for one in (table.forward, *back)]
 
 
