@@ -14,6 +14,11 @@ from autoshard.stages.programs import Key
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 
 
+@functools.cache
+def jitted(jaxpr):
+    return jax.jit(core.jaxpr_as_fun(jaxpr), compiler_options=QUICK)
+
+
 def cuttable(step, args, microbatches):
     traced = traced_step(step, args, {}, has_rule=has_rule, obey=False)
     return CuttableStep.of(traced, microbatches, traced.carried, step.__name__)
@@ -31,7 +36,6 @@ def run_in_order(programs, leaves):
     store |= {Key("constant", i): const for i, const in enumerate(programs.constants)}
     for i, piece in enumerate(programs.pieces):
         store[Key("piece", i)] = leaves[piece.argument][piece.start : piece.stop]
-    jitted = functools.cache(lambda program: jax.jit(core.jaxpr_as_fun(program.jaxpr), compiler_options=QUICK))
 
     def run(program, microbatch=None):
         arrays, rows = [], {}
@@ -45,7 +49,7 @@ def run_in_order(programs, leaves):
                 rows[key] += 1
             else:
                 arrays.append(store[(key, program.stage) if key.kind == "early" else key])
-        for key, array in zip(program.outputs, jitted(program)(*arrays), strict=True):
+        for key, array in zip(program.outputs, jitted(program.jaxpr)(*arrays), strict=True):
             if key.kind in ("value", "rows"):
                 store[key, microbatch] = array
             else:

@@ -16,7 +16,11 @@ def numbers(seed, *shape):
 
 
 def weights_of_layer(seed):
-    return {"up": numbers(seed, WIDTH, 2 * WIDTH), "bias": numbers(seed + 1, 2 * WIDTH), "down": numbers(seed + 2, 2 * WIDTH, WIDTH)}
+    return {
+        "up": numbers(seed, WIDTH, 2 * WIDTH),
+        "bias": numbers(seed + 1, 2 * WIDTH),
+        "down": numbers(seed + 2, 2 * WIDTH, WIDTH),
+    }
 
 
 def layer(weights, x):
@@ -92,13 +96,13 @@ def tied():
 
 
 def masked_with_dropout():
-    """A mean over tokens that count, whose number all stages need; random masks that all microbatches share."""
+    """A mean over tokens that count, whose number every microbatch needs; one random mask for all rows."""
 
     def loss(weights, batch, key):
         x = weights["embedding"][batch["inputs"]]
-        for i, one in enumerate(weights["layers"]):
-            kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.8, x.shape)
-            x = jnp.where(kept, layer(one, x), x)
+        x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
+        for one in weights["layers"]:
+            x = layer(one, x)
         losses = optax.softmax_cross_entropy_with_integer_labels(x @ weights["head"], batch["targets"])
         counts = (batch["targets"] > 3).astype(jnp.float32)
         return jnp.sum(losses * counts) / jnp.sum(counts)
