@@ -339,11 +339,9 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
         MemoryLimitError: there is none.
         SlowMesh: it is proven to take longer than `options.enough`.
     """
-    progress = options.progress
-    if options.enough is not None and formulation.least is None:  # the bound of a part is not that of the whole
-        progress = Cutoff(options.enough, progress)
+    enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
-        return cheapest(formulation, options.time_limit, until, progress)
+        return cheapest(formulation, options.time_limit, until, options.progress, enough)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -353,6 +351,7 @@ def cheapest(
     time_limit: float,
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
+    enough: Callable[[], float] | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
@@ -360,14 +359,20 @@ def cheapest(
         time_limit: seconds that the search may take, and its measure of work.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
         progress: told what is known, as by `solve`.
+        enough: seconds: a solution that is proven to cost more is not sought further.
+
+    Raises:
+        SlowMesh: there is no solution that costs no more than `enough`.
     """
 
-    def solve(problem: Problem) -> Solution | None:
-        if time.monotonic() > until:
-            return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
+    def within(problem: Problem, seconds: float) -> Solution:
+        told = progress if enough is None else Cutoff(enough, progress)
+        return solve_within(replace(formulation, problem=problem), seconds, until, told)
 
-    solution = solve_within(formulation, time_limit, until, progress)
+    def solve(problem: Problem) -> Solution | None:
+        return None if time.monotonic() > until else within(problem, time_limit / ROUNDS)
+
+    solution = within(formulation.problem, time_limit)
     if time.monotonic() > until:
         solution = at_its_price(solution, prediction_of(formulation, solution.choice))
     else:
