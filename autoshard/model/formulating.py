@@ -59,6 +59,7 @@ from autoshard.model.pricing.cost_tables import (
 )
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.pricing.resharding_steps import ReshardingSteps
+from autoshard.model.regions.pricing import Regions
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
 from autoshard.model.weights import entering_loops, made_of_state
@@ -125,6 +126,7 @@ def formulate(
         instead=read_through(groups),
         images=image_dims(program),
         offered=offered,
+        regions=Regions(program, mesh, topology, functools.partial(_of_one_device, topology=topology, backend=backend)),
     )
     make = functools.partial(
         _Formulator,
@@ -140,6 +142,11 @@ def formulate(
     alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
     waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
     return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
+
+
+def _of_one_device(program: Program, rules: Sequence[Rule], topology: Topology, backend: Backend) -> Formulation:
+    """The problem of what a device runs on its shards, in which nothing is split."""
+    return formulate(program, rules, {}, topology, backend=backend)
 
 
 class _Formulator:

@@ -18,6 +18,7 @@ from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
 from autoshard.model.xla.scatters import IndexGroups, scatters_at_once, stages_of
+from autoshard.operations.split import Run
 from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 
@@ -58,6 +59,7 @@ class Strategy:
     leaves: tuple[Layout, ...]  # per made value
     finishes: tuple[Finish, ...]
     halos: tuple[Halo, ...] = ()
+    run: Run | None = None  # of a call of an operation: what computes it on shards
 
     @cached_property
     def axes(self) -> dict[int, tuple[str, ...]]:
@@ -195,6 +197,32 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
             else:
                 reduced = (Finish(ALL_REDUCE, other, 0, local) for other in others)
                 yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
+        if by_hand and backend.scatters.over_some_axes:
+            others = [other for factor, other in partial if factor != scattered_factor]
+            yield from _sequences(layout, axes, others, local, shape, mesh, backend)
+
+
+def _sequences(
+    layout: Layout,
+    axes: tuple[str, ...],
+    others: list[tuple[str, ...]],
+    local: int,
+    shape,
+    mesh: MeshShape,
+    backend: Backend,
+) -> Iterator[tuple]:
+    """Sums that are reduce_scattered over some of their axes, and then all_reduced over the rest: fewer bytes go over
+    the rest, if that is a slow link, and each group of devices along the first ones has the whole sum.
+    """
+    for count in range(1, len(axes)):
+        for inside in itertools.combinations(axes, count):
+            outside = tuple(axis for axis in axes if axis not in inside)
+            for dim in range(len(shape)):
+                scattered = _scattered(layout, inside, dim, shape, mesh)
+                if scattered is not None:
+                    slice_ = local // shards(inside, mesh)
+                    reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
+                    yield (scattered,), (*_stages(inside, local, mesh, backend), *reduced)
 
 
 def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from autoshard.errors import PlanError
 from autoshard.layout import Layout, MeshShape, divides, with_auto_axes
 from autoshard.mesh.collectives import KINDS, Collective
+from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.compiler_options import SCHEDULING_OPTIONS
 from autoshard.plans.nodes import Node, number_of
@@ -72,8 +73,10 @@ def _of_some_plans(plan: PlanData) -> dict:
     mesh = dict(plan.mesh.shape)
     captured = [_placed_to_json(placed, mesh) for placed in plan.captured]
     in_place = sorted(set(range(len(plan.results))).difference(plan.result_tree.order))
+    runs = {str(equation): [run.name, *map(list, run.roles)] for equation, run in plan.annotations.runs.items()}
     return (
         ({"captured": captured} if captured else {})
+        | ({"runs": runs} if runs else {})
         | ({"in_place": in_place} if in_place else {})  # results that stand in modules among the arguments alone
         | ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
         | ({"compiler_options": dict(plan.compiler_options)} if plan.compiler_options else {})
@@ -147,6 +150,9 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         scatters={number_of(e, "scatters"): _scatter(entry, axes) for e, entry in node["scatters"].entries()},
         sums=_layouts(node["sums"], axes),
         implied=frozenset(node["implied"].items(Node.count)),
+        runs={}
+        if (runs := node.get("runs")) is None
+        else {number_of(e, "runs"): _run(one, axes) for e, one in runs.entries()},
     )
     in_place = () if (entries := node.get("in_place")) is None else entries.items(Node.count)
     plan = PlanData(
@@ -179,7 +185,7 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("in_place", "compiled_peak", "compiler_options", "meshes", "shown", "digest"),
+    *("runs", "in_place", "compiled_peak", "compiler_options", "meshes", "shown", "digest"),
 )
 
 
@@ -294,6 +300,16 @@ def _scatter(node: Node, axes: MeshShape) -> Scatter:
         return _axes(over, axes), groups.optional(lambda found: found.items(lambda group: group.items(Node.count)))
 
     return Scatter(node["dim"].count(), node["stages"].items(stage), _axes(node["others"], axes))
+
+
+def _run(node: Node, axes: MeshShape) -> Run:
+    name, *roles = node.parts()
+
+    def role(one: Node) -> tuple[str, tuple[str, ...]]:
+        what, over = one.parts(2)
+        return what.name(), _axes(over, axes)
+
+    return Run(name.text(), tuple(map(role, roles)))
 
 
 def _axes(node: Node, axes: MeshShape) -> tuple[str, ...]:
