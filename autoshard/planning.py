@@ -238,14 +238,9 @@ def formulated(
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=_backend(options),
     )
-    if not is_too_large(program, mesh_shape):
-        found = make()
-    else:
-        axes = [axis for axis, size in mesh_shape.items() if size > 1]
-        seconds = options.time_limit / PARTS
-        make = functools.partial(make, steps={})  # which the parts share
-        found = in_parts(axes, lambda offered: make(offered=offered), lambda part: solve_within(part, seconds))
-    return restricted(found, options.tactics, mesh_shape) if options.tactics else found
+    if is_too_large(program, mesh_shape) and not options.tactics:
+        return in_parts(mesh_shape, make, options.time_limit / PARTS)
+    return restricted(make(), options.tactics, mesh_shape) if options.tactics else make()
 
 
 def _backend(options: Options) -> Backend:
@@ -355,11 +350,7 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
     """
     enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
-<<<<<<< HEAD
-        return cheapest(formulation, options.time_limit, until, options.progress, enough)
-=======
-        return cheapest(formulation, options.time_limit, until, progress, options.search)
->>>>>>> main
+        return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -369,11 +360,8 @@ def cheapest(
     time_limit: float,
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
-<<<<<<< HEAD
-    enough: Callable[[], float] | None = None,
-=======
     search: str | Search | None = None,
->>>>>>> main
+    enough: Callable[[], float] | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
@@ -381,30 +369,18 @@ def cheapest(
         time_limit: seconds that the search may take, and its measure of work.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
         progress: told what is known, as by `solve`.
-<<<<<<< HEAD
+        search: as for `solve`.
         enough: seconds: a solution that is proven to cost more is not sought further.
 
     Raises:
         SlowMesh: there is no solution that costs no more than `enough`.
     """
 
-    def within(problem: Problem, seconds: float) -> Solution:
+    def solve(problem: Problem, budget: Budget | None = None) -> Solution:
         told = progress if enough is None else Cutoff(enough, progress)
-        return solve_within(replace(formulation, problem=problem), seconds, until, told)
+        return solve_within(replace(formulation, problem=problem), time_limit, until, told, search, budget)
 
-    def solve(problem: Problem) -> Solution | None:
-        return None if time.monotonic() > until else within(problem, time_limit / ROUNDS)
-
-    solution = within(formulation.problem, time_limit)
-=======
-        search: as for `solve`.
-    """
-
-    def solve(problem: Problem, budget: Budget) -> Solution:
-        return solve_within(replace(formulation, problem=problem), time_limit, until, progress, search, budget)
-
-    solution = solve_within(formulation, time_limit, until, progress, search)
->>>>>>> main
+    solution = solve(formulation.problem)
     if time.monotonic() > until:
         solution = at_its_price(solution, prediction_of(formulation, solution.choice))
     else:
