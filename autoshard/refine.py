@@ -8,6 +8,8 @@ otherwise. Plans that run the same bytes of each collective and peak at the same
 
 A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its schedule
 (`compiled/schedule.py`); on CPU those of the predicted work and of the collectives that it runs, one after the other.
+
+Of the plan that is kept, options of XLA are tried that move operations about (`plans/compiler_options.py`).
 """
 
 from __future__ import annotations
