@@ -3,8 +3,8 @@
     python benchmarks/meshes.py --machines v5e:4x4 --models gpt "gpt scan"  # a part
     python benchmarks/meshes.py --no-compile  # without compiling the first two
 
-It prints a row for each program. A row says "best" if no mesh that is planned alone is faster than the chosen one, and
-"agree" if the compiled programs of the first two meshes come in the order of the ranking, or within CLOSE of each other.
+It prints a row for each program. A row says "best" if no mesh that is planned alone is faster than the chosen one. It
+says "agree" if the compiled programs of the first two meshes come in the order of the ranking, or within CLOSE.
 Compiling needs the extras tpu and cuda, but no hardware.
 """
 
