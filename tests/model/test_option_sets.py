@@ -102,6 +102,21 @@ def test_each_part_holds_the_choice_of_the_one_before(whole):
     assert 0 < growing.least_seconds(near) <= whole.cost
 
 
+@pytest.mark.parametrize("machine", ["v5e:2x4", "h100:2x4", "cpu:8"])
+def test_no_strategy_computes_in_less_than_the_bound_says(machine):
+    mesh = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    options = options_of(mesh, topology=machine)
+    program = autoshard.autoshard(jax.grad(lambda *args: step(*args).sum()), mesh=mesh).trace(WEIGHTS, BATCH)
+    how = {"memory": options.memory, "backend": options.backend}
+    whole = formulate(program, rules_for(program), dict(mesh.shape), options.topology, **how)
+    exceeded = 0
+    for group, priced in zip(whole.groups, whole.priced, strict=True):
+        least = min(seconds.compute for seconds in priced.seconds)
+        assert whole.prices.work.least_seconds(group, 8) * group.trips <= least * (1 + 1e-9)
+        exceeded += whole.prices.work.least_seconds(group, 4) * group.trips > least
+    assert exceeded  # as it would be if the bound were of fewer devices
+
+
 def test_constraints_and_fixed_shardings_are_kept(in_parts):
     def constrained(weights, batch):
         return step(weights, jax.lax.with_sharding_constraint(batch, P(("a", "c"), "b")))

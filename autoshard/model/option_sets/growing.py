@@ -14,11 +14,9 @@ from dataclasses import replace
 
 from autoshard.errors import SolverError
 from autoshard.layout import MeshShape
-from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.option_set import OptionSet, Partition, place_of
-from autoshard.model.pricing.roofline import compute_dtype
 from autoshard.program import Program
 
 AXES = 4  # from so many on, a problem may be too large
@@ -90,11 +88,8 @@ def _partitions_used(
 
 
 def least_seconds(part: Formulation) -> float:
-    """Seconds that no choice of the whole problem goes below: its FLOPs, shared out over all devices."""
+    """Seconds that no choice of the whole problem goes below: its FLOPs and bytes, shared out over all devices."""
     devices = math.prod(part.mesh.values())
-    total = []
-    for group, priced in zip(part.groups, part.priced, strict=True):
-        shared = sum(map(flops, group.equations)) / devices
-        seconds = compute_seconds(shared, 0.0, compute_dtype(group.equations), part.prices.topology) * group.trips
-        total.append(min([seconds, *(one.compute for one in priced.seconds)]))  # some groups compute nothing
-    return math.fsum(total)
+    pairs = zip(part.groups, part.priced, strict=True)
+    least = [(part.prices.work.least_seconds(group, devices) * group.trips, priced) for group, priced in pairs]
+    return math.fsum(min([seconds, *(one.compute for one in priced.seconds)]) for seconds, priced in least)
