@@ -152,7 +152,8 @@ def autoshard(
             machine and options, by this or another process. What is not readable there is ignored with a warning.
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
             cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
-            `refine` more searches and as many compilations.
+            `refine` more searches and as many compilations. On GPU, up to three more compilations choose options of
+            XLA (`Plan.compiler_options`). With ``mesh="auto"`` plans on the fastest mesh are compiled.
         ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
             `reshard`, `out_sharding=`, the types of its arguments in explicit mode, and the names of mesh axes that
             flax keeps beside arrays.
@@ -215,6 +216,8 @@ def autoshard(
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
+    if pipeline is not None and mesh == "auto":
+        raise ArgumentError("pipeline= needs a mesh: it cannot be combined with mesh='auto' yet")
     if pipeline is not None and (pad is not None or plan is not None or like is not None):
         raise ArgumentError("pipeline= cannot be combined with pad=, plan= or like= yet; leave one of them out")
     given = _plan_on(plan, options.mesh)
