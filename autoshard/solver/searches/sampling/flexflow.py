@@ -6,8 +6,8 @@ Kept: a proposal changes one random node to a random option; it is taken with pr
 ``d`` is the increase of the cost; a chain ends when its second half has brought nothing better, and another starts.
 Different: the change of the cost is read from tables, where FlexFlow simulates the tasks that change. A proposal that
 is more over the memory limit is refused, and one that is less so is taken. The first chain starts at the cheapest
-option of each node, others at a random choice or the best one, and all are made to fit first. Chains have temperatures of all
-magnitudes, since FlexFlow's is set by hand.
+option of each node, others at a random choice or the best one, and all are made to fit first. Chains have temperatures
+of all magnitudes, since FlexFlow's is set by hand.
 """
 
 from __future__ import annotations
