@@ -12,6 +12,9 @@ from autoshard.solver.searches.exact.pase import pase
 from autoshard.solver.searches.exact.tensoropt import tensoropt
 from autoshard.solver.searches.greedy.autoddl import autoddl
 from autoshard.solver.searches.greedy.partir import partir
+from autoshard.solver.searches.learning.auto_map import auto_map
+from autoshard.solver.searches.learning.colocrl import colocrl
+from autoshard.solver.searches.learning.spotlight import spotlight
 from autoshard.solver.searches.partitioning.double_recursive import double_recursive
 from autoshard.solver.searches.partitioning.scotch import scotch
 from autoshard.solver.searches.partitioning.tofu import tofu
@@ -25,8 +28,10 @@ from autoshard.solver.searches.search_run import PartSearch, Search
 _ALL: tuple[Search, ...] = (
     aceso,
     alpa,
+    auto_map,
     autoddl,
     automap,
+    colocrl,
     double_recursive,
     flexflow,
     optcnn,
@@ -34,6 +39,7 @@ _ALL: tuple[Search, ...] = (
     pase,
     regal,
     scotch,
+    spotlight,
     tensoropt,
     toast,
     tofu,
