@@ -22,6 +22,7 @@ from autoshard.plans.plan import PlanData
 from autoshard.solver.progress import Progress
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.searches.table import algorithm_of
+from autoshard.tactics import Tactic, TacticLike
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -53,7 +54,9 @@ class Options:
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
     pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
+    enough: Callable[[], float] | None = None  # seconds: a plan that is proven to take longer is not sought further
     search: str | Search | None = None  # what solves the problem, by name or itself; None: the solver's own way
+    tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
 
 
 def options_of(
@@ -69,6 +72,7 @@ def options_of(
     trips: Any = None,
     microbatches: Any = None,
     search: Any = None,
+    tactics: Any = (),
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -106,7 +110,9 @@ def options_of(
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    folder = None if cache is None else _folder(cache)
+    tactics = _tactics(tactics)
+    keeps = all(isinstance(one, Tactic) for one in tactics)  # a function may say anything
+    folder = _folder(cache) if cache is not None and keeps else None
     return Options(
         mesh,
         topology,
@@ -124,6 +130,7 @@ def options_of(
         microbatches=_count(microbatches),
         given_topology=given_topology,
         search=_search(search, cache),
+        tactics=tactics,
     )
 
 
@@ -142,6 +149,23 @@ def _search(search: Any, cache: Any) -> str | Search | None:
         )
     chosen: str | Search = search
     return chosen
+
+
+def _tactics(tactics: Any) -> tuple[TacticLike, ...]:
+    """Tactics, checked.
+
+    >>> from autoshard.tactics import ZeRO
+    >>> _tactics([ZeRO(3)]), _tactics(())
+    ((ZeRO(3),), ())
+    """
+    given = tactics if isinstance(tactics, list | tuple) else [tactics]
+    for one in given:
+        if isinstance(one, type) or not (isinstance(one, Tactic) or callable(one)):
+            raise ArgumentError(
+                f"tactics={tactics!r}: a list of tactics is needed, as in [DataParallel('data'), Megatron('model')] of "
+                "autoshard.tactics; functions of the step may be among them"
+            )
+    return tuple(given)
 
 
 def _count(microbatches: Any) -> int | None:

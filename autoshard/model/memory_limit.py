@@ -42,6 +42,7 @@ def solve_within(
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
     search: str | Search | None = None,
+    budget: Budget | None = None,
 ) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
@@ -59,6 +60,7 @@ def solve_within(
         until: when the clock ends the search, if that is before the time limit has passed.
         progress: told what is known, as by `solve`.
         search: as for `solve`. Lean choices are not sought by it.
+        budget: what may be spent, instead of the time limit.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.
@@ -71,7 +73,7 @@ def solve_within(
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
-    budget = Budget.of(time_limit, until)
+    budget = budget or Budget.of(time_limit, until)
     rounds = budget if search is None else budget.part(SEARCH_SHARE)
     reshardings: dict[Resharding, None] = {}
     best = None
