@@ -4,9 +4,9 @@ Mirhoseini et al., "Device placement optimization with reinforcement learning", 
 2018, GDP and TAPP train other networks in the same way.
 
 Kept: a network proposes an option for every node, samples are drawn, and the gradient of their probabilities is
-weighted by the reward less its moving average. Different: one hidden layer over features of options instead of recurrent
-networks over operators (`policy.py`); the reward is the logarithm of the cost, not the square root of a measured time;
-of each step the best sample is made to fit. Policies that have settled are followed by new ones.
+weighted by the reward less its moving average. Different: one hidden layer over features of options instead of
+recurrent networks over operators (`policy.py`); the reward is the logarithm of the cost, not the square root of a
+measured time; of each step the best sample is made to fit. Policies that have settled are followed by new ones.
 """
 
 from __future__ import annotations
