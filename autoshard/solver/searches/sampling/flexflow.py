@@ -5,9 +5,9 @@ Jia, Zaharia and Aiken, "Beyond data and model parallelism for deep neural netwo
 Kept: a proposal changes one random node to a random option; it is taken with probability ``min(1, exp(-d / t))``, where
 ``d`` is the increase of the cost; a chain ends when its second half has brought nothing better, and another starts.
 Different: the change of the cost is read from tables, where FlexFlow simulates the tasks that change. Bytes over the
-memory limit have a price, another one in each chain, so that chains pass through what does not fit. The first chain starts at the cheapest
-option of each node, others at a random choice or the best one, and all are made to fit first. Chains have temperatures
-of all magnitudes, since FlexFlow's is set by hand.
+memory limit have a price, another one in each chain, so that chains pass through what does not fit. The first chain
+starts at the cheapest option of each node, others at a random choice or the best one, and all are made to fit first.
+Chains have temperatures of all magnitudes, since FlexFlow's is set by hand.
 """
 
 from __future__ import annotations
