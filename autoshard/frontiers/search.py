@@ -24,7 +24,8 @@ from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
 
 _ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
-_FURTHER = 2  # searches beyond one per plan: one for the smallest limit, and one between two plans that finds no third
+_FURTHER = 5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
+_LESS = 0.8  # of the peak of the smallest plan known: the limit under which a smaller one is looked for
 _CLOSE = 1.02  # ratio of peaks of two neighbours between which no third is looked for
 
 
@@ -96,8 +97,11 @@ class _Search:
         self.solve(self.step.ample_memory)
         if least < self.step.ample_memory:
             self.solve(least)
+        done = _ENDS
+        while done < searches - points and self.solve(_LESS * self.front()[-1].peak / self.step.usable):
+            done += 1  # what was said to be the least is what some lean choices hold
         closed = set[tuple[int, int]]()
-        for _ in range(searches - _ENDS):
+        for _ in range(searches - done):
             peaks = [point.peak for point in self.front()]
             gaps = [
                 gap for gap in zip(peaks, peaks[1:], strict=False) if gap not in closed and gap[0] > _CLOSE * gap[1]
@@ -109,20 +113,21 @@ class _Search:
             if [point.peak for point in self.front() if low < point.peak < high] == []:
                 closed.add((high, low))
 
-    def solve(self, memory: float) -> None:
-        """The best solution under a limit joins what is known, unless it is known."""
+    def solve(self, memory: float) -> bool:
+        """The best solution under a limit joins what is known, unless it is known; whether there is one."""
         best = self.best(memory)
         if best is not None and best.solution.cost <= self.bound(memory) * (1 + OPTIMAL_GAP):
-            return
+            return True
         try:
             solution = self.step.solution(memory)
         except MemoryLimitError:
             if not self.known and self.step.options.is_memory_given:
                 raise
-            return
+            return False
         predicted = prediction_of(self.step.formulation, solution.choice)
         self.known.append(_Point(solution, predicted.step_seconds, predicted.peak_bytes))
         self.proven[memory] = max(solution.bound, self.proven.get(memory, 0.0))
+        return True
 
     def best(self, memory: float) -> _Point | None:
         """The cheapest known solution that fits a limit."""

@@ -11,6 +11,7 @@ with the collectives of the published scheme. They are then planned without this
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from autoshard.errors import ArgumentError, ConflictError, MeshError
 from autoshard.layout import Layout, layout_of, spec_of, without_idle_axes
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
+from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
@@ -66,14 +68,27 @@ class Step:
         return cls(program.name, dict(roles.formulation.mesh), tuple(arguments))
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What one tactic says of one axis."""
+
+    tactic: Tactic
+    basis: AxisRule
+    own: AxisRule
+
+
 @dataclass
 class _Asked:
     """What all tactics together ask for."""
 
-    rules: dict[str, AxisRule] = field(default_factory=dict)  # axis -> what holds along it
-    by: dict[str, list[Tactic]] = field(default_factory=dict)  # axis -> the tactics that say so
+    said: dict[str, list[_Said]] = field(default_factory=dict)  # axis -> what tactics say of it
     layouts: dict[str, PartitionSpec] = field(default_factory=dict)  # path or glob -> as functions want it
     tactics: list[Tactic] = field(default_factory=list)
+
+    def rule(self, axis: str) -> AxisRule:
+        """What holds along an axis: the basis that its tactics share, and what each says in its place, in order."""
+        said = sorted(self.said[axis], key=lambda one: one.tactic.order)
+        return functools.reduce(lambda rule, one: rule.refined(one.own), said, said[0].basis)
 
 
 def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Mapping[str, int]) -> Formulation:
@@ -147,18 +162,15 @@ def _ask(asked: _Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int
         raise MeshError(f"{tactic} names the axis {unknown[0]!r}; the mesh has {', '.join(map(repr, mesh))}")
     _check_applies(tactic, roles)
     for axis, (basis, own) in tactic.rules(axes).items():
-        earlier = asked.by.setdefault(axis, [])
-        name = type(tactic).__name__
-        if any(name in one.refines for one in earlier):
-            continue  # what it says is what the earlier one rests on
-        if not earlier or all(type(one).__name__ in tactic.refines for one in earlier):
-            asked.rules[axis] = asked.rules.get(axis, basis).refined(own)
-        elif asked.rules[axis] != basis.refined(own):
-            raise ConflictError(
-                f"{earlier[-1]} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
-                "Give one of them another axis, or drop it."
-            )
-        earlier.append(tactic)
+        said = asked.said.setdefault(axis, [])
+        for one in said:
+            is_same_step = one.tactic.order == tactic.order and one.own != own
+            if one.basis != basis or is_same_step:
+                raise ConflictError(
+                    f"{one.tactic} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
+                    "Give one of them another axis, or drop it."
+                )
+        said.append(_Said(tactic, basis, own))
     asked.tactics.append(tactic)
 
 
@@ -208,7 +220,7 @@ class _Restriction:
 
     def __init__(self, roles: Roles, asked: _Asked):
         self.roles, self.asked, self.formulation = roles, asked, roles.formulation
-        self.rules = {axis: rule for axis, rule in asked.rules.items() if axis in self.formulation.mesh}
+        self.rules = {axis: asked.rule(axis) for axis in asked.said if axis in self.formulation.mesh}
         self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
         self.has_sequence = any(kind & Dim.SEQUENCE for kind in roles.dims.values())
         self.tables: dict[tuple[Any, ...], np.ndarray] = {}
@@ -218,7 +230,7 @@ class _Restriction:
         for axis, names in self.whole.items():
             if names:
                 listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                yield f"tactics: {axis!r} divides no dim that {self.asked.by[axis][-1]} splits of {listed}."
+                yield f"tactics: {axis!r} divides no dim that {self.asked.said[axis][-1].tactic} splits of {listed}."
 
     # Where arrays lie, and what is split.
 
@@ -241,7 +253,7 @@ class _Restriction:
                     self.whole[axis][value.name] += 1
                 if not kept:
                     raise ConflictError(
-                        f"{self.asked.by[axis][-1]} wants {value} to be {_wish(wanted)} along {axis!r}; what fixed= or "
+                        f"{self.asked.said[axis][-1].tactic} wants {value} to be {_wish(wanted)} along {axis!r}; what fixed= or "
                         f"another tactic says leaves {', '.join(sorted({str(spec_of(homes[o])) for o in options}))}.\n"
                         "Drop one of them."
                     )
@@ -301,6 +313,8 @@ class _Restriction:
             off = [o for o, factor in zip(options, over, strict=True) if factor is None]
             kept = on if on and split.is_required else on + off
             options = sorted(kept) or options
+            if work in (Work.PRODUCT, Work.EXPERT, Work.GRADIENT) and rule.apart_from:
+                options = [o for o in options if not _shares_dim(strategies[o], axis, rule.apart_from)] or options
         return options
 
     # What may be communicated.
@@ -325,7 +339,7 @@ class _Restriction:
             if kinds is None or not group.reduction:
                 continue
             kept = [o for o in options if _sums_over(strategies[o], axis) <= kinds | {"all_gather"}]
-            if work in rule.scatters and group.contracts:
+            if work in rule.scatters:
                 without = {
                     _place(strategies[o], axis) for o in kept if REDUCE_SCATTER in _sums_over(strategies[o], axis)
                 }
@@ -341,6 +355,11 @@ class _Restriction:
         options = self.formulation.arguments[argument]
         state = self.roles.state.get(argument)
         moved = Moved.ACTIVATIONS if state in (None, State.CACHE) else Moved.PARAMETERS
+        if any(
+            _goes_through(reader)
+            for reader in self.formulation.readers[self.formulation.program.arguments[argument].id]
+        ):
+            moved = _of_stacks(moved)
         homes, copies = tuple(one.home for one in options), tuple(one.copy for one in options)
         bad = np.zeros(len(options), bool)
         for axis, rule in self.rules.items():
@@ -355,7 +374,7 @@ class _Restriction:
             copies = tuple(option.copy for option in formulation.arguments[i])
             moved = Moved.ACTIVATIONS if self.roles.state.get(i) in (None, State.CACHE) else Moved.PARAMETERS
             for reader in formulation.readers[value.id]:
-                yield from self._edge(i, copies, reader.node, reader.wants, moved)
+                yield from self._edge(i, copies, reader, moved)
         for group, work in zip(self.roles.groups, self.roles.work, strict=True):
             node = formulation.group_node(group)
             for k, made in enumerate(group.made):
@@ -365,22 +384,24 @@ class _Restriction:
                 leaves = formulation.priced[group.index].leaves[k]
                 if shared is None:
                     for reader in readers:
-                        yield from self._edge(node, leaves, reader.node, reader.wants, moved)
+                        yield from self._edge(node, leaves, reader, moved)
                     continue
-                yield from self._edge(node, leaves, shared.node, shared.layouts, moved)
+                through = all(map(_goes_through, readers))
+                yield from self._edge(
+                    node, leaves, Reader(shared.node, shared.layouts), _of_stacks(moved) if through else moved
+                )
                 for reader in readers:
-                    yield from self._edge(shared.node, shared.layouts, reader.node, reader.wants, moved)
+                    yield from self._edge(shared.node, shared.layouts, reader, moved)
 
     def _moved(self, value: int, work: Work) -> Moved:
         if value in self.roles.of_state:
             return Moved.PARAMETERS
-        return Moved.UPDATES if work in (Work.UPDATE, Work.GRADIENT) else Moved.ACTIVATIONS
+        return Moved.UPDATES if work in (Work.UPDATE, Work.GRADIENT, Work.SUM) else Moved.ACTIVATIONS
 
-    def _edge(
-        self, i: int, left: tuple[Layout, ...], j: int, wanted: tuple[Layout, ...], moved: Moved
-    ) -> Iterator[Edge]:
-        if i == j:
+    def _edge(self, i: int, left: tuple[Layout, ...], reader: Reader, moved: Moved) -> Iterator[Edge]:
+        if i == reader.node:
             return
+        wanted, moved = reader.wants, _of_stacks(moved) if _goes_through(reader) else moved
         key = left, wanted, moved
         if key not in self.tables:
             bad = np.zeros((len(left), len(wanted)), bool)
@@ -391,7 +412,16 @@ class _Restriction:
             self.tables[key] = np.where(bad, np.inf, 0.0)
         table = self.tables[key]
         if table.any():
-            yield Edge(i, j, table)
+            yield Edge(i, reader.node, table)
+
+
+def _goes_through(reader: Reader) -> bool:
+    """Whether a loop goes through what is read, a slice in each turn."""
+    return reader.group is not None and reader.group.equations[0].primitive == "scan_slice"
+
+
+def _of_stacks(moved: Moved) -> Moved:
+    return Moved.STACKS if moved is Moved.PARAMETERS else moved
 
 
 def _restricted_further(problem: Problem, allowed: Mapping[int, Iterable[int]]) -> Problem:
@@ -419,6 +449,11 @@ def _is_forbidden(before: np.ndarray, after: np.ndarray, kinds: frozenset[str]) 
 def _factor_over(strategy: Strategy, axis: str) -> int | None:
     """The factor that the axis splits."""
     return next((factor for factor, axes in strategy.assignment if axis in axes), None)
+
+
+def _shares_dim(strategy: Strategy, axis: str, others: frozenset[str]) -> bool:
+    """Whether the axis splits a factor together with another one."""
+    return any(axis in axes and others.intersection(axes) - {axis} for _, axes in strategy.assignment)
 
 
 def _sums_over(strategy: Strategy, axis: str) -> set[str]:

@@ -51,7 +51,8 @@ class Work(enum.Enum):
     PRODUCT = enum.auto()  # a weight product
     EXPERT = enum.auto()  # a weight product of experts
     ATTENTION = enum.auto()  # a product of two arrays that depend on the batch, of which rows are kept
-    GRADIENT = enum.auto()  # sums over rows: gradients of parameters, the loss
+    GRADIENT = enum.auto()  # a product that sums over rows: the gradient of a weight
+    SUM = enum.auto()  # any other sum over rows: gradients of biases and embeddings, the loss
     UPDATE = enum.auto()  # on parameters, their gradients and the optimizer's state
     ACTIVATION = enum.auto()  # all else: on what has rows
 
@@ -65,6 +66,7 @@ class State(enum.Enum):
     PARAMETER = enum.auto()  # what they meet elementwise alone: scales, biases
     CACHE = enum.auto()  # it has rows of the batch, as keys and values of a decoder
     OPTIMIZER = enum.auto()  # all else: moments, counters
+    EXPERT_OPTIMIZER = enum.auto()  # what of that has the shape of an expert's weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +186,9 @@ class Roles:
         if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
             return Work.ATTENTION
         sums_rows = any(self.role(group, factor) & rows for factor in group.reduction)
-        return Work.GRADIENT if sums_rows and not left else Work.ACTIVATION
+        if not sums_rows or left:
+            return Work.ACTIVATION
+        return Work.GRADIENT if group.equations[0].primitive in _PRODUCTS else Work.SUM
 
     def _is_any(self, group: Group, dims: FactorDims, kinds: Dim) -> bool:
         return any(self.role(group, factor) & kinds for dim in dims for factor in dim)
@@ -276,7 +280,7 @@ class Roles:
             met[value] = max(met.get(value, kind), kind, key=strength.index)
 
         for group, work in zip(self.groups, self.work, strict=True):
-            if work not in (Work.UPDATE, Work.GRADIENT):
+            if work not in (Work.UPDATE, Work.GRADIENT, Work.SUM):
                 for use in group.uses:
                     if use.value.id in self.of_state:
                         meet(use.value.id, read_as.get(work, State.PARAMETER if group.fuses else State.TABLE))
@@ -293,7 +297,12 @@ class Roles:
             return met.get(value.id, State.OPTIMIZER)
 
         batch = set(self.batch)
-        return {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
+        found = {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
+        experts = {program.arguments[i].shape for i, state in found.items() if state is State.EXPERT}
+        for i, state in found.items():
+            if state is State.OPTIMIZER and program.arguments[i].shape in experts:
+                found[i] = State.EXPERT_OPTIMIZER
+        return found
 
     def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:
         """What each dim of an argument is, by all that read it."""
