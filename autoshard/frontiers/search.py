@@ -8,6 +8,7 @@ solved for only where no known solution is as good as what is proven.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -103,9 +104,7 @@ class _Search:
         closed = set[tuple[int, int]]()
         for _ in range(searches - done):
             peaks = [point.peak for point in self.front()]
-            gaps = [
-                gap for gap in zip(peaks, peaks[1:], strict=False) if gap not in closed and gap[0] > _CLOSE * gap[1]
-            ]
+            gaps = [gap for gap in itertools.pairwise(peaks) if gap not in closed and gap[0] > _CLOSE * gap[1]]
             if len(peaks) >= points or not gaps:
                 return
             high, low = max(gaps, key=lambda gap: gap[0] / gap[1])

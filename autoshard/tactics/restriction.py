@@ -11,17 +11,15 @@ with the collectives of the published scheme. They are then planned without this
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from autoshard.errors import ArgumentError, ConflictError, MeshError
+from autoshard.errors import ConflictError
 from autoshard.layout import Layout, layout_of, spec_of, without_idle_axes
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
@@ -29,66 +27,12 @@ from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
+from autoshard.tactics.asking import Asked, TacticLike, ask, text_of_tactic
 from autoshard.tactics.roles import Dim, Roles, State, Work
 from autoshard.tactics.rules import AxisRule, Moved, Storage
-from autoshard.tactics.schemes import Tactic
 
+_PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
 _FEASIBILITY_SECONDS = 20.0  # to find any choice at all; what tactics leave is small
-
-TacticLike = Tactic | Callable[["Step"], Any]
-
-
-@dataclass(frozen=True)
-class StepArgument:
-    """One argument of a step, as a function that is a tactic sees it."""
-
-    name: str  # its path, "state/params/w"
-    shape: tuple[int, ...]
-    role: str  # "batch", "weight", "expert", "parameter", "cache" or "optimizer"
-    dims: tuple[Dim, ...]  # what each dim is
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a function that is a tactic sees of a step."""
-
-    name: str
-    mesh: Mapping[str, int]  # axis -> devices
-    arguments: tuple[StepArgument, ...]
-
-    @classmethod
-    def of(cls, roles: Roles) -> Step:
-        """That of a formulation."""
-        program = roles.formulation.program
-        kinds = {i: kind.name.lower() for i, kind in roles.state.items()} | dict.fromkeys(roles.batch, "batch")
-        arguments = (
-            StepArgument(value.name, value.shape, kinds[i], roles.dims_of_argument(i))
-            for i, value in enumerate(program.arguments)
-        )
-        return cls(program.name, dict(roles.formulation.mesh), tuple(arguments))
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What one tactic says of one axis."""
-
-    tactic: Tactic
-    basis: AxisRule
-    own: AxisRule
-
-
-@dataclass
-class _Asked:
-    """What all tactics together ask for."""
-
-    said: dict[str, list[_Said]] = field(default_factory=dict)  # axis -> what tactics say of it
-    layouts: dict[str, PartitionSpec] = field(default_factory=dict)  # path or glob -> as functions want it
-    tactics: list[Tactic] = field(default_factory=list)
-
-    def rule(self, axis: str) -> AxisRule:
-        """What holds along an axis: the basis that its tactics share, and what each says in its place, in order."""
-        said = sorted(self.said[axis], key=lambda one: one.tactic.order)
-        return functools.reduce(lambda rule, one: rule.refined(one.own), said, said[0].basis)
 
 
 def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Mapping[str, int]) -> Formulation:
@@ -102,33 +46,26 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         MeshError: a tactic names an axis that the mesh does not have.
     """
     roles = Roles(formulation)
-    asked = _Asked()
+    asked = Asked()
     for tactic in tactics:
-        _ask(asked, tactic, roles, mesh)
+        ask(asked, tactic, roles, mesh)
     found = _Restriction(roles, asked)
     problem = found.placed()
     strict = found.with_collectives(problem)
-    said = [
-        f"tactics: {', '.join(map(text_of_tactic, tactics))}. Its bound is that of plans within them.",
-        *found.remarks(),
-    ]
+    named = ", ".join(map(text_of_tactic, tactics))
+    remarks = list(found.remarks())
     if not _is_feasible(strict):
         if not _is_feasible(problem):
-            raise ConflictError(
-                f"{formulation.program.name}: the tactics {', '.join(map(text_of_tactic, tactics))} leave no sharding.\n"
-                "Drop one of them, or what fixed= or the step itself says against it."
-            )
-        said.append(
+            what = (f"{formulation.program.name}: the tactics {named} leave no sharding.", *remarks)
+            advice = "Drop one of them, or what fixed= or the step itself says against it; or change the mesh."
+            raise ConflictError("\n".join((*what, advice)))
+        remarks.append(
             "the step needs other collectives than the published scheme has: only where arrays lie and what is split "
             "is as the tactics say."
         )
         strict = problem
-    return replace(formulation, problem=strict, restrictions=tuple(said))
-
-
-def text_of_tactic(tactic: TacticLike) -> str:
-    """A tactic as a user writes it, or the name of a function that is one."""
-    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", repr(tactic))
+    first = f"tactics: {named}. The bound is that of plans within them."
+    return replace(formulation, problem=strict, restrictions=(first, *remarks))
 
 
 def _is_feasible(problem: Problem) -> bool:
@@ -150,75 +87,10 @@ def _is_feasible(problem: Problem) -> bool:
     return True
 
 
-# What is asked for.
-
-
-def _ask(asked: _Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
-    if not isinstance(tactic, Tactic):
-        _ask_function(asked, tactic, roles, mesh)
-        return
-    axes = tactic.axes_after(asked.tactics, mesh)
-    if unknown := [axis for axis in axes if axis not in mesh]:
-        raise MeshError(f"{tactic} names the axis {unknown[0]!r}; the mesh has {', '.join(map(repr, mesh))}")
-    _check_applies(tactic, roles)
-    for axis, (basis, own) in tactic.rules(axes).items():
-        said = asked.said.setdefault(axis, [])
-        for one in said:
-            is_same_step = one.tactic.order == tactic.order and one.own != own
-            if one.basis != basis or is_same_step:
-                raise ConflictError(
-                    f"{one.tactic} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
-                    "Give one of them another axis, or drop it."
-                )
-        said.append(_Said(tactic, basis, own))
-    asked.tactics.append(tactic)
-
-
-def _ask_function(asked: _Asked, tactic: Callable[[Step], Any], roles: Roles, mesh: Mapping[str, int]) -> None:
-    """Adds what a function returns: tactics, or PartitionSpecs by path or glob."""
-    found = tactic(Step.of(roles))
-    if isinstance(found, Mapping):
-        for pattern, spec in found.items():
-            if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
-                raise ArgumentError(
-                    f"{text_of_tactic(tactic)} returned {pattern!r}: {spec!r}; a path or glob and its PartitionSpec are needed"
-                )
-            asked.layouts[pattern] = spec
-        return
-    if not isinstance(found, Iterable):
-        raise ArgumentError(
-            f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
-        )
-    for one in found:
-        _ask(asked, one, roles, mesh)
-
-
-_NEEDED = {
-    Dim.BATCH: "no batch: every argument is carried from step to step, or has no rows",
-    Dim.FEATURE: "no product with a weight",
-    Dim.SEQUENCE: "no sequence: products with weights have no rows beside the batch",
-    Dim.HEAD: "no attention: no product of two activations keeps heads",
-    Dim.EXPERT: "no experts: no product with a weight has a dim that both, and the result, have. A ragged product has "
-    "none that can be split",
-}
-
-
-def _check_applies(tactic: Tactic, roles: Roles) -> None:
-    has = Dim.OTHER
-    for kind in roles.dims.values():
-        has |= kind
-    for need, what in _NEEDED.items():
-        if need & tactic.needs and not need & has:
-            raise ConflictError(f"{tactic} finds nothing to apply to in {roles.formulation.program.name}: {what}.")
-
-
-# What is left.
-
-
 class _Restriction:
     """The choices that are left of a formulation."""
 
-    def __init__(self, roles: Roles, asked: _Asked):
+    def __init__(self, roles: Roles, asked: Asked):
         self.roles, self.asked, self.formulation = roles, asked, roles.formulation
         self.rules = {axis: asked.rule(axis) for axis in asked.said if axis in self.formulation.mesh}
         self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
@@ -230,7 +102,8 @@ class _Restriction:
         for axis, names in self.whole.items():
             if names:
                 listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                yield f"tactics: {axis!r} divides no dim that {self.asked.said[axis][-1].tactic} splits of {listed}."
+                tactic, devices = self.asked.said[axis][-1].tactic, self.formulation.mesh[axis]
+                yield f"tactics: {axis!r} ({devices} devices) divides no dim that {tactic} splits of {listed}."
 
     # Where arrays lie, and what is split.
 
@@ -250,12 +123,12 @@ class _Restriction:
                 kept = [o for o in options if int(dims[o]) in wanted]
                 if not kept and -1 not in wanted:
                     kept = [o for o in options if dims[o] < 0]
-                    self.whole[axis][value.name] += 1
+                    self.whole[axis].update([value.name] if value.shape else [])
                 if not kept:
+                    left = ", ".join(sorted({str(spec_of(homes[o])) for o in options}))
                     raise ConflictError(
-                        f"{self.asked.said[axis][-1].tactic} wants {value} to be {_wish(wanted)} along {axis!r}; what fixed= or "
-                        f"another tactic says leaves {', '.join(sorted({str(spec_of(homes[o])) for o in options}))}.\n"
-                        "Drop one of them."
+                        f"{self.asked.said[axis][-1].tactic} wants {value} to be {_wish(wanted)} along {axis!r}; what "
+                        f"fixed= or another tactic says leaves {left}.\nDrop one of them."
                     )
                 options = kept
             allowed[i] = options
@@ -311,6 +184,9 @@ class _Restriction:
             over = [_factor_over(strategies[o], axis) for o in options]
             on = [o for o, factor in zip(options, over, strict=True) if factor in factors]
             off = [o for o, factor in zip(options, over, strict=True) if factor is None]
+            if split.is_required and factors and not on and work in _PRODUCTS:
+                equation = group.equations[0]
+                self.whole[axis].update([f"{equation.primitive} at {equation.source or 'unknown line'}"])
             kept = on if on and split.is_required else on + off
             options = sorted(kept) or options
             if work in (Work.PRODUCT, Work.EXPERT, Work.GRADIENT) and rule.apart_from:
@@ -340,14 +216,9 @@ class _Restriction:
                 continue
             kept = [o for o in options if _sums_over(strategies[o], axis) <= kinds | {"all_gather"}]
             if work in rule.scatters:
-                without = {
-                    _place(strategies[o], axis) for o in kept if REDUCE_SCATTER in _sums_over(strategies[o], axis)
-                }
-                kept = [
-                    o
-                    for o in kept
-                    if ALL_REDUCE not in _sums_over(strategies[o], axis) or _place(strategies[o], axis) not in without
-                ]
+                over = {o: _sums_over(strategies[o], axis) for o in kept}
+                scattered = {_place(strategies[o], axis) for o in kept if REDUCE_SCATTER in over[o]}
+                kept = [o for o in kept if ALL_REDUCE not in over[o] or _place(strategies[o], axis) not in scattered]
             options = kept or options
         return options
 
@@ -355,10 +226,8 @@ class _Restriction:
         options = self.formulation.arguments[argument]
         state = self.roles.state.get(argument)
         moved = Moved.ACTIVATIONS if state in (None, State.CACHE) else Moved.PARAMETERS
-        if any(
-            _goes_through(reader)
-            for reader in self.formulation.readers[self.formulation.program.arguments[argument].id]
-        ):
+        value = self.formulation.program.arguments[argument]
+        if any(map(_goes_through, self.formulation.readers[value.id])):
             moved = _of_stacks(moved)
         homes, copies = tuple(one.home for one in options), tuple(one.copy for one in options)
         bad = np.zeros(len(options), bool)
@@ -386,10 +255,8 @@ class _Restriction:
                     for reader in readers:
                         yield from self._edge(node, leaves, reader, moved)
                     continue
-                through = all(map(_goes_through, readers))
-                yield from self._edge(
-                    node, leaves, Reader(shared.node, shared.layouts), _of_stacks(moved) if through else moved
-                )
+                to_shared = _of_stacks(moved) if all(map(_goes_through, readers)) else moved
+                yield from self._edge(node, leaves, Reader(shared.node, shared.layouts), to_shared)
                 for reader in readers:
                     yield from self._edge(shared.node, shared.layouts, reader, moved)
 

@@ -5,8 +5,9 @@ follows from the equations that it goes through:
 
 1. Factors of two groups are one *dim of the step* where the one is how a group leaves a dim of a value, and the other
    how another group reads it. Of a dim of several factors the major one counts, since that is what axes split first.
-2. The *batch* is the dims that the batch's arrays begin with (`batch_dim`), wherever they go. An argument is an array of
-   the batch if no result takes its place and it has as many rows as the others; parameters of an evaluation have not.
+2. The *batch* is the dims that the batch's arrays begin with (`batch_dim`), wherever they go. An argument is an array
+   of the batch if no result takes its place and it has as many rows as the others; parameters of an evaluation have
+   not.
 3. A *weight product* multiplies something that depends on the batch with something made of the state alone. Its factors
    on the weight are *features*; its others are *rows*: batch, positions of a sequence, an expert's slots. A factor
    that both operands and the result have numbers the *experts*.
@@ -222,7 +223,7 @@ class Roles:
 
     @cached_property
     def of_state(self) -> set[int]:
-        """All arguments but the batch, and the values made of these alone, also in each turn of a loop that updates them."""
+        """All arguments but the batch, and the values made of these alone, also in loops that update them."""
         program = self.formulation.program
         batch = set(self.batch)
         found = {value.id for i, value in enumerate(program.arguments) if i not in batch}

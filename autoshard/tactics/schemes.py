@@ -100,7 +100,7 @@ _ULYSSES = AxisRule(
         Work.ACTIVATION: Split(Dim.SEQUENCE | Dim.HEAD),
         Work.UPDATE: NOTHING,
     },
-    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _EXCHANGES},
+    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _EXCHANGES, Moved.UPDATES: _GATHERS},
     sums=dict.fromkeys(Work, _REDUCES),
 )
 _EXPERTS = AxisRule(
