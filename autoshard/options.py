@@ -106,8 +106,8 @@ def options_of(
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
     tactics = _tactics(tactics)
-    keeps = cache is not None and all(isinstance(one, Tactic) for one in tactics)  # a function may say anything
-    folder = _folder(cache) if keeps else None
+    keeps = all(isinstance(one, Tactic) for one in tactics)  # a function may say anything
+    folder = _folder(cache) if cache is not None and keeps else None
     return Options(
         mesh,
         topology,

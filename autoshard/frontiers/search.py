@@ -17,7 +17,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError
-from autoshard.frontiers.frontier import Frontier
+from autoshard.frontiers.plans import Frontier
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.mesh.topology import Topology
 from autoshard.plans.chosen import prediction_of

@@ -134,8 +134,7 @@ class Roles:
         heads = set[Factor]()
         for group in self.groups:
             if group.equations[0].primitive in _PRODUCTS and not self._reads_state(group) and len(group.uses) > 1:
-                tensors = [self._factors(group, [one.dims]) for one in (*group.uses, *group.made)]
-                heads |= set.intersection(*tensors) & features
+                heads |= self._in_all(group) & features
         found: dict[Factor, Dim] = {}
         kinds = (
             (batch, Dim.BATCH),
@@ -158,6 +157,11 @@ class Roles:
                     if reader.group is not None and reader.use is not None and reader.use.dims[dim]:
                         yield self.dim_of(reader.group, reader.use.dims[dim][0])
 
+    def _in_all(self, group: Group) -> set[Factor]:
+        """The dims of the step that all operands and results of a group have."""
+        tensors = [*(use.dims for use in group.uses), *(made.dims for made in group.made)]
+        return set.intersection(*(self._factors(group, [dims]) for dims in tensors))
+
     def _factors(self, group: Group, tensors: Iterable[FactorDims]) -> set[Factor]:
         """The dims of the step that these tensors of a group have."""
         return {self.dim_of(group, factor) for dims in tensors for dim in dims for factor in dim}
@@ -174,16 +178,18 @@ class Roles:
         """What each group is for."""
         updates = self._updates()
         return tuple(
-            Work.UPDATE if group.index in updates else self._work_on_activations(group) for group in self.groups
+            Work.UPDATE if group.index in updates else self._work_on_activations(group, updates)
+            for group in self.groups
         )
 
-    def _work_on_activations(self, group: Group) -> Work:
+    def _work_on_activations(self, group: Group, updates: set[int]) -> Work:
         if self._is_weight_product(group):
-            tensors = [self._factors(group, [one.dims]) for one in (*group.uses, *group.made)]
-            shared = set.intersection(*tensors)
-            return Work.EXPERT if any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in shared) else Work.PRODUCT
+            is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._in_all(group))
+            return Work.EXPERT if is_expert else Work.PRODUCT
         rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
-        left = any(self._is_any(group, made.dims, rows) for made in group.made)
+        readers = [r for made in group.made for r in self.formulation.readers[made.value.id]]
+        for_updates = bool(readers) and all(r.group is None or r.group.index in updates for r in readers)
+        left = any(self._is_any(group, made.dims, rows) for made in group.made) and not for_updates
         if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
             return Work.ATTENTION
         sums_rows = any(self.role(group, factor) & rows for factor in group.reduction)

@@ -255,9 +255,7 @@ def by_kind(found, expected):
     return gathered
 
 
-@pytest.mark.parametrize(
-    "step, mesh, tactics, expected", PUBLISHED, ids=[f"{row[0]} {row[2]}" for row in PUBLISHED]
-)
+@pytest.mark.parametrize("step, mesh, tactics, expected", PUBLISHED, ids=[f"{row[0]} {row[2]}" for row in PUBLISHED])
 def test_a_plan_sends_what_is_published(step, mesh, tactics, expected):
     plan = plan_of(step, mesh, tactics)
     assert not any("other collectives" in remark for remark in plan.warnings)
