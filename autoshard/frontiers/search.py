@@ -148,6 +148,6 @@ class _Search:
     def plans(self) -> tuple[Any, ...]:
         """The front as plans, each under the smallest limit that gives it."""
         return tuple(
-            self.step.plan(point.solution, memory := point.peak / self.step.usable, self.bound(memory))
+            self.step.plan(point.solution, memory := math.ceil(point.peak / self.step.usable), self.bound(memory))
             for point in self.front()
         )

@@ -52,7 +52,7 @@ def block(p, x):
 
 
 def transformer(*, scan):
-    """A train step of two blocks, and its state and batch; positions, which are learnt, need a gradient of the stream."""
+    """A train step of two blocks, and its state and batch. Positions are learnt: the stream needs a gradient."""
     layers = 2
     stack = (layers,) if scan else ()
     blocks = {
