@@ -23,6 +23,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.plans.chosen import prediction_of
 from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
+from autoshard.user_plan import Plan
 
 _ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
 _FURTHER = 5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
@@ -72,7 +73,7 @@ def frontier(
     step = replace(step, options=replace(step.options, time_limit=step.options.time_limit / searches))
     search = _Search(step)
     search.find(points, searches)
-    return Frontier(step.program.name, search.plans(), free=not step.options.is_memory_given)
+    return Frontier(step.program.name, search.plans(), step.usable, is_free=not step.options.is_memory_given)
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class _Point:
     """A solution, and what it holds."""
 
     solution: Solution
+    memory: float  # the limit under which it was found, bytes per device
     seconds: float  # per step, predicted
     peak: int  # bytes per device, predicted
 
@@ -124,7 +126,7 @@ class _Search:
                 raise
             return False
         predicted = prediction_of(self.step.formulation, solution.choice)
-        self.known.append(_Point(solution, predicted.step_seconds, predicted.peak_bytes))
+        self.known.append(_Point(solution, memory, predicted.step_seconds, predicted.peak_bytes))
         self.proven[memory] = max(solution.bound, self.proven.get(memory, 0.0))
         return True
 
@@ -145,9 +147,9 @@ class _Search:
                 front.append(point)
         return front
 
-    def plans(self) -> tuple[Any, ...]:
-        """The front as plans, each under the smallest limit that gives it."""
+    def plans(self) -> tuple[Plan, ...]:
+        """The front as plans."""
+        usable = self.step.usable
         return tuple(
-            self.step.plan(point.solution, memory := math.ceil(point.peak / self.step.usable), self.bound(memory))
-            for point in self.front()
+            self.step.plan(point.solution, point.memory, self.bound(point.peak / usable)) for point in self.front()
         )

@@ -40,6 +40,18 @@ def planned(tactics, model=PERCEPTRON, mesh=MESH, **options):
     )
 
 
+def abstract_llama(**sizes):
+    """A Llama's step, and types of its state and batch."""
+    made = []
+
+    def state():
+        made.append(llama.make(**sizes, remat=False))
+        return made[0].state
+
+    abstract = jax.eval_shape(state)
+    return made[0].step, abstract, made[0].batches(0)
+
+
 def layouts(plan):
     return {array.name: array.layout for array in plan.arguments}
 
@@ -128,18 +140,17 @@ def test_what_an_axis_does_not_divide_stays_whole_and_is_named():
 
 
 def test_heads_that_an_axis_does_not_divide_are_named():
-    model = llama.make(layers=1, heads=4, shared_heads=2, d_model=32, d_hidden=32, seq=8, batch=8, remat=False)
+    fn, *args = abstract_llama(layers=1, heads=4, shared_heads=2, d_model=32, d_hidden=32, seq=8, batch=8)
     with pytest.raises(autoshard.ConflictError, match=r"\(8 devices\) divides no dim .* dot_general at llama.py"):
-        planned([Ulysses("data")], model, AbstractMesh((8,), ("data",)))
+        autoshard.plan(fn, *args, mesh=AbstractMesh((8,), ("data",)), topology="v5e:2x4", tactics=[Ulysses("data")])
 
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_roles_are_found_in_steps_that_nobody_marked(scan):
-    model = llama.make(
-        layers=1, remat=False, experts=4, capacity=8, seq=16, batch=8, d_model=32, d_hidden=64, scan=scan
-    )
-    step = autoshard.autoshard(model.step, mesh=MESH, topology="h100:1x8", donate_argnums=0)
-    program = step.trace(model.state, model.batches(0))
+    sizes = {"layers": 1, "seq": 16, "batch": 8, "d_model": 32, "d_hidden": 64, "experts": 4, "capacity": 8}
+    fn, state, batch = abstract_llama(**sizes, scan=scan)
+    step = autoshard.autoshard(fn, mesh=MESH, topology="h100:1x8", donate_argnums=0)
+    program = step.trace(state, batch)
     options = options_of(MESH, topology="h100:1x8")
     roles = Roles(formulated(program, checked_rules(program, dict(MESH.shape)), options))
     names = [value.name for value in program.arguments]
