@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from autoshard.compiled.memory_check import MemoryWarning
     from autoshard.frontiers import Frontier, fewest_devices, frontier, largest_batch
     from autoshard.mesh import Collective, Link, Topology, topology
+    from autoshard.operations import operation
     from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
     from autoshard.report.difference import Difference
@@ -68,6 +69,7 @@ __all__ = [
     "fewest_devices",
     "frontier",
     "largest_batch",
+    "operation",
     "plan",
     "plan_together",
     "propagate",
@@ -83,6 +85,7 @@ _HOMES = {
     "autoshard.compiled.memory_check": ("MemoryWarning",),
     "autoshard.frontiers": ("Frontier", "fewest_devices", "frontier", "largest_batch"),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
+    "autoshard.operations": ("operation",),
     "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
     "autoshard.report.difference": ("Difference",),

@@ -56,6 +56,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         sorted(options.trips.items()),
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
         sorted(options.pinned.items()),
+        options.search,
         list(map(text_of_tactic, options.tactics)),
         options.like and [(one.name, one.type, one.layout) for one in options.like.arguments],
     )

@@ -411,6 +411,18 @@ class Plan(PlanData):
         return plan_html(self, self.comparison.known, self._wishes(), self._notes())
 
 
+def mesh_of_file(path: str | Path) -> AbstractMesh:
+    """The mesh that the plan in a file was made for.
+
+    Raises:
+        PlanError: the file is no plan.
+    """
+    try:
+        return _mesh_in(Path(path).read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(_unreadable(str(path), error)) from error
+
+
 def _mesh_in(text: str, where: str) -> AbstractMesh:
     """The mesh that a plan in a file was made for."""
     try:

@@ -40,7 +40,7 @@ class StepVariants:
             types: of its arguments, as they were traced.
             finish: what a program becomes before it is planned; None: it stays as it is.
         """
-        self.types, self._mesh, self._finish = types, mesh, finish
+        self.types, self.mesh, self._finish = types, mesh, finish
         self._traced = replace(traced, again=functools.cache(lambda types: traced.again(types)))
         self._programs: dict[Variant, Program] = {}
 
@@ -49,6 +49,11 @@ class StepVariants:
         """Whether the step is part of a function that is being traced, and means nothing after that."""
         return any(isinstance(const, jax.core.Tracer) for const in self._traced.closed.consts)
 
+    @property
+    def step(self) -> TracedStep:
+        """The trace."""
+        return self._traced
+
     def program(self, variant: Variant) -> Program:
         """The program of one variant.
 
@@ -56,7 +61,7 @@ class StepVariants:
             MicrobatchError: the batch cannot be split so.
         """
         if variant not in self._programs:
-            with jax.sharding.use_abstract_mesh(self._mesh):
+            with jax.sharding.use_abstract_mesh(self.mesh):
                 read = self._traced.read(self._jaxpr(variant))
             read = replace(read, microbatches=variant.microbatches)
             self._programs[variant] = read if self._finish is None else self._finish(read)
