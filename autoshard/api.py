@@ -45,6 +45,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -66,6 +67,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -98,6 +100,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     plan: Plan | str | Path | None = None,
@@ -145,7 +148,10 @@ def autoshard(
         microbatches: in how many parts the batch is run, one after the other, so that activations of one part alone
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
-            ``"auto"``: as few as fit.
+            ``"auto"``: as many as are predicted to be fastest within the memory limit.
+        remat: ``"auto"``: what the backward pass reads of the forward pass is kept or computed again, whatever is
+            predicted to be fastest within the memory limit. What `jax.checkpoint` marks is only a hint then. None:
+            what the step says is done.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -175,6 +181,7 @@ def autoshard(
         ignore_constraints=ignore_constraints,
         trips=trips,
         microbatches=microbatches,
+        remat=remat,
     )
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
@@ -207,6 +214,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
@@ -236,6 +244,7 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "remat": remat,
         "like": like,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import operator
 import threading
 import types
@@ -45,7 +46,7 @@ from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
-from autoshard.variants.choosing import fastest
+from autoshard.variants.choosing import Wishes, fastest
 from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
@@ -277,8 +278,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not traced.closes_over_tracers:
                     compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
-                    mesh, count = dict(self._options.mesh.shape), self._options.microbatches
-                    compiled = fastest(traced, mesh, count, self._planned_anew, self._given)
+                    compiled = fastest(traced, self._wishes, self._planned_anew, self._given)
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
@@ -297,6 +297,18 @@ class ShardedFunction(Generic[Parameters, Result]):
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
+
+    @property
+    def _wishes(self) -> Wishes:
+        options = self._options
+        return Wishes(
+            mesh=dict(options.mesh.shape),
+            microbatches=options.microbatches,
+            recomputes=options.remat is not None,
+            memory=options.memory * options.backend.usable,
+            # Processes plan the same variants, whatever their clocks say.
+            time_limit=options.time_limit if self._group is None else math.inf,
+        )
 
     def _planned_anew(self, program: Program) -> _PlannedStep:
         if self._given:
@@ -367,7 +379,8 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "trips": self._options.trips,
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
-                return StepVariants(traced, mesh, tried, with_stencils if self._merges else None)
+                finish = with_stencils if self._merges else None
+                return StepVariants(traced, mesh, tried, self._options.topology, finish)
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None

@@ -127,13 +127,18 @@ def implementation_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return found if same and not _binds(found.jaxpr, eqn.primitive) else None
 
 
+def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
+    """The jaxprs among the parameters of an equation."""
+    return list(core.jaxprs_in_params(params))
+
+
 def _kind(aval: Any) -> tuple[tuple[int, ...], Any]:
     return aval.shape, aval.dtype
 
 
 def _binds(jaxpr: Jaxpr, primitive: Any) -> bool:
     """Whether a primitive is bound somewhere in a jaxpr, as all of JAX's are by their own implementations."""
-    inner = [core.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns]
+    inner = [jaxprs_in(eqn.params) for eqn in jaxpr.eqns]
     return any(eqn.primitive is primitive for eqn in jaxpr.eqns) or any(
         _binds(one, primitive) for several in inner for one in several
     )
@@ -293,7 +298,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The equation applied to other operands of the same types, whatever functions its parameters hold."""
-    if not any(True for _ in core.jaxprs_in_params(eqn.params)) and eqn.primitive.name not in CUSTOM:
+    if not jaxprs_in(eqn.params) and eqn.primitive.name not in CUSTOM:
         with _said_around(eqn):
             results = eqn.primitive.bind(*operands, **eqn.params)
         return list(results) if eqn.primitive.multiple_results else [results]
@@ -334,6 +339,20 @@ def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: 
     effects = frozenset[Any]().union(*(eqn.effects for eqn in equations))
     piece = Jaxpr([], inputs, list(wanted), list(equations), effects, names)
     return list(core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*operands))
+
+
+def written_at(eqn: JaxprEqn, function: Callable[..., Sequence[Any]], *operands: Any) -> list[Any]:
+    """What a function makes of arrays, as if it were written where an equation is.
+
+    The bodies of loops and calls in it keep their own lines.
+    """
+    closed = jax.make_jaxpr(function)(*operands)
+    equations = [one.replace(source_info=eqn.source_info) for one in closed.jaxpr.eqns]
+    variables = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    env = dict(zip(variables, [*operands, *closed.consts], strict=True))
+    made = [atom for atom in closed.jaxpr.outvars if isinstance(atom, Var)]
+    known = dict(zip(made, evaluated(equations, env, made), strict=True))
+    return [known[atom] if isinstance(atom, Var) else atom.val for atom in closed.jaxpr.outvars]
 
 
 def at_line_of(eqn: JaxprEqn, function: Callable[..., Any], *operands: Any) -> Any:

@@ -374,7 +374,8 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    said = *split, *_unused_axes(program, mesh), *uneven_batch(program, mesh), *_guessed_loops(program)
+    again = (program.recomputed,) if program.recomputed else ()
+    said = *split, *again, *_unused_axes(program, mesh), *uneven_batch(program, mesh), *_guessed_loops(program)
     return *said, *formulation.prices.backend.remarks
 
 
