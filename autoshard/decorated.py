@@ -310,12 +310,12 @@ class ShardedFunction(Generic[Parameters, Result]):
             time_limit=options.time_limit if self._group is None else math.inf,
         )
 
-    def _planned_anew(self, program: Program) -> _PlannedStep:
+    def _planned_anew(self, program: Program, enough: float = math.inf) -> _PlannedStep:
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
             with LiveLine(f"planning {program.name}") as line:
-                options = replace(self._options, progress=line.tell)
+                options = replace(self._options, progress=line.tell, enough=self._enough(enough))
                 plan = planned(program, options, self._jit_keywords, self._planned_before, self._group)
         is_given = self._given is not None
         planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
@@ -324,6 +324,16 @@ class ShardedFunction(Generic[Parameters, Result]):
             plan = replace(plan, remark=signature_remark(plan, last.plan))
         _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
         return _PlannedStep(plan, program, context(), planner)
+
+    def _enough(self, seconds: float) -> Callable[[], float] | None:
+        """Seconds per step above which no plan is sought: so many, or as the options say.
+
+        Processes that share a mesh get the leader's plan, so the leader has to find one.
+        """
+        asked = self._options.enough
+        if self._group is not None or math.isinf(seconds):
+            return asked
+        return lambda: seconds if asked is None else min(seconds, asked())
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:

@@ -23,6 +23,7 @@ DropVar = core.DropVar
 Jaxpr = core.Jaxpr
 JaxprEqn = core.JaxprEqn
 Literal = core.Literal
+Primitive = core.Primitive
 Var = core.Var
 
 _UNCAPTURED = "uncaptured"  # the parameter in which `capturing_call` keeps an equation
@@ -127,9 +128,18 @@ def implementation_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return found if same and not _binds(found.jaxpr, eqn.primitive) else None
 
 
-def jaxprs_in(params: Mapping[str, Any]) -> list[Jaxpr]:
-    """The jaxprs among the parameters of an equation."""
-    return list(core.jaxprs_in_params(params))
+def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The jaxprs among the parameters of an equation: bodies of loops and branches."""
+    found = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else [value])]
+    closed = [ClosedJaxpr(one, ()) if isinstance(one, Jaxpr) and not one.constvars else one for one in found]
+    return [one for one in closed if isinstance(one, ClosedJaxpr)]
+
+
+def with_plain_names(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr whose inputs and results are called by their number."""
+    avals, paths = [var.aval for var in jaxpr.invars], tuple(map(str, range(len(jaxpr.outvars))))
+    names = api_util.debug_info("autoshard", lambda *_: None, avals, {}, result_paths_thunk=lambda: paths)
+    return Jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, names)
 
 
 def _kind(aval: Any) -> tuple[tuple[int, ...], Any]:
@@ -138,7 +148,7 @@ def _kind(aval: Any) -> tuple[tuple[int, ...], Any]:
 
 def _binds(jaxpr: Jaxpr, primitive: Any) -> bool:
     """Whether a primitive is bound somewhere in a jaxpr, as all of JAX's are by their own implementations."""
-    inner = [jaxprs_in(eqn.params) for eqn in jaxpr.eqns]
+    inner = [core.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns]
     return any(eqn.primitive is primitive for eqn in jaxpr.eqns) or any(
         _binds(one, primitive) for several in inner for one in several
     )
@@ -298,7 +308,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The equation applied to other operands of the same types, whatever functions its parameters hold."""
-    if not jaxprs_in(eqn.params) and eqn.primitive.name not in CUSTOM:
+    if not any(True for _ in core.jaxprs_in_params(eqn.params)) and eqn.primitive.name not in CUSTOM:
         with _said_around(eqn):
             results = eqn.primitive.bind(*operands, **eqn.params)
         return list(results) if eqn.primitive.multiple_results else [results]

@@ -37,7 +37,7 @@ def opened(closed: ClosedJaxpr, *, opens_too: Callable[[JaxprEqn], bool] = lambd
         for eqn in equations_of(jaxpr):
             inputs = list(map(read, eqn.invars))
             if call is not None:
-                eqn = _inside(call, eqn)
+                eqn = eqn.replace(source_info=_as_called(eqn, call))
             is_plain = eqn.primitive.name not in CUSTOM | REMAT | HIDDEN_BODIES
             called = called_jaxpr(eqn) if is_plain or opens_too(eqn) else None
             if called is not None:
@@ -59,8 +59,8 @@ def opened(closed: ClosedJaxpr, *, opens_too: Callable[[JaxprEqn], bool] = lambd
     return ClosedJaxpr(jaxpr, list(constants.values()))
 
 
-def _inside(call: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    """An equation of what is called, with the call's names, and with its line if the equation has none."""
+def _as_called(eqn: JaxprEqn, call: JaxprEqn) -> Any:
+    """The line of an equation, else that of its caller; its names stand below those of the caller."""
+    own = call if source_of(eqn) is None else eqn
     names = call.source_info.name_stack + eqn.source_info.name_stack
-    place = eqn.source_info if source_of(eqn) is not None else call.source_info
-    return eqn.replace(source_info=place.replace(name_stack=names))
+    return own.source_info.replace(name_stack=names)

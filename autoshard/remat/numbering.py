@@ -22,8 +22,8 @@ from autoshard.jaxprs import (
     Var,
     aval_of,
     called_jaxpr,
+    inner_jaxprs,
     is_kernel,
-    jaxprs_in,
     scan_counts,
 )
 from autoshard.microbatches.opening import opened
@@ -171,7 +171,7 @@ def _is_undone(eqn: JaxprEqn) -> bool:
 def has_loops(jaxpr: Jaxpr) -> bool:
     """Whether a loop stands somewhere in a jaxpr."""
     return any(
-        eqn.primitive.name in LOOPS or any(has_loops(inner) for inner in jaxprs_in(eqn.params)) for eqn in jaxpr.eqns
+        eqn.primitive.name in LOOPS or any(has_loops(inner.jaxpr) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
     )
 
 

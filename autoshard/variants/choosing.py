@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from autoshard.errors import MemoryLimitError, MicrobatchError
+from autoshard.meshes.cutoff import SlowMesh
 from autoshard.program import Program
 from autoshard.remat.recomputation import Level
 from autoshard.user_plan import Plan
@@ -44,13 +45,17 @@ class Wishes:
 
 
 def fastest(
-    variants: StepVariants, wishes: Wishes, planned: Callable[[Program], Planned], given: Plan | None = None
+    variants: StepVariants,
+    wishes: Wishes,
+    planned: Callable[[Program, float], Planned],
+    given: Plan | None = None,
 ) -> Planned:
     """The step planned in the variant that is predicted to take the fewest seconds.
 
     Its bound is that of all variants: none of those that fit is proven to be faster than that.
 
     Args:
+        planned: plans a program, and may raise `SlowMesh` once it is proven to take more than so many seconds.
         given: the plan that the user gave, which is for one of the variants.
 
     Raises:
@@ -58,7 +63,7 @@ def fastest(
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
     """
     if given is not None:
-        return planned(_given(variants, wishes, given))
+        return planned(_given(variants, wishes, given), math.inf)
     return _Search(variants, wishes, planned).fastest()
 
 
@@ -103,12 +108,13 @@ def _grouped(variants: StepVariants, mesh: Mapping[str, int], count: int) -> Ite
 class _Search(Generic[Planned]):
     """The search through the variants of a step."""
 
-    def __init__(self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program], Planned]):
+    def __init__(self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned]):
         self.variants, self.wishes, self.planned = variants, wishes, planned
         self.until = time.monotonic() + wishes.time_limit
         self.best: Planned | None = None
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
+        self.slow: list[SlowMesh] = []  # what is proven of variants that nobody would want
 
     def fastest(self) -> Planned:
         asked = self.wishes.microbatches
@@ -119,13 +125,13 @@ class _Search(Generic[Planned]):
             except MicrobatchError as refused:
                 if asked is not None:
                     raise
-                if self.best is None:
+                if self.best is None and not self.slow:
                     raise self.smallest_error from refused
                 break
             if self.best is not None and not self.may_gain(before):
                 break
         if self.best is None:
-            raise self.smallest_error
+            raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
         bound = min(self.bounds)
         if bound >= self.best.plan.bound:
             return self.best
@@ -169,12 +175,17 @@ class _Search(Generic[Planned]):
         return self.variants.recomputation(variant).levels if self.wishes.recomputes else ()
 
     def plan(self, variant: Variant) -> float | None:
-        """The seconds of a variant's plan; None if it does not fit."""
+        """The seconds of a variant's plan, or those that it is proven to take; None if it does not fit."""
         try:
-            found = self.planned(self.variants.program(variant))
+            enough = math.inf if self.best is None else self.best.plan.cost
+            found = self.planned(self.variants.program(variant), enough)
         except MemoryLimitError as error:
             self.errors.append(error)
             return None
+        except SlowMesh as slow:
+            self.slow.append(slow)
+            self.bounds.append(slow.bound)
+            return slow.bound
         self.bounds.append(found.plan.bound)
         if self.best is None or found.plan.cost < self.best.plan.cost:
             self.best = found

@@ -46,7 +46,7 @@ class StepVariants:
             topology: of which recomputation is priced.
             finish: what a program becomes before it is planned; None: it stays as it is.
         """
-        self.types, self._mesh, self._topology, self._finish = types, mesh, topology, finish
+        self.types, self.mesh, self._topology, self._finish = types, mesh, topology, finish
         self._traced = replace(traced, again=functools.cache(lambda types: traced.again(types)))
         self._jaxprs: dict[Variant, ClosedJaxpr] = {}
         self._recomputations: dict[Variant, Recomputation] = {}
@@ -57,6 +57,11 @@ class StepVariants:
         """Whether the step is part of a function that is being traced, and means nothing after that."""
         return any(isinstance(const, jax.core.Tracer) for const in self._traced.closed.consts)
 
+    @property
+    def step(self) -> TracedStep:
+        """The trace."""
+        return self._traced
+
     def program(self, variant: Variant) -> Program:
         """The program of one variant.
 
@@ -64,7 +69,7 @@ class StepVariants:
             MicrobatchError: the batch cannot be split so.
         """
         if variant not in self._programs:
-            with jax.sharding.use_abstract_mesh(self._mesh):
+            with jax.sharding.use_abstract_mesh(self.mesh):
                 if variant.level is None:
                     closed, remark = self._jaxpr(variant), ""
                 else:
@@ -83,7 +88,7 @@ class StepVariants:
         """
         as_written = replace(variant, level=None)
         if as_written not in self._recomputations:
-            with jax.sharding.use_abstract_mesh(self._mesh):
+            with jax.sharding.use_abstract_mesh(self.mesh):
                 self._recomputations[as_written] = Recomputation.of(self._jaxpr(as_written), self._topology)
         return self._recomputations[as_written]
 
