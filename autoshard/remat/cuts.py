@@ -18,9 +18,10 @@ found by cutting at the price that joins two neighbours until no new corner show
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -29,17 +30,17 @@ class ForwardPass:
     """The equations that a backward pass may run again, and what it wants of them.
 
     >>> layer = ForwardPass(  # h = x @ w, a = gelu(h); x comes from the layer before
-    ...     bytes=[4.0, 4.0, 4.0], makers=[None, 0, 1], reads=[[0], [1]], seconds=[1.0, 0.1], wanted=[0, 1, 2]
+    ...     bytes=(4.0, 4.0, 4.0), makers=(None, 0, 1), reads=((0,), (1,)), seconds=(1.0, 0.1), wanted=(0, 1, 2)
     ... )
     >>> [(sorted(cut.kept), cut.bytes, cut.seconds) for cut in cuts(layer)]
     [([0, 1, 2], 12.0, 0.0), ([0, 1], 8.0, 0.1), ([0], 4.0, 1.1)]
     """
 
-    bytes: Sequence[float]  # per value: of keeping it from the forward to the backward pass; 0 if it is there anyhow
-    makers: Sequence[int | None]  # per value: its equation; None: it comes from outside and can only be kept
-    reads: Sequence[Sequence[int]]  # per equation: values
-    seconds: Sequence[float]  # per equation, of running it again; infinite: it may not run again
-    wanted: Sequence[int]  # values that the backward pass reads
+    bytes: tuple[float, ...]  # per value: of keeping it from the forward to the backward pass; 0 if it is there anyhow
+    makers: tuple[int | None, ...]  # per value: its equation; None: it comes from outside and can only be kept
+    reads: tuple[tuple[int, ...], ...]  # per equation: values
+    seconds: tuple[float, ...]  # per equation, of running it again; infinite: it may not run again
+    wanted: tuple[int, ...]  # values that the backward pass reads
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Cut:
     seconds: float  # of what is computed again
 
 
+@functools.lru_cache(maxsize=256)  # layers look alike
 def cuts(forward: ForwardPass) -> tuple[Cut, ...]:
     """The choices that are cheapest at some price of memory, the one that computes nothing again first.
 

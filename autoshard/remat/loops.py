@@ -122,11 +122,11 @@ class LoopPair:
                 makers[place[var]] = e
         turns = self.first.length
         return ForwardPass(
-            bytes=[0 if var in self.stacked_anyhow else turns * bytes_of(var.aval) for var in self.values],
-            makers=makers,
-            reads=[[place[var] for var in variables(eqn.invars) if var in place] for eqn in self.forward],
-            seconds=[turns * self.seconds(eqn) for eqn in self.forward],
-            wanted=[place[var] for var in self.wanted],
+            bytes=tuple(0 if var in self.stacked_anyhow else turns * bytes_of(var.aval) for var in self.values),
+            makers=tuple(makers),
+            reads=tuple(tuple(place[var] for var in variables(eqn.invars) if var in place) for eqn in self.forward),
+            seconds=tuple(turns * self.seconds(eqn) for eqn in self.forward),
+            wanted=tuple(place[var] for var in self.wanted),
         )
 
     def bytes_kept(self, var: Var) -> float:

@@ -14,7 +14,12 @@ from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, evalu
 from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut
 from autoshard.remat.loops import LoopPair
-from autoshard.remat.numbering import Body, Numbering, has_loops, variables
+from autoshard.remat.numbering import Body, Numbering, needed, variables
+from autoshard.remat.straight import StraightBlock, StraightPasses
+
+Block = LoopPair | StraightBlock
+
+SIZES = (1, 2, 4)  # so many of the smallest blocks outside of loops are taken together
 
 _BODIES = {"scan": "jaxpr", "while": "body_jaxpr"}  # loop -> the parameter that holds its body
 
@@ -71,28 +76,57 @@ class Scope:
         found = dict[int, Scope]()
         for i, eqn in enumerate(self.body.equations):
             name = _BODIES.get(eqn.primitive.name)
-            if name is None or id(eqn) in paired or not has_loops(eqn.params[name].jaxpr):
+            if name is None or id(eqn) in paired:
                 continue
             scope = Scope(eqn.params[name], self.seconds, self.turns * eqn.params.get("length", 1))
             if any(True for _ in scope.blocks()):
                 found[i] = scope
         return found
 
-    def blocks(self) -> Iterator[tuple[LoopPair, int]]:
-        """All places where values are kept, and how often per step they are."""
-        yield from ((pair, self.turns) for pair in self.pairs)
-        for scope in self.inner.values():
-            yield from scope.blocks()
+    @cached_property
+    def passes(self) -> StraightPasses:
+        """What stands outside of its loops."""
+        place = {id(eqn): i for i, eqn in enumerate(self.body.equations)}
+        seconds = {place[id(pair.second.eqn)] for pair in self.pairs}
+        chosen_there = {var for pair in self.pairs for var in pair.first.stacks if var not in pair.others}
+        return StraightPasses(
+            equations=self.body.equations,
+            backward_loops=frozenset(seconds),
+            fixed=frozenset({place[id(pair.first.eqn)] for pair in self.pairs} | self.inner.keys()),
+            inputs=frozenset({*variables(self.body.inputs), *self.numbering.constants, *chosen_there}),
+            results=frozenset(variables(self.body.results)),
+            seconds=self.seconds,
+        )
 
-    def held_bytes(self, kept: Mapping[LoopPair, float]) -> float:
+    @cached_property
+    def straight(self) -> Mapping[int, tuple[StraightBlock, ...]]:
+        """How many of the smallest blocks outside of loops are taken together -> the blocks."""
+        return {size: self.passes.blocks(size) for size in SIZES}
+
+    def blocks(self, size: int = 1) -> Iterator[tuple[Block, int]]:
+        """All places where values are kept, and how often per step they are.
+
+        Args:
+            size: how many of the smallest blocks outside of loops are taken together.
+        """
+        here: list[Block] = [*self.pairs, *self.straight[size]]
+        yield from ((block, self.turns) for block in here)
+        for scope in self.inner.values():
+            yield from scope.blocks(size)
+
+    def held_bytes(self, kept: Mapping[Block, float]) -> float:
         """The most bytes that are kept at one time, of these that blocks keep."""
         place = {id(eqn): i for i, eqn in enumerate(self.body.equations)}
+        turn = self.passes.turning_point
+        blocks = [block for several in self.straight.values() for block in several if block in kept]
+        flat = sum(kept[block] for block in blocks)
         changes = [(place[id(pair.first.eqn)], kept[pair]) for pair in self.pairs]
         changes += [(place[id(pair.second.eqn)], -kept[pair]) for pair in self.pairs]
+        changes += [(turn - 1, flat), (turn, -flat)]
         held = itertools.accumulate(size for _, size in sorted(changes))
         return max([*held, *(scope.held_bytes(kept) for scope in self.inner.values())], default=0.0)
 
-    def rewritten(self, chosen: Mapping[LoopPair, Cut]) -> ClosedJaxpr:
+    def rewritten(self, chosen: Mapping[Block, Cut]) -> ClosedJaxpr:
         """The jaxpr, from the same arguments to the same results, with these values kept."""
         variables_in = [*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars]
         avals = map(aval_of, variables_in)
@@ -106,26 +140,44 @@ class Scope:
         )
         return ClosedJaxpr(jaxpr, [*made.consts, *self.closed.consts])
 
-    def run(self, arrays: Any, chosen: Mapping[LoopPair, Cut]) -> list[Any]:
+    def run(self, arrays: Any, chosen: Mapping[Block, Cut]) -> list[Any]:
         consts = len(self.closed.jaxpr.constvars)
         given = {id(const): array for const, array in zip(self.closed.consts, arrays[:consts], strict=True)}
         env: dict[Var, Any] = dict(zip(variables(self.body.inputs), arrays[consts:], strict=True))
         env |= {var: given.get(id(const), const) for var, const in self.numbering.constants.items()}
         starts = {id(pair.first.eqn): pair for pair in self.pairs}
         ends = {id(pair.second.eqn): pair for pair in self.pairs}
+        again = dict[int, list[StraightBlock]]()
+        for block in itertools.chain(*self.straight.values()):
+            if block in chosen and (place := block.place(chosen[block])) is not None:
+                again.setdefault(place, []).append(block)
+        late: dict[Var, Any] = {}  # what is made again, which the backward pass reads from then on
         waiting: list[JaxprEqn] = []
 
         def flush() -> None:
             made = [var for eqn in waiting for var in eqn.outvars]
-            env.update(zip(made, evaluated(waiting, env, made), strict=True))
+            env.update(zip(made, evaluated(waiting, env | late, made), strict=True))
             waiting.clear()
 
         for i, eqn in enumerate(self.body.equations):
+            if i == self.passes.turning_point:
+                flush()
+                for block in itertools.chain(*self.straight.values()):
+                    if block in chosen:
+                        late_kept = [var for var in block.kept(chosen[block]) if var not in env]
+                        waiting += needed([one for one in block.forward if one.outvars[0] not in env], late_kept)
+                        flush()
+            if eqn.outvars and all(var in env for var in eqn.outvars):  # it was moved to the end of the forward pass
+                continue
+            if i in again:
+                flush()
+                for block in again[i]:
+                    late.update(block.run_again(chosen[block], env | late))
             if id(eqn) in starts or id(eqn) in ends:
                 flush()
                 pair = starts.get(id(eqn)) or ends[id(eqn)]
                 run = pair.run_first if pair.first.eqn is eqn else pair.run_second
-                env.update(run(chosen[pair], env))
+                env.update(run(chosen[pair], env | late))
             elif (scope := self.inner.get(i)) is not None:
                 name = _BODIES[eqn.primitive.name]
                 waiting.append(eqn.replace(params={**eqn.params, name: scope.rewritten(chosen)}))

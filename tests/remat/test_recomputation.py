@@ -90,7 +90,22 @@ def scaled(w, x):
     return value, pull(jnp.where(value > 1, 0.5, 2.0))
 
 
-saved = jax.checkpoint_policies.save_only_these_names("nothing")
+def unrolled(body, around=lambda f: f):
+    def loss(w, x):
+        for i in range(LAYERS):
+            x = around(body)(x, jax.tree.map(lambda one, i=i: one[i], w))
+        return jnp.mean((x - 1) ** 2)
+
+    return loss
+
+
+def chain(w, x):
+    """A plain chain of products, which never has more than one value alive."""
+    for i in range(LAYERS):
+        x = jnp.tanh(jnp.tanh(x @ w["up"][i]) @ w["down"][i])
+    return jnp.mean(x**2)
+
+
 LOSSES = {
     "chunked": scanned(chunked),
     "custom_vjp": scanned(lambda x, w: clipped(layer(x, w))),
@@ -103,7 +118,12 @@ LOSSES = {
     "remat": scanned(layer, around=jax.checkpoint),
     "returned": returned,
     "reversed": scanned(layer, reverse=True),
-    "unrolled twice": scanned(layer, unroll=2),
+    "two layers a turn": scanned(layer, unroll=2),
+    "unrolled": unrolled(layer),
+    "unrolled chain": chain,
+    "unrolled custom_vjp": unrolled(lambda x, w: clipped(layer(x, w))),
+    "unrolled in jit": jax.jit(unrolled(layer)),
+    "unrolled remat": unrolled(layer, around=jax.checkpoint),
 }
 LAYERS_ALONE = ("remat", "plain")
 STEPS = {name: jax.value_and_grad(loss) for name, loss in LOSSES.items()}
