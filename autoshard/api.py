@@ -51,6 +51,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
@@ -75,6 +76,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
@@ -110,6 +112,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
@@ -163,7 +166,10 @@ def autoshard(
         microbatches: in how many parts the batch is run, one after the other, so that activations of one part alone
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
-            ``"auto"``: as few as fit.
+            ``"auto"``: as many as are predicted to be fastest within the memory limit.
+        remat: ``"auto"``: what the backward pass reads of the forward pass is kept or computed again, whatever is
+            predicted to be fastest within the memory limit. What `jax.checkpoint` marks is only a hint then. None:
+            what the step says is done.
         tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
             they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
@@ -209,6 +215,7 @@ def autoshard(
         "ignore_constraints": ignore_constraints,
         "trips": trips,
         "microbatches": microbatches,
+        "remat": remat,
         "search": search,
         "tactics": tactics,
     }
@@ -259,6 +266,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -290,6 +298,7 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "remat": remat,
         "tactics": tactics,
         "like": like,
         "search": search,
