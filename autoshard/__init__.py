@@ -23,13 +23,16 @@ from autoshard.errors import (
     RuleError,
     ScheduleError,
     SolverError,
+    StageError,
 )
 
 if TYPE_CHECKING:
     from autoshard.api import autoshard, evaluate, plan, propagate, verify
     from autoshard.cache import CacheWarning
     from autoshard.compiled.memory_check import MemoryWarning
+    from autoshard.frontiers import Frontier, fewest_devices, frontier, largest_batch
     from autoshard.mesh import Collective, Link, Topology, topology
+    from autoshard.operations import operation
     from autoshard.plans.prediction import Prediction
     from autoshard.propagation import Propagation, UnknownPrimitiveWarning, register_rule
     from autoshard.report.difference import Difference
@@ -45,6 +48,7 @@ __all__ = [
     "ConflictError",
     "Difference",
     "Explanation",
+    "Frontier",
     "Link",
     "MemoryLimitError",
     "MemoryWarning",
@@ -59,10 +63,15 @@ __all__ = [
     "RuleError",
     "ScheduleError",
     "SolverError",
+    "StageError",
     "Topology",
     "UnknownPrimitiveWarning",
     "autoshard",
     "evaluate",
+    "fewest_devices",
+    "frontier",
+    "largest_batch",
+    "operation",
     "plan",
     "plan_together",
     "propagate",
@@ -76,7 +85,9 @@ _HOMES = {
     "autoshard.api": ("autoshard", "evaluate", "plan", "propagate", "verify"),
     "autoshard.cache": ("CacheWarning",),
     "autoshard.compiled.memory_check": ("MemoryWarning",),
+    "autoshard.frontiers": ("Frontier", "fewest_devices", "frontier", "largest_batch"),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
+    "autoshard.operations": ("operation",),
     "autoshard.plans.prediction": ("Prediction",),
     "autoshard.propagation": ("Propagation", "UnknownPrimitiveWarning", "register_rule"),
     "autoshard.report.difference": ("Difference",),

@@ -23,6 +23,7 @@ DropVar = core.DropVar
 Jaxpr = core.Jaxpr
 JaxprEqn = core.JaxprEqn
 Literal = core.Literal
+Primitive = core.Primitive
 Var = core.Var
 
 _UNCAPTURED = "uncaptured"  # the parameter in which `capturing_call` keeps an equation
@@ -125,6 +126,20 @@ def implementation_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
         return None
     same = [_kind(var.aval) for var in eqn.outvars] == [_kind(aval) for aval in found.out_avals]
     return found if same and not _binds(found.jaxpr, eqn.primitive) else None
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The jaxprs among the parameters of an equation: bodies of loops and branches."""
+    found = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else [value])]
+    closed = [ClosedJaxpr(one, ()) if isinstance(one, Jaxpr) and not one.constvars else one for one in found]
+    return [one for one in closed if isinstance(one, ClosedJaxpr)]
+
+
+def with_plain_names(jaxpr: Jaxpr) -> Jaxpr:
+    """A jaxpr whose inputs and results are called by their number."""
+    avals, paths = [var.aval for var in jaxpr.invars], tuple(map(str, range(len(jaxpr.outvars))))
+    names = api_util.debug_info("autoshard", lambda *_: None, avals, {}, result_paths_thunk=lambda: paths)
+    return Jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, names)
 
 
 def _kind(aval: Any) -> tuple[tuple[int, ...], Any]:
@@ -334,6 +349,20 @@ def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: 
     effects = frozenset[Any]().union(*(eqn.effects for eqn in equations))
     piece = Jaxpr([], inputs, list(wanted), list(equations), effects, names)
     return list(core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*operands))
+
+
+def written_at(eqn: JaxprEqn, function: Callable[..., Sequence[Any]], *operands: Any) -> list[Any]:
+    """What a function makes of arrays, as if it were written where an equation is.
+
+    The bodies of loops and calls in it keep their own lines.
+    """
+    closed = jax.make_jaxpr(function)(*operands)
+    equations = [one.replace(source_info=eqn.source_info) for one in closed.jaxpr.eqns]
+    variables = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    env = dict(zip(variables, [*operands, *closed.consts], strict=True))
+    made = [atom for atom in closed.jaxpr.outvars if isinstance(atom, Var)]
+    known = dict(zip(made, evaluated(equations, env, made), strict=True))
+    return [known[atom] if isinstance(atom, Var) else atom.val for atom in closed.jaxpr.outvars]
 
 
 def at_line_of(eqn: JaxprEqn, function: Callable[..., Any], *operands: Any) -> Any:

@@ -158,6 +158,7 @@ PRIMITIVES: dict[str, Facts] = {
         swap todense tpu_custom_call unpin unreachable""",
         Work.UNKNOWN,
     ),
+    **_rows("operation", Work.UNKNOWN, never_fuses=True),
     # randomness.py
     **_rows("random_clone random_unwrap random_wrap", Work.NONE),
     **_rows("iota_2x32_shape", Work.PER_RESULT),

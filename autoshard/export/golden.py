@@ -84,6 +84,7 @@ def _inner_changes(before: Annotations, after: Annotations) -> Iterable[Change]:
         "copies of inner values": (before.copies, after.copies),
         "operands of operations": (before.wants, after.wants),
         "sums of which each device gets a slice": (before.scatters, after.scatters),
+        "calls of operations": (before.runs, after.runs),
     }
     for what, (first, second) in kinds.items():
         others = sum(first.get(key) != second.get(key) for key in {**first, **second})

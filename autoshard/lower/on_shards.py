@@ -37,6 +37,9 @@ from autoshard.lower.halos import with_halos, without_halos
 from autoshard.lower.reduce_scatter import reduce_scatter
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
+from autoshard.operations.primitive import OPERATION
+from autoshard.operations.running import Call
+from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
@@ -148,6 +151,8 @@ def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> N
         _check_layout(layout, inputs[operand] if 0 <= operand < len(inputs) else None, mesh)
     if unknown := annotations.scatters.keys() - set(range(len(program.equations))):
         raise PlanError(f"the plan scatters the sum of equation {min(unknown)}, which {program.name} does not have")
+    for index, chosen in annotations.runs.items():
+        _check_run(program.equations[index] if 0 <= index < len(program.equations) else None, chosen, mesh)
     for equation in program.equations:
         scatter = annotations.scatters.get(equation.index)
         if scatter is None and not may_run_on_shards(equation):
@@ -166,6 +171,14 @@ def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> N
                 f"would not lie as {', '.join(str(home and spec_of(home)) for home in homes)}"
                 f"{'' if scatter is None else f' by {scatter}'}.\nPlan the step anew; the file has been changed."
             )
+
+
+def _check_run(equation: Equation | None, run: Run, mesh: MeshShape) -> None:
+    axes = [axis for _, names in run.roles for axis in names]
+    fits = equation is not None and equation.primitive == OPERATION and len(set(axes)) == len(axes)
+    if equation is None or not fits or not Call.of(equation, rule_of(equation)).can_run(run, mesh):
+        what = "which the program does not have" if equation is None else f"{equation} cannot run so"
+        raise PlanError(f"the plan says {run} of a call, {what}.\nPlan the step anew; the file has been changed.")
 
 
 def _check_layout(layout: Layout, value: Value | np.ndarray | None, mesh: MeshShape) -> None:

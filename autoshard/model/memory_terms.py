@@ -333,6 +333,16 @@ def halos(output: HeldOutput) -> Iterator[HeldBytes]:
 
 
 @of_outputs
+def regions(output: HeldOutput) -> Iterator[HeldBytes]:
+    """What devices hold while they run a call of an operation, or a `shard_map`, on their shards."""
+    if not output.is_first:
+        return
+    found = [output.prices.region(output.group, strategy) for strategy in output.strategies]
+    usage = np.array([0.0 if region is None else region.workspace for region in found])
+    yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage)
+
+
+@of_outputs
 def results(output: HeldOutput) -> Iterator[HeldBytes]:
     """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program."""
     if output.is_result:

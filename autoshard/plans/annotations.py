@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autoshard.layout import Layout
 from autoshard.model.xla.scatters import Stages
+from autoshard.operations.split import Run
 
 
 @dataclass(frozen=True)
@@ -28,3 +29,4 @@ class Annotations:
     scatters: Mapping[int, Scatter] = field(default_factory=dict)  # equation -> how its partial sums are finished
     sums: Mapping[int, Layout] = field(default_factory=dict)  # value -> how its sum lies before XLA slices it
     implied: Collection[int] = frozenset()  # values that propagation brings to their layout without a constraint
+    runs: Mapping[int, Run] = field(default_factory=dict)  # call of an operation -> what computes it on shards

@@ -17,6 +17,7 @@ from autoshard.model.lifetimes import aliased
 from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.model.xla.rounding import Readers
+from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
@@ -81,7 +82,14 @@ class ChosenOptions:
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
         idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.made}
         homes = {value: home for value, home in self.homes.items() if value not in idle}
-        return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), frozenset(self.implied()))
+        implied = frozenset(self.implied())
+        return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), implied, dict(self.runs()))
+
+    def runs(self) -> Iterator[tuple[int, Run]]:
+        """What computes each call of an operation on shards."""
+        for group, strategy in zip(self.formulation.groups, self.strategies, strict=True):
+            if strategy.run is not None and strategy.run.roles:
+                yield group.equations[0].index, strategy.run
 
     def sums(self) -> Iterator[tuple[int, Layout]]:
         """Values whose partial sums XLA reduces and slices, and their layouts in between.
@@ -191,6 +199,10 @@ class ChosenOptions:
                 halos.add((received, want))
                 why = f"halo of {reader.primitive}"
                 note("collective_permute", halo.axes, size, group.trips, group.guessed, reader.source, why)
+            region = self.prices.region(group, strategy)
+            for one in region.collectives if region is not None else ():
+                runs, why = group.trips * one.runs, f"inside {strategy.run or group.equations[0].primitive}"
+                note(one.kind, one.axes, one.bytes, runs, group.guessed, group.equations[0].source, why)
         communication += self.unhoisted()
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)

@@ -14,7 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from autoshard.errors import PlanError
 from autoshard.layout import Layout, MeshShape, divides, with_auto_axes
 from autoshard.mesh.collectives import KINDS, Collective
+from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.plans.compiler_options import SCHEDULING_OPTIONS
 from autoshard.plans.nodes import Node, number_of
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
@@ -71,10 +73,14 @@ def _of_some_plans(plan: PlanData) -> dict:
     mesh = dict(plan.mesh.shape)
     captured = [_placed_to_json(placed, mesh) for placed in plan.captured]
     in_place = sorted(set(range(len(plan.results))).difference(plan.result_tree.order))
+    runs = {str(equation): [run.name, *map(list, run.roles)] for equation, run in plan.annotations.runs.items()}
     return (
         ({"captured": captured} if captured else {})
+        | ({"runs": runs} if runs else {})
         | ({"in_place": in_place} if in_place else {})  # results that stand in modules among the arguments alone
         | ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
+        | ({"compiler_options": dict(plan.compiler_options)} if plan.compiler_options else {})
+        | ({"meshes": [[dict(shape), *figures] for shape, *figures in plan.meshes]} if plan.meshes else {})
         | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
@@ -144,6 +150,9 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         scatters={number_of(e, "scatters"): _scatter(entry, axes) for e, entry in node["scatters"].entries()},
         sums=_layouts(node["sums"], axes),
         implied=frozenset(node["implied"].items(Node.count)),
+        runs={}
+        if (runs := node.get("runs")) is None
+        else {number_of(e, "runs"): _run(one, axes) for e, one in runs.entries()},
     )
     in_place = () if (entries := node.get("in_place")) is None else entries.items(Node.count)
     plan = PlanData(
@@ -165,6 +174,8 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
         compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
         captured=captured,
+        compiler_options={} if (chosen := node.get("compiler_options")) is None else _compiler_options(chosen),
+        meshes=() if (meshes := node.get("meshes")) is None else meshes.items(_figures_of_mesh),
         **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
     return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
@@ -174,8 +185,23 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("in_place", "compiled_peak", "shown", "digest"),
+    *("runs", "in_place", "compiled_peak", "compiler_options", "meshes", "shown", "digest"),
 )
+
+
+def _compiler_options(node: Node) -> dict[str, bool | int]:
+    """Options that change no number: only those that plans are compiled with are read."""
+    found: dict[str, bool | int] = {}
+    for name, value in node.entries():
+        if name not in SCHEDULING_OPTIONS:
+            raise ValueError(f"compiler_options has {name!r}, which no plan is compiled with")
+        found[name] = value.value if isinstance(value.value, bool) else value.count()
+    return found
+
+
+def _figures_of_mesh(node: Node) -> tuple[dict[str, int], float, int]:
+    shape, seconds, peak = node.parts(3)
+    return {axis: size.count() for axis, size in shape.entries()}, seconds.number(), peak.count()
 
 
 def _alternatives(found: Node, absent: Node | None, axes: MeshShape) -> dict[str, Prediction | str] | None:
@@ -274,6 +300,16 @@ def _scatter(node: Node, axes: MeshShape) -> Scatter:
         return _axes(over, axes), groups.optional(lambda found: found.items(lambda group: group.items(Node.count)))
 
     return Scatter(node["dim"].count(), node["stages"].items(stage), _axes(node["others"], axes))
+
+
+def _run(node: Node, axes: MeshShape) -> Run:
+    name, *roles = node.parts()
+
+    def role(one: Node) -> tuple[str, tuple[str, ...]]:
+        what, over = one.parts(2)
+        return what.name(), _axes(over, axes)
+
+    return Run(name.text(), tuple(map(role, roles)))
 
 
 def _axes(node: Node, axes: MeshShape) -> tuple[str, ...]:

@@ -17,11 +17,14 @@ from autoshard.mesh.compute import flops
 from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
+from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
-from autoshard.model.strategies import Finish, Strategy, strategies_of
+from autoshard.model.regions.pricing import REGIONS, Region, Regions
+from autoshard.model.regions.strategies import is_call, operation_strategies
+from autoshard.model.strategies import Choices, Finish, Strategy, every_choice, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
@@ -29,7 +32,7 @@ from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
-from autoshard.program import Value
+from autoshard.program import Equation, Value
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
 # runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
@@ -87,10 +90,14 @@ class Prices:
         images: Mapping[int, ImageDims] | None = None,
         waits_only: bool = False,
         steps: dict[int, ReshardingSteps] | None = None,
+        offered: OptionSet | None = None,
+        regions: Regions | None = None,
     ):
         """
         Args:
+            regions: what devices run on their own shards; not needed where nothing does.
             steps: rank of arrays -> steps between their layouts, as other prices for this mesh and backend know them.
+            offered: the strategies and homes that are priced; None: all.
             waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
         """
         topology.check(mesh)
@@ -98,7 +105,7 @@ class Prices:
             backend = replace(backend, overlap=Overlap(), operations=Operations())
         self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
-        self.backend = backend
+        self.backend, self.offered = backend, offered
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
         self.between = axes_between_slices(self.mesh, backend.slices)
@@ -107,6 +114,7 @@ class Prices:
         self.rounded = frozenset(rounded)  # arguments that are rounded before loops whose products read them
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
+        self.regions, self.waits_only = regions, waits_only
         self.memo = Memo()
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
@@ -116,9 +124,17 @@ class Prices:
 
     def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
-        key = self._signature(group)
+        key: tuple = self._signature(group)
+        choices: Choices = every_choice
+        if self.offered is not None:
+            key, choices = (key, self.offered.key(group)), self.offered.choices
         if key not in self._groups:
-            strategies = tuple(strategies_of(group, self.mesh, self.backend))
+            call = is_call(group)
+            strategies = tuple(
+                operation_strategies(group, self.mesh)
+                if call
+                else strategies_of(group, self.mesh, self.backend, choices)
+            )
             wants = tuple(map(self.memo.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
             leaves = tuple(map(self.memo.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
             self._groups[key] = PricedStrategies(
@@ -240,6 +256,26 @@ class Prices:
         """Bytes of each halo that a device receives, one run."""
         return [halo.elements * self.widths.of(group.uses[halo.use].value) for halo in strategy.halos]
 
+    def region(self, group: Group, strategy: Strategy) -> Region | None:
+        """What devices run on their own shards, of a call of an operation or a `shard_map`; None for other groups."""
+        if self.regions is None or group.equations[0].primitive not in REGIONS:
+            return None
+        return self.regions.of(group, strategy.run)
+
+    def region_key(self, equation: Equation) -> tuple:
+        """Equal for regions that cost the same; empty for other equations."""
+        return () if self.regions is None else self.regions.key(equation)
+
+    def _region_seconds(self, group: Group, region: Region) -> Seconds:
+        communication = ahead = 0.0
+        for one in region.collectives:
+            cost = self._collective(one.kind, one.axes, one.bytes) * one.runs
+            communication += cost
+            ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather")
+        compute = 0.0 if self.waits_only else region.compute
+        hidden = min(ahead, compute)
+        return Seconds(compute * group.trips, communication * group.trips, hidden * group.trips)
+
     def _of(
         self, value: Value, source: Layout, target: Layout, readers: Readers
     ) -> tuple[tuple[Step, ...], float, float]:
@@ -332,6 +368,9 @@ class Prices:
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
+        regions = [self.region(group, strategy) for strategy in strategies]
+        if regions[0] is not None:
+            return tuple(self._region_seconds(group, region) for region in regions if region is not None)
         ends = group.ends is not None
         for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):
             communication = hidden = 0.0
@@ -423,7 +462,7 @@ class Prices:
             group.samples,
             tuple(group.given.items()),
             group.beside,
-            tuple((e.primitive, flops(e), frozenset(group.factors_of(e))) for e in group.equations),
+            tuple((e.primitive, flops(e), frozenset(group.factors_of(e)), self.region_key(e)) for e in group.equations),
             compute_dtype(group.equations),
             group.trips,
             group.late,

@@ -89,6 +89,13 @@ def opaque(equation: Equation) -> Rule:
     return whole(*shapes_of(equation))
 
 
+@rule("operation")
+def operation(equation: Equation) -> Rule:
+    """What the user wrote as the rule of an `autoshard.operation`."""
+    found: Rule = equation.params["operation"].call_rule(*shapes_of(equation), equation.params["batched"])
+    return found
+
+
 @rule("custom_partitioning")
 def custom_partitioning(equation: Equation) -> Rule:
     """What the user wrote as `sharding_rule`; without it, all whole."""

@@ -1,0 +1,284 @@
+"""What devices run on their own shards, priced like any program: calls of operations, and `shard_map`s of the user.
+
+The body of a region is a jaxpr of one device. It is read as a program of its own and formulated on a mesh of one
+device, so its seconds and its memory are counted as everywhere. Its collectives stand in the jaxpr. A collective that
+no matrix product goes into can run behind those; of it the share of `Overlap` for gathers of weights is hidden.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, called_jaxpr, inner_jaxprs, with_plain_names
+from autoshard.layout import MeshShape, local_shape
+from autoshard.mesh.topology import Topology
+from autoshard.model.groups import Group
+from autoshard.operations.primitive import OPERATION
+from autoshard.operations.running import Call
+from autoshard.operations.split import Run
+from autoshard.primitives import Work, facts_of
+from autoshard.program import Equation, Program, Value
+from autoshard.program.paths import Places
+from autoshard.program.reader import Reader
+from autoshard.program.trees import Tree
+from autoshard.propagation.registry import UnknownPrimitiveWarning, has_rule, rule_of
+from autoshard.propagation.rule import Rule, whole
+
+if TYPE_CHECKING:
+    from autoshard.model.formulation import Formulation
+
+SHARD_MAP = "shard_map"
+REGIONS = frozenset({OPERATION, SHARD_MAP})
+_KINDS = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_to_all": "all_to_all",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "ppermute": "collective_permute",
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "ragged_all_to_all": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+}
+_OF_DEVICES = frozenset({*_KINDS, "axis_index", "pbroadcast", "pvary"})  # what stands in a region alone
+
+
+@dataclass(frozen=True)
+class RegionCollective:
+    """One collective inside a region."""
+
+    kind: str  # as of `Collective`
+    axes: tuple[str, ...]
+    bytes: int  # its result on one device, one run
+    runs: int  # per run of the region
+    is_ahead: bool  # whether no matrix product goes into it
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one run of a region costs on each device."""
+
+    compute: float  # s, collectives left out
+    collectives: tuple[RegionCollective, ...]
+    workspace: float  # bytes beside operands and results
+
+    def without(self, again: Region) -> Region:
+        """This region where another one has done a part of its work, in the order in which it does it."""
+        rest = self.collectives[len(again.collectives) :]
+        return replace(self, compute=max(0.0, self.compute - again.compute), collectives=rest)
+
+
+class Regions:
+    """The regions of one program, each priced once."""
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: MeshShape,
+        topology: Topology,
+        formulate: Callable[[Program, Sequence[Rule]], Formulation],
+    ):
+        """
+        Args:
+            formulate: a program and its rules to the problem of one device.
+        """
+        self.mesh, self.topology, self.formulate = dict(mesh), topology, formulate
+        self.forward = dict(_forward_calls(program))
+        self._known: dict[tuple, tuple[Region, tuple[str, ...]]] = {}
+        self._kept: list[Any] = []  # what is known by its id
+
+    def key(self, equation: Equation) -> tuple:
+        """Equal for equations that run the same on shards; empty for what is no region."""
+        params = equation.params
+        if equation.primitive == OPERATION:
+            return id(params["operation"]), params["static"], params["batched"], equation.index in self.forward
+        return (id(params["jaxpr"]),) if equation.primitive == SHARD_MAP else ()
+
+    def of(self, group: Group, run: Run | None) -> Region:
+        """What a group costs that is a region."""
+        (equation,) = group.equations
+        if run is not None:
+            return self._of_call(equation, run)
+        key = self.key(equation)
+        if key not in self._known:
+            self._kept.append(equation.params["jaxpr"])
+            self._known[key] = self._read([equation.params["jaxpr"]]), ()
+        return self._known[key][0]
+
+    def _of_call(self, equation: Equation, run: Run) -> Region:
+        """Equal for axes that do the same: they are found once, and named."""
+        call = Call.of(equation, rule_of(equation))
+        reads, _ = call.layouts(run, self.mesh)
+        shapes = tuple(
+            (local_shape(x.shape, layout, self.mesh), x.dtype) for x, layout in zip(equation.inputs, reads, strict=True)
+        )
+        axes = tuple(itertools.chain(*(names for _, names in run.roles)))
+        roles = tuple((role, tuple(self.mesh[axis] for axis in names)) for role, names in run.roles) if run.name else ()
+        key = *self.key(equation), shapes, run.name, roles
+        if key not in self._known:
+            self._kept.append(call.operation)
+            self._known[key] = self._traced(call, run, equation, shapes), axes
+        region, names = self._known[key]
+        renamed = dict(zip(names, axes, strict=True)) if run.name else {}
+        collectives = [
+            replace(one, axes=tuple(axis for axis in self.mesh if axis in {renamed[axis] for axis in one.axes}))
+            for one in region.collectives
+        ]
+        if not run.name:
+            collectives += self._sums(call, run, equation)
+        return replace(region, collectives=tuple(collectives))
+
+    def _traced(self, call: Call, run: Run, equation: Equation, shapes: Sequence[tuple]) -> Region:
+        """What the devices run of one call; without the sums of a split by the rule alone."""
+        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+        if not run.name:
+            region = self._read([jax.make_jaxpr(call.local(run, self.mesh))(*structs).jaxpr])
+        else:
+            region = self._read(list(_bodies(self._on_mesh(call, run, [x.shape for x in equation.inputs], structs))))
+        if equation.index in self.forward and not call.operation.is_written(run.name):
+            forward = self.forward[equation.index]
+            again = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)])
+            region = region.without(again)
+        return self._said(call, run, region, structs)
+
+    def _on_mesh(self, call: Call, run: Run, shapes: Sequence[tuple[int, ...]], types: Sequence[Any]) -> ClosedJaxpr:
+        mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
+        structs = [jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, types, strict=True)]
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.make_jaxpr(call.on_mesh(run, mesh))(*structs)
+
+    def _said(self, call: Call, run: Run, region: Region, structs: Sequence[Any]) -> Region:
+        """A region with what the user's formulas say of it."""
+        implementation = call.operation.named(run.name)
+        if implementation is None:
+            return region
+        split, static = call.split(run, self.mesh), dict(call.static)
+        if implementation.seconds is not None:
+            region = replace(region, compute=implementation.seconds(split, self.topology, *structs, **static))
+        if implementation.bytes is not None:
+            region = replace(region, workspace=implementation.bytes(split, *structs, **static))
+        return region
+
+    def _sums(self, call: Call, run: Run, equation: Equation) -> Iterator[RegionCollective]:
+        _, leaves = call.layouts(run, self.mesh)
+        for value, layout, axes in zip(equation.outputs, leaves, call.partial(run, self.mesh), strict=True):
+            if axes:
+                elements = 1
+                for size in local_shape(value.shape, layout, self.mesh):
+                    elements *= size
+                yield RegionCollective("all_reduce", axes, elements * value.itemsize, 1, is_ahead=False)
+
+    def _read(self, jaxprs: Sequence[Jaxpr]) -> Region:
+        """What one device does that runs these jaxprs, one after the other."""
+        parts = list(map(self._read_one, jaxprs))
+        return Region(
+            compute=sum(part.compute for part in parts),
+            collectives=tuple(itertools.chain(*(part.collectives for part in parts))),
+            workspace=max((part.workspace for part in parts), default=0.0),
+        )
+
+    def _read_one(self, jaxpr: Jaxpr) -> Region:
+        program = program_of(jaxpr)
+        formulation = self.formulate(program, _rules(program))
+        choice = [0] * len(formulation.problem.costs)
+        compute = sum(
+            priced.seconds[0].compute
+            for group, priced in zip(formulation.groups, formulation.priced, strict=True)
+            if group.equations[0].primitive not in _OF_DEVICES
+        )
+        ends = sum(value.bytes for value in program.arguments)
+        ends += sum(x.bytes for x in program.results if isinstance(x, Value))
+        collectives = tuple(_collectives(program, self.mesh))
+        return Region(compute, collectives, max(0.0, float(formulation.peak_bytes(choice) - ends)))
+
+
+def _forward_calls(program: Program) -> Iterator[tuple[int, Equation]]:
+    """Call of a backward operation -> the call whose work XLA shares with it.
+
+    JAX computes the function again for its derivative. In one body, of the same operands, XLA computes it once.
+    """
+    calls: dict[tuple, Equation] = {}
+    for equation in program.equations:
+        if equation.primitive != OPERATION:
+            continue
+        operation, static = equation.params["operation"], equation.params["static"]
+        scope, operands = program.scope(equation.path), [id(x) for x in equation.inputs]
+        if operation.forward is not None:
+            forward = operation.forward
+            count = len(operands) - len(forward.made) - sum(forward.made)
+            shared = calls.get((id(forward.operation), static, scope, *operands[:count]))
+            if shared is not None:
+                yield equation.index, shared
+        calls[id(operation), static, scope, *operands] = equation
+
+
+def program_of(jaxpr: Jaxpr) -> Program:
+    """What one device runs as a program of its own."""
+    closed = ClosedJaxpr(with_plain_names(jaxpr), ())
+    operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+    results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals]
+    in_tree, out_tree = Tree.of((tuple(operands), {})), Tree.of(results)
+    places = Places(in_tree.array_paths, out_tree.array_paths, frozenset())
+    return Reader(closed, has_rule=has_rule).program(in_tree, out_tree, places)
+
+
+def _rules(program: Program) -> list[Rule]:
+    """On one device nothing is split: a primitive without a rule is as good as any."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnknownPrimitiveWarning)
+        return [
+            whole([x.shape for x in one.inputs], [x.shape for x in one.outputs])
+            if one.primitive in _OF_DEVICES
+            else rule_of(one)
+            for one in program.equations
+        ]
+
+
+def _bodies(closed: ClosedJaxpr) -> Iterator[Jaxpr]:
+    """The bodies of all `shard_map`s in a jaxpr, calls opened."""
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == SHARD_MAP:
+            yield eqn.params["jaxpr"]
+        elif (called := called_jaxpr(eqn)) is not None:
+            yield from _bodies(called)
+        else:
+            for inner in inner_jaxprs(eqn):
+                yield from _bodies(inner)
+
+
+def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective]:
+    after = _after_products(program)
+    for equation in program.equations:
+        kind = _KINDS.get(equation.primitive)
+        axes = _axes(equation.params, mesh) if kind else ()
+        if kind is None or not axes:
+            continue
+        is_ahead = not any(isinstance(x, Value) and x.id in after for x in equation.inputs)
+        for made in equation.outputs:
+            yield RegionCollective(kind, axes, made.bytes, equation.trips, is_ahead)
+
+
+def _axes(params: Mapping[str, Any], mesh: MeshShape) -> tuple[str, ...]:
+    """The axes of more than one device that a collective runs over, in mesh order."""
+    said = params.get("axes", params.get("axis_name", ()))
+    names = {said} if isinstance(said, str) else {name for name in said if isinstance(name, str)}
+    return tuple(axis for axis in mesh if axis in names)
+
+
+def _after_products(program: Program) -> set[int]:
+    """The values that some matrix product goes into."""
+    found: set[int] = set()
+    for _ in range(2):  # what a loop hands on stands behind its start
+        for equation in program.equations:
+            product = facts_of(equation.primitive).work is Work.CONTRACTION or equation.primitive == OPERATION
+            if product or any(isinstance(x, Value) and x.id in found for x in equation.inputs):
+                found |= {made.id for made in equation.outputs}
+    return found

@@ -1,0 +1,30 @@
+"""A group that is one call of an operation in, every way to split it out: its rule's and its implementations'."""
+
+from __future__ import annotations
+
+from autoshard.layout import MeshShape
+from autoshard.model.groups import Group
+from autoshard.model.strategies import Strategy
+from autoshard.operations.primitive import OPERATION
+from autoshard.operations.running import Call
+from autoshard.propagation.registry import rule_of
+
+
+def is_call(group: Group) -> bool:
+    """Whether a group is a call of an operation."""
+    return group.equations[0].primitive == OPERATION
+
+
+def operation_strategies(group: Group, mesh: MeshShape) -> list[Strategy]:
+    """Every strategy of a call of an operation; the first splits nothing."""
+    (equation,) = group.equations
+    rule = rule_of(equation)
+    call = Call.of(equation, rule)
+    number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+    found = []
+    for run in call.runs(mesh):
+        reads, leaves = call.layouts(run, mesh)
+        split = sorted((number[factor], axes) for factor, axes in call.assignment(run, mesh).items())
+        wants = tuple(reads[use.operand] for use in group.uses)
+        found.append(Strategy(tuple(split), wants, tuple(leaves), (), run=run))
+    return found

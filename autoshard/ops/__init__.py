@@ -1,0 +1,12 @@
+"""Operations that come with distributed implementations; plain JAX without autoshard.
+
+>>> import jax.numpy as jnp
+>>> x = jnp.ones((1, 4, 2, 8))
+>>> attention(x, x, x, is_causal=True).shape
+(1, 4, 2, 8)
+"""
+
+from autoshard.ops.attending.attention import attention
+from autoshard.ops.ragged_dot import ragged_dot
+
+__all__ = ["attention", "ragged_dot"]

@@ -1,0 +1,150 @@
+"""The distributed implementations of attention, as `autoshard.operation` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard.operations.operation import Operation
+from autoshard.operations.split import CallSplit
+from autoshard.ops.attending import heads, rings
+from autoshard.ops.attending.blocks import Gradients, Saved, Softmax
+from autoshard.ops.attending.heads import Exchange
+from autoshard.ops.attending.operands import Attended, Rows, Variant, gradients_like, saved_of
+
+PARTS = "parts"
+
+
+class _Kind(NamedTuple):
+    """One way to go over the keys of a ring's stretch."""
+
+    forward: Callable[[CallSplit, Attended], Rows]
+    backward: Callable[[CallSplit, Attended, Saved], Gradients]
+
+
+def _of_ring() -> _Kind:
+    return _Kind(lambda split, call: Rows.of(rings.ring(split, call), call.query), rings.ring_backward)
+
+
+def _of_zigzag() -> _Kind:
+    def forward(split: CallSplit, call: Attended) -> Rows:
+        found = Rows.of(rings.zigzag(split, rings.in_zigzag(split, call)), call.query)
+        return Rows(*(rings.from_zigzag(split, x, dim) for x, dim in zip(found, (1, 3, 3), strict=True)))
+
+    def backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients:
+        dims = (3, 3, 3, 1)
+        moved = Saved(*(rings.to_zigzag(split, x, dim) for x, dim in zip(saved, dims, strict=True)))
+        found = rings.zigzag_backward(split, rings.in_zigzag(split, call), moved)
+        pairs = zip(found[:3], call.arrays, strict=True)
+        query, key, value = (rings.from_zigzag(split, one.astype(like.dtype), 1) for one, like in pairs)
+        return Gradients(query, key, value, None)
+
+    return _Kind(forward, backward)
+
+
+def _of_device() -> _Kind:
+    return _Kind(
+        lambda split, call: Rows.of(call.forward(whole=True), call.query),
+        lambda split, call, saved: call.backward(saved, whole=True),
+    )
+
+
+def _is_stretch(split: CallSplit) -> bool:
+    """Whether the heads' axes are minor to those of the ring, so that what comes together is one stretch."""
+    order = list(split.mesh)
+    inner, outer = split.axes(heads.ROLE), split.axes(rings.ROLE)
+    return not inner or not outer or min(map(order.index, inner)) > max(map(order.index, outer))
+
+
+def _shares_heads(split: CallSplit) -> bool:
+    groups, each = (split.sizes[name] // split.count(name) for name in ("g", "r"))
+    return heads.can_share_out(groups, each, split.count(heads.ROLE))
+
+
+def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ...], kind: _Kind, fits: Any) -> None:
+    def where(split: CallSplit) -> bool:
+        shared = heads.ROLE not in roles or _shares_heads(split)
+        return all(split.count(role) > 1 for role in roles) and shared and _is_stretch(split) and fits(split)
+
+    def local(split: CallSplit, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+        call = Attended.of(variant, *arrays)
+        if heads.ROLE not in roles:
+            return kind.forward(split, call).results
+        exchange = Exchange.of(split, call)
+        found = kind.forward(split, exchange.call(call))
+        statistics = exchange.statistics_back(found.m), exchange.statistics_back(found.l)
+        return Rows(exchange.queries_back(found.output), *statistics).results
+
+    made = operation.implementation(splits=dict.fromkeys(roles, "q k"), name=name, where=where)(local)
+
+    @made.backward
+    def backward(split: CallSplit, *arrays: Any) -> tuple[jax.Array, ...]:
+        *inputs, output, statistics, cotangent, _ = arrays
+        call = Attended.of(variant, *inputs)
+        saved = saved_of(output, statistics, cotangent, call.key.shape[2])
+        if heads.ROLE in roles:
+            exchange = Exchange.of(split, call)
+            found = kind.backward(split, exchange.call(call), exchange.saved(saved))
+            found = exchange.gradients_back(found, call)
+        else:
+            found = kind.backward(split, call, saved)
+        return _finished(split, found, call, inputs)
+
+
+def _finished(split: CallSplit, found: Gradients, call: Attended, inputs: Any) -> tuple[jax.Array, ...]:
+    """Gradients as the operation returns them. A bias that all rows share has the sum of all devices."""
+    bias, axes = call.seeing.bias, split.axes(rings.ROLE)
+    if bias is not None and bias.shape[2] == 1 and axes:
+        found = found._replace(bias=lax.psum(found.bias, axes))
+    return gradients_like(found, inputs)
+
+
+def _add_split_keys(operation: Operation, variant: Variant) -> None:
+    """Keys in parts and all queries on each device, as one token reads a long cache (Dao, "Flash-Decoding", 2023)."""
+
+    def part(split: CallSplit, arrays: Any) -> Attended:
+        call = Attended.of(variant, *arrays)
+        first = split.index(PARTS) * call.key.shape[1]
+        return replace(call, seeing=replace(call.seeing, first_column=first))
+
+    def local(split: CallSplit, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+        found, axes = part(split, arrays).forward(whole=False), split.axes(PARTS)
+        m = lax.pmax(found.m, axes)
+        kept = jnp.exp(found.m - m)
+        l = lax.psum(found.l * kept, axes)  # noqa: E741
+        o = lax.psum(found.o * jnp.moveaxis(kept, 3, 1)[..., None], axes)
+        return Rows.of(Softmax(m, l, o), arrays[0]).results
+
+    made = operation.implementation(splits={PARTS: "k"}, name="split_keys")(local)
+
+    @made.backward
+    def backward(split: CallSplit, *arrays: Any) -> tuple[jax.Array, ...]:
+        *inputs, output, statistics, cotangent, _ = arrays
+        call, axes = part(split, inputs), split.axes(PARTS)
+        saved = saved_of(output, statistics, cotangent, call.key.shape[2])
+        found = call.backward(saved, whole=False)
+        bias = None if found.bias is None else lax.psum(found.bias, axes)
+        return gradients_like(found._replace(query=lax.psum(found.query, axes), bias=bias), inputs)
+
+
+def add_implementations(operation: Operation, variant: Variant) -> None:
+    """Adds all of them to the operation of one variant."""
+
+    def always(split: CallSplit) -> bool:
+        return True
+
+    def halves(split: CallSplit) -> bool:
+        return split.sizes["q"] == split.sizes["k"] and split.sizes["q"] % (2 * split.count(rings.ROLE)) == 0
+
+    _add(operation, variant, "ulysses", (heads.ROLE,), _of_device(), always)
+    _add(operation, variant, "ring", (rings.ROLE,), _of_ring(), always)
+    _add(operation, variant, "ulysses_ring", (heads.ROLE, rings.ROLE), _of_ring(), always)
+    if variant.is_plainly_causal:
+        _add(operation, variant, "zigzag", (rings.ROLE,), _of_zigzag(), halves)
+        _add(operation, variant, "ulysses_zigzag", (heads.ROLE, rings.ROLE), _of_zigzag(), halves)
+    _add_split_keys(operation, variant)

@@ -1,0 +1,158 @@
+"""One stage on one sub-mesh to what it costs: the planner's optimum for all of its programs at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.errors import SolverError
+from autoshard.layout import Layout
+from autoshard.mesh.topology import Topology
+from autoshard.model.formulating import formulate
+from autoshard.model.formulation import Formulation
+from autoshard.model.search_policy import solve_for_plan
+from autoshard.model.xla.backends import Backend
+from autoshard.planning import checked_rules
+from autoshard.plans.chosen import prediction_of
+from autoshard.plans.making import make_plan
+from autoshard.plans.plan import PlanData
+from autoshard.program import Program
+from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.stage_planning.joint_stage import JointStage
+from autoshard.stages.programs import LOOP, Key, StageProgram
+from autoshard.together.joint_problem import JointProblem
+
+LEANEST = 1.02  # of the least limit that some choice meets: with less, hardly a choice is left
+TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the problem, which does not count what reshardings hold
+SECONDS = 10.0  # that the search for one stage may take
+
+
+@dataclass(frozen=True)
+class SubMeshModel:
+    """A sub-mesh as the planner sees it."""
+
+    mesh: Mesh | AbstractMesh
+    topology: Topology
+    backend: Backend
+    memory: float  # bytes per device
+
+
+@dataclass(frozen=True, eq=False)
+class StageCost:
+    """What one stage costs each device of a sub-mesh, and the choice that costs it."""
+
+    stage: JointStage
+    choices: Sequence[Sequence[int]]  # per program
+    seconds: Mapping[str, float]  # kind of program -> seconds of one run; of `before` and `after`, of all together
+    fixed_bytes: float
+    microbatch_bytes: float  # what a forward task leaves
+    working_bytes: float
+    bound: float  # s per step: no choice for this stage costs less
+
+    @property
+    def row(self) -> tuple[float, ...]:
+        """Seconds of F, B, W and of what runs once per step; bytes kept, left by F, and held beside by a program."""
+        once = self.seconds["before"] + self.seconds["after"]
+        taken = *(self.seconds[kind] for kind in LOOP), once
+        return *taken, self.fixed_bytes, self.microbatch_bytes, self.working_bytes
+
+    def held(self, in_flight: float) -> float:
+        """Bytes on each device with so many microbatches in flight."""
+        return self.fixed_bytes + in_flight * self.microbatch_bytes + self.working_bytes
+
+    def plans(self, mesh: Mesh | AbstractMesh) -> list[PlanData]:
+        """The plan of each program."""
+        return [
+            make_plan(formulation, Solution(tuple(choice), 0.0, 0.0, "feasible"), mesh)
+            for formulation, choice in zip(self.stage.formulations, self.choices, strict=True)
+        ]
+
+
+def formulated_on(program: Program, where: SubMeshModel, fixed: Mapping[int, Layout]) -> Formulation:
+    """The problem of one program of a stage on a sub-mesh; its arguments of these indices lie so."""
+    mesh_shape = dict(where.mesh.shape)
+    rules = checked_rules(program, mesh_shape)
+    how: dict[str, Any] = {"memory": where.memory, "fixed": fixed, "backend": where.backend}
+    return formulate(program, rules, mesh_shape, where.topology, **how)
+
+
+def formulated_stage(
+    programs: Sequence[StageProgram],
+    traced: Sequence[Program],
+    where: SubMeshModel,
+    microbatches: int,
+    kept: frozenset[Key],
+    between: frozenset[Key],
+    fixed: Mapping[Key, Layout],
+) -> JointStage:
+    """The programs of one stage on one sub-mesh as one problem.
+
+    Args:
+        programs: in the order in which a step of one microbatch runs them.
+        traced: the same for the planner.
+        kept: what F leaves for B and W.
+        between: what the stage keeps between steps.
+        fixed: how arguments and pieces have to lie.
+    """
+    asked = [{i: fixed[key] for i, key in enumerate(one.inputs) if key in fixed} for one in programs]
+    formulations = [formulated_on(one, where, layouts) for one, layouts in zip(traced, asked, strict=True)]
+    return JointStage(programs, formulations, microbatches, kept, between)
+
+
+def stage_cost(
+    stage: JointStage, limit: float | None, in_flight: float, *, gap: float = 0.0, or_leanest: bool = False
+) -> StageCost | None:
+    """The cheapest way to shard a stage that fits with so many microbatches in flight; None if none was found.
+
+    Args:
+        limit: bytes per device; None: as many as it takes.
+        in_flight: microbatches.
+        gap: that is good enough; 0: that of plans.
+        or_leanest: whether to take what holds about the least, where nothing fits.
+    """
+    for share in (1.0,) if limit is None else TIGHTER:
+        joint = stage.problem(None if limit is None else limit * share, in_flight)
+        try:
+            solution = solve_for_plan(joint.problem, gap=gap, time_limit=SECONDS)
+        except InfeasibleError as error:
+            return _leanest(stage, joint, error.needed, gap) if or_leanest else None
+        except SolverError:
+            return None
+        found = _cost(stage, joint.choices(solution.choice), solution)
+        if or_leanest or limit is None or found.held(in_flight) <= limit:
+            return found
+    return None
+
+
+def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float) -> StageCost | None:
+    try:
+        leaner = replace(joint.problem, limit=LEANEST * needed, checked=True)
+        solution = solve_for_plan(leaner, gap=gap, time_limit=SECONDS)
+    except SolverError:
+        return None
+    return _cost(stage, joint.choices(solution.choice), solution)
+
+
+def _cost(stage: JointStage, choices: Sequence[Sequence[int]], solution: Solution) -> StageCost:
+    taken = {"F": 0.0, "B": 0.0, "W": 0.0, "before": 0.0, "after": 0.0}
+    held = {key: float(place.usage[solution.choice[place.node]]) for key, place in stage.held.items()}
+    working = 0.0
+    for number, (program, formulation, choice) in enumerate(
+        zip(stage.programs, stage.formulations, choices, strict=True)
+    ):
+        predicted = prediction_of(formulation, choice)
+        taken[program.kind] += predicted.step_seconds
+        own = sum(size for key, size in held.items() if any(one.program == number for one in stage.places[key]))
+        working = max(working, predicted.peak_bytes - own)
+    return StageCost(
+        stage,
+        choices,
+        taken,
+        sum(size for key, size in held.items() if key not in stage.kept),
+        sum(size for key, size in held.items() if key in stage.kept),
+        working,
+        solution.bound,
+    )

@@ -1,0 +1,170 @@
+"""Attention: the numbers of `jax.nn.dot_product_attention`, whole and by every implementation, and its collectives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import normal
+from equality import are_equal, assert_equal
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips, tally
+
+from autoshard import ArgumentError, autoshard
+from autoshard.operations.running import Call
+from autoshard.ops import attention
+from autoshard.ops.attending import rings
+from autoshard.propagation.registry import rule_of
+
+SHAPES = ({"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2})
+T = 48
+
+
+def arrays(heads=8, shared=4, batch=2, rows=T, keys=T, dtype=jnp.float32):
+    sizes = (rows, heads), (keys, shared), (keys, shared)
+    return [normal(batch, size, n, 8, seed=i).astype(dtype) for i, (size, n) in enumerate(sizes)]
+
+
+SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (2, T)), 1))
+MASK = jnp.asarray(np.random.default_rng(1).random((2, 1, T, T)) > 0.3)
+LENGTHS = {"key_value_seq_lengths": jnp.array([40, 3], jnp.int32), "query_seq_lengths": jnp.array([T, 30], jnp.int32)}
+
+CASES = {  # arrays, arguments by name
+    "causal, heads in groups": (arrays(shared=2), {"is_causal": True}),
+    "odd sizes": (arrays(heads=6, shared=3, batch=3, keys=40), {"scale": 0.3}),
+    "bias and mask": ([*arrays(), normal(1, 8, T, T, seed=4)], {"mask": MASK}),
+    "bias that rows share": ([*arrays(), normal(1, 8, 1, T, seed=4)], {"is_causal": True}),
+    "window": (arrays(), {"is_causal": True, "local_window_size": (9, 0)}),
+    "window both ways": (arrays(), {"local_window_size": 5}),
+    "segments": (arrays(), {"is_causal": True, "segment_ids": SEGMENTS}),
+    "lengths": (arrays(), LENGTHS),
+}
+
+
+def plain(*operands, segment_ids=None, mask=None, **said):
+    if segment_ids is not None:
+        mask = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(*operands, mask=mask, **said)
+
+
+def with_gradients(function, said, *operands):
+    output, pull = jax.vjp(functools.partial(function, **said), *operands)
+    weights = jnp.cos(jnp.arange(output.size, dtype=jnp.float32)).reshape(output.shape)
+    return output, pull(weights.astype(output.dtype))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_plain_attention(case):
+    operands, said = CASES[case]
+    found = jax.jit(functools.partial(with_gradients, attention, said))(*operands)
+    assert_equal(found, jax.jit(functools.partial(with_gradients, plain, said))(*operands))
+
+
+def test_in_bfloat16_it_is_as_exact_as_plain_attention():
+    operands, said = arrays(dtype=jnp.bfloat16), {"is_causal": True}
+    truth = with_gradients(plain, said, *(x.astype(jnp.float32) for x in operands))
+
+    def errors(function):
+        found = jax.jit(functools.partial(with_gradients, function, said))(*operands)
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
+        return np.array([float(jnp.abs(one - other).max()) for one, other in pairs])
+
+    assert (errors(attention) <= 1.2 * errors(plain)).all()
+
+
+def by_implementation(operands, said, shape, names):
+    """Implementation -> output and gradients, each pass run by it; all in one compiled program."""
+    mesh = mesh_of(shape)
+    program = autoshard(functools.partial(with_gradients, attention, said), mesh=mesh).trace(*operands)
+    forward, backward = (Call.of(e, rule_of(e)) for e in program.equations if e.primitive == "operation")
+    others = [jnp.asarray(x) for x in operands[3:]]
+    others += [said["mask"]] if "mask" in said else []
+    others += [said["segment_ids"]] * 2 if "segment_ids" in said else []
+    others += [said["key_value_seq_lengths"]] if "key_value_seq_lengths" in said else []
+    places = [jnp.arange(x.shape[1], dtype=jnp.int32) for x in operands[:2]]
+    inputs = [*operands[:3], *others, *places]
+    runs = {}
+    for run in forward.runs(shape):
+        if run.name in names and all(role in ("heads", "ring", "parts") for role, _ in run.roles):
+            runs[run.name] = run  # the last uses the most axes
+    assert set(runs) == set(names)
+
+    def computed(*inputs):
+        found = {}
+        for name, run in runs.items():
+            output, statistics = forward.on_mesh(run, mesh)(*inputs)
+            weights = jnp.cos(jnp.arange(output.size, dtype=jnp.float32)).reshape(output.shape).astype(output.dtype)
+            given = output, statistics, weights, jnp.zeros_like(statistics)
+            found[name] = output, tuple(backward.on_mesh(run, mesh)(*inputs, *given))
+        return found
+
+    return jax.jit(computed)(*inputs)
+
+
+def assert_implementations(case, shape, names):
+    operands, said = CASES[case]
+    expected = jax.jit(functools.partial(with_gradients, plain, said))(*operands)
+    if "query_seq_lengths" in said:
+        expected = jax.jit(functools.partial(with_gradients, plain, {**said, "query_seq_lengths": None}))(*operands)
+    for found in by_implementation(operands, said, shape, names).values():
+        assert_equal(found, expected)
+
+
+QUICK = [
+    ("causal, heads in groups", SHAPES[2], ("ulysses_zigzag", "split_keys")),
+    ("bias that rows share", SHAPES[0], ("ulysses", "ring")),
+    ("segments", SHAPES[1], ("zigzag",)),
+    ("window", SHAPES[0], ("ring",)),
+]
+
+
+@pytest.mark.parametrize(("case", "shape", "names"), QUICK, ids=str)
+def test_implementations_compute_the_same_numbers(case, shape, names):
+    assert_implementations(case, shape, names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_all_implementations_compute_the_same_numbers(case, shape):
+    operands, said = CASES[case]
+    step = autoshard(functools.partial(with_gradients, attention, said), mesh=mesh_of(shape))
+    call = next(e for e in step.trace(*operands).equations if e.primitive == "operation")
+    runs = Call.of(call, rule_of(call)).runs(shape)
+    names = {run.name for run in runs if run.name and not {role for role, _ in run.roles} - {"heads", "ring", "parts"}}
+    assert "ring" in names or case == "odd sizes"
+    assert_implementations(case, shape, sorted(names))
+
+
+@pytest.mark.parametrize(("heads", "said", "chosen"), [(8, {}, "ulysses"), (1, {"is_causal": True}, "zigzag")])
+def test_plans_choose_by_price_and_predict_what_is_compiled(heads, said, chosen):
+    """One sequence, so that the batch can split nothing."""
+    shape = {"x": 8}
+    operands = [normal(1, 256, heads, 16, seed=i) for i in range(3)]
+    step = functools.partial(with_gradients, attention, said)
+    fixed = dict.fromkeys(("operands/0", "operands/1", "operands/2"), P(None, "x"))
+    plan = autoshard(step, mesh=mesh_of(shape), topology=slow_chips(shape), fixed=fixed).plan(*operands)
+    assert {run.name for run in plan.annotations.runs.values()} == {chosen}
+    assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
+
+
+def test_what_does_not_fit_is_said():
+    query, key, value = arrays()
+    with pytest.raises(ArgumentError, match="no multiple"):
+        attention(query[:, :, :3], key[:, :, :2], value[:, :, :2])
+    with pytest.raises(ArgumentError, match="do not fit"):
+        attention(query, key[:1], value)
+    with pytest.raises(ArgumentError, match="does not broadcast"):
+        attention(query, key, value, bias=jnp.zeros((3, 1, 1, 1)))
+    with pytest.raises(ArgumentError, match="not bool"):
+        attention(query, key, value, mask=jnp.zeros((T, T)))
+
+
+def test_a_fault_is_caught(monkeypatch):
+    """Keys that travel the wrong way round: positions are then those of other keys."""
+    right = rings._sent_on
+    monkeypatch.setattr(rings, "_sent_on", lambda split, tree, by=1: right(split, tree, -by))
+    operands, said = CASES["window"]
+    expected = jax.jit(functools.partial(with_gradients, plain, said))(*operands)
+    assert not are_equal(by_implementation(operands, said, SHAPES[0], ("ring",))["ring"], expected)
