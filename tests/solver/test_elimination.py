@@ -99,13 +99,13 @@ def test_a_table_that_is_left_out_is_noticed(monkeypatch):
 
 def test_tables_are_as_large_as_is_said(monkeypatch):
     problem, entries = ladder(30, 6), []
-    order, real = order_of(problem), elimination._least
+    order, real = order_of(problem), elimination.minimised
 
     def noted(factors, nodes, problem):
         entries.append(math.prod(len(problem.costs[node]) for node in nodes))
         return real(factors, nodes, problem)
 
-    monkeypatch.setattr(elimination, "_least", noted)
+    monkeypatch.setattr(elimination, "minimised", noted)
     assert cheapest(problem, order) is not None
     assert sum(entries) == order.entries < 62 * 6**4
 
