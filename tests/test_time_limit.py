@@ -38,7 +38,7 @@ def searched(monkeypatch):
     """When each search is to end at the latest."""
     ends, solve = [], planning.solve_within
 
-    def noted(formulation, time_limit, until, progress=None, budget=None):
+    def noted(formulation, time_limit, until, *_):
         ends.append(until)
         return solve(formulation, time_limit)
 

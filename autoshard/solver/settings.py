@@ -32,7 +32,8 @@ PROVEN = Goal()
 class Sizes:
     """Where a problem counts as small or large."""
 
-    few_options: int = 4000  # that the integer program takes at once
+    few_options: int = 4000  # of which the optimum is found, and not only what is close to it
+    bounded_options: int = 1000  # from which on bounds come before the integer program
     # Compiled code pays from so many options, and entries of the lives' tables, on. The second number holds once it
     # is loaded.
     compiled_options: int = 200_000

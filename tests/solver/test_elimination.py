@@ -9,10 +9,11 @@ from problems import random_problem
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, solve
-from autoshard.solver.exact import elimination, elimination_order
-from autoshard.solver.exact.elimination import cheapest
+from autoshard.solver.exact import elimination, elimination_order, option_classes
+from autoshard.solver.exact.elimination import NarrowWay, cheapest, narrow_way
 from autoshard.solver.exact.elimination_order import _is_wider, order_of
 from autoshard.solver.exact.exhaustive import exhaustive
+from autoshard.solver.exact.option_classes import with_classes
 from autoshard.solver.problem import Edge
 from autoshard.solver.verify import verify
 
@@ -26,16 +27,35 @@ def ladder(steps: int, options: int, seed: int = 0) -> Problem:
     return Problem(tuple(rng.integers(0, 9, options).astype(float) for _ in range(nodes)), edges, (), None)
 
 
-def assert_cheapest(problem: Problem) -> bool:
+def stream(layers: int, layouts: int, seed: int = 0) -> Problem:
+    """A value from layer to layer: who makes it sees one half of its option, who reads it the other."""
+    rng = np.random.default_rng(seed)
+    made, read = np.divmod(np.arange(layouts * layouts), layouts)
+    costs, edges = [rng.random(layouts**2)], []
+    for _ in range(layers):
+        value, first, second = len(costs) - 1, len(costs), len(costs) + 1
+        costs += [rng.random(layouts), rng.random(layouts), rng.random(layouts**2)]
+        tables = rng.random((5, layouts, layouts))
+        edges += [Edge(value, first, tables[0][read]), Edge(value, second, tables[1][read])]
+        edges += [Edge(first, second, tables[2]), Edge(first, second + 1, tables[3][:, made])]
+        edges.append(Edge(value, second + 1, tables[4][read][:, made]))
+    return Problem(tuple(costs), tuple(edges), (), None)
+
+
+def by_classes(problem: Problem) -> tuple[int, ...] | None:
+    return NarrowWay(order_of(with_classes(problem).problem), has_classes=True).cheapest(problem)
+
+
+def assert_cheapest(problem: Problem, solver=lambda problem: cheapest(problem, order_of(problem))) -> bool:
     """Whether there is a choice; it is the best."""
     free = replace(problem, lives=(), limit=None)
-    choice = cheapest(free, order_of(free))
+    choice = solver(free)
     try:
         best = exhaustive(free)
     except SolverError:
         assert choice is None
         return False
-    assert verify(free, choice)[0] == pytest.approx(best.cost, rel=1e-12)
+    assert verify(free, choice)[0] == pytest.approx(best.cost, rel=1e-9)
     return True
 
 
@@ -43,6 +63,31 @@ def test_random_problems():
     found = [assert_cheapest(random_problem(seed)) for seed in range(30_000, 30_500)]
     assert 50 < sum(found) < len(found)
     assert all(assert_cheapest(ladder(3, 3, seed)) for seed in range(20))
+
+
+def test_by_classes():
+    """Options that an edge cannot tell apart are one to it; the best choice is the same."""
+    found = [assert_cheapest(random_problem(seed), by_classes) for seed in range(30_000, 30_200)]
+    assert 20 < sum(found) < len(found)
+    assert all(assert_cheapest(stream(1, 3, seed), by_classes) for seed in range(10))
+
+
+def test_classes_make_a_stream_narrow():
+    problem = stream(12, 9)
+    plain, classed = order_of(problem, 1 << 40), order_of(with_classes(problem).problem, 1 << 40)
+    assert classed.entries * 5 < plain.entries
+    assert not narrow_way(problem, plain.entries).has_classes
+    way = narrow_way(problem, classed.entries)
+    assert way.has_classes
+    expected = verify(problem, cheapest(problem, plain))[0]
+    assert verify(problem, way.cheapest(problem))[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_options_that_are_taken_for_alike_are_noticed(monkeypatch):
+    monkeypatch.setattr(option_classes, "classes", lambda table: np.zeros(len(table), dtype=int))
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            assert_cheapest(stream(1, 3, seed), by_classes)
 
 
 def test_a_table_that_is_left_out_is_noticed(monkeypatch):
@@ -54,13 +99,13 @@ def test_a_table_that_is_left_out_is_noticed(monkeypatch):
 
 def test_tables_are_as_large_as_is_said(monkeypatch):
     problem, entries = ladder(30, 6), []
-    order, real = order_of(problem), elimination._least
+    order, real = order_of(problem), elimination.minimised
 
     def noted(factors, nodes, problem):
         entries.append(math.prod(len(problem.costs[node]) for node in nodes))
         return real(factors, nodes, problem)
 
-    monkeypatch.setattr(elimination, "_least", noted)
+    monkeypatch.setattr(elimination, "minimised", noted)
     assert cheapest(problem, order) is not None
     assert sum(entries) == order.entries < 62 * 6**4
 

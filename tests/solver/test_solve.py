@@ -64,7 +64,9 @@ def bounds_always(*, rounds: int) -> Method:
     at_once = {"unpriced_rounds": 1, "worth_before_prices": np.inf}  # memory has prices at once
     relaxation = replace(RELAXATION, rounds=rounds, last_rounds=0, **at_once)
     bounds = OptionBounds(relaxation=relaxation, moves=moves, program=program)
-    return Method((bounds, CompiledSearch(program=program), moves, program), sizes=Sizes(few_options=0))
+    return Method(
+        (bounds, CompiledSearch(program=program), moves, program), sizes=Sizes(few_options=0, bounded_options=0)
+    )
 
 
 @pytest.mark.parametrize("rounds", [1, 1000])
@@ -231,7 +233,7 @@ def bounds_first() -> Method:
     """Bounds and what follows from them, however few options there are."""
     program = IntegerProgram(elimination=Elimination(most_options=0))
     algorithms = OptionBounds(program=program), CompiledSearch(program=program), ForestMoves(), program
-    return Method(algorithms, sizes=Sizes(few_options=0))
+    return Method(algorithms, sizes=Sizes(few_options=0, bounded_options=0))
 
 
 def interrupted(*_, **__):

@@ -44,7 +44,7 @@ class OptionBounds:
     program: IntegerProgram = field(default_factory=IntegerProgram)
 
     def applies(self, part: Part, run: Run) -> bool:
-        many = part.options > run.sizes.few_options or part.incumbent.always_tolerant
+        many = part.options > run.sizes.bounded_options or part.incumbent.always_tolerant
         return part.bounds_pay and many and not part.is_large
 
     def improve(self, part: Part, run: Run) -> bool:
@@ -57,18 +57,19 @@ class OptionBounds:
         relaxation = Relaxation(part.problem, self.relaxation)
         start = run.clock.budget.done
         run.clock.spend(self.build_sweeps * relaxation.seconds)
-        if self._raise_bound(part.incumbent, relaxation, start, run):
+        if self._raise_bound(part, relaxation, start, run):
             return
         is_close = part.incumbent.gap <= run.goal.repeated_gap
         with run.clock.hurry(self.close_share) if is_close else contextlib.nullcontext():
             self._solve_with_few(part, relaxation, run)
 
-    def _raise_bound(self, incumbent: Incumbent, relaxation: Relaxation, start: float, run: Run) -> bool:
+    def _raise_bound(self, part: Part, relaxation: Relaxation, start: float, run: Run) -> bool:
         """Sweeps until the bound rises no more; whether the incumbent is good enough.
 
         Args:
             start: what was spent of the budget before.
         """
+        incumbent, tolerates = part.incumbent, _tolerates(part, run)
         most = most_sum(incumbent.problem)
         moves = functools.cache(lambda: Moves(incumbent.problem, np.random.default_rng(run.seed)))
         with run.clock.hurry(self.bounds_share):
@@ -85,7 +86,7 @@ class OptionBounds:
                 run.memory_binds |= is_priced
                 is_slow = run.clock.budget.done - start > self.quick_seconds
                 may_tolerate = is_priced or incumbent.always_tolerant or is_slow
-                if incumbent.is_solved or (may_tolerate and incumbent.is_close):
+                if incumbent.is_solved or (tolerates and may_tolerate and incumbent.is_close):
                     return True
                 run.clock.check()
         return False
@@ -106,9 +107,14 @@ class OptionBounds:
             if not has_moved and not incumbent.is_close:
                 self.moves.improve(part, run)
                 has_moved = True
-            if incumbent.is_close:
+            if incumbent.is_close and _tolerates(part, run):
                 return
         self.program.improve(part, run)
+
+
+def _tolerates(part: Part, run: Run) -> bool:
+    """Whether a choice that is close to the best one is good enough."""
+    return part.options > run.sizes.few_options or part.incumbent.always_tolerant
 
 
 def solve_below(

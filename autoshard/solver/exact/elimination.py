@@ -19,6 +19,7 @@ import numpy as np
 
 from autoshard.solver.bounds.prices import Prices
 from autoshard.solver.exact.elimination_order import MOST_ENTRIES, ORDERS, Order, order_of
+from autoshard.solver.exact.option_classes import with_classes
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import NoChoice, Part, Run
@@ -115,6 +116,31 @@ def _at(table: np.ndarray, nodes: tuple[int, ...], node: int, chosen: Mapping[in
 
 
 @dataclass(frozen=True)
+class NarrowWay:
+    """How a problem is eliminated: an order of its nodes, or of those that it has with nodes of classes."""
+
+    order: Order
+    has_classes: bool
+
+    def cheapest(self, problem: Problem) -> tuple[int, ...] | None:
+        """The cheapest choice of the problem, or of one with the same tables; None if every choice is forbidden."""
+        if not self.has_classes:
+            return cheapest(problem, self.order)
+        classed = with_classes(problem)
+        choice = cheapest(classed.problem, self.order)
+        return None if choice is None else classed.invert(choice)
+
+
+def narrow_way(problem: Problem, most: int) -> NarrowWay | None:
+    """The first way found that makes no more entries in all tables together; None if none was found."""
+    if (order := order_of(problem, most)) is not None:
+        return NarrowWay(order, has_classes=False)
+    if (order := order_of(with_classes(problem).problem, most)) is not None:
+        return NarrowWay(order, has_classes=True)
+    return None
+
+
+@dataclass(frozen=True)
 class Elimination:
     """Bucket elimination of narrow parts, memory aside: an algorithm of the table.
 
@@ -134,22 +160,22 @@ class Elimination:
         incumbent, most = part.incumbent, float(self.most_entries)
         if run.clock.iterations is None:
             most = min(most, run.clock.left() / ORDERS.seconds_per_entry)
-        order = order_of(part.problem, int(most))
+        found = narrow_way(part.problem, int(most))
         run.clock.spend(ORDERS.seconds_per_node * len(part.problem.costs))
-        if order is None:
+        if found is None:
             return False
         with run.report.during("elimination"):
-            choice = cheapest(part.problem, order)
-            run.clock.budget.spend(order.seconds)
+            choice = found.cheapest(part.problem)
+            run.clock.budget.spend(found.order.seconds)
         if choice is None:
             raise NoChoice
         incumbent.offer(choice)
         incumbent.prove(verify(part.problem, choice)[0])
-        if not incumbent.is_solved and order.seconds < self.priced_seconds:
-            self._improve_priced(incumbent, order, run)
+        if not incumbent.is_solved and found.order.seconds < self.priced_seconds:
+            self._improve_priced(incumbent, found, run)
         return incumbent.is_solved
 
-    def _improve_priced(self, incumbent: Incumbent, order: Order, run: Run) -> None:
+    def _improve_priced(self, incumbent: Incumbent, way: NarrowWay, run: Run) -> None:
         """Offers the cheapest choices at prices of memory that rise until one fits, and fall again."""
         problem = incumbent.problem
         moves = Moves(problem, np.random.default_rng(run.seed))
@@ -159,9 +185,9 @@ class Elimination:
             for _ in range(self.priced_turns):
                 prices.set(moves.prices)
                 costs = tuple(np.split(prices.costs, ends))
-                choice = cheapest(replace(problem, costs=costs, checked=True), order)
+                choice = way.cheapest(replace(problem, costs=costs, checked=True))
                 assert choice is not None, "prices forbid nothing"
-                run.clock.spend(order.seconds + move_seconds(problem))
+                run.clock.spend(way.order.seconds + move_seconds(problem))
                 moves.choice = np.array(choice)
                 if moves.adjust_prices():
                     moves.descend()
