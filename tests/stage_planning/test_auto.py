@@ -74,6 +74,15 @@ def test_what_a_plan_says_of_its_stages(found):
     assert found.bound <= found.cost == found.predicted.step_seconds
 
 
+def test_what_has_one_name_lies_one_way_in_all_programs_of_a_stage(found):
+    layouts = {}
+    for program, made in zip(found.pipeline.programs.programs, found.pipeline.plans, strict=True):
+        ends = zip((*program.inputs, *program.outputs), (*made.arguments, *made.results), strict=True)
+        for key, placed in ends:
+            assert layouts.setdefault((program.stage, key), placed.layout) == placed.layout, (program.name, key)
+    assert any(key.kind == "sum" for _, key in layouts)
+
+
 def test_the_timeline_is_in_the_html_report(found, tmp_path):
     page = found.show(tmp_path / "plan.html").read_text()
     assert page.count("<title>F(") == found.timeline.schedule.microbatches * len(found.stages)
