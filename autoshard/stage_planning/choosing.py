@@ -25,7 +25,7 @@ from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stage_search import SearchSettings, StageSearchResult, search_stages
 from autoshard.stages.cutting import CuttableStep, cut
 
-PLANNED_EXACTLY = 3  # of the choices of the search: those that are planned stage by stage
+PLANNED_EXACTLY = 2  # of the choices of the search: those that are planned stage by stage
 
 
 @dataclass(frozen=True)
