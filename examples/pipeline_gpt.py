@@ -85,7 +85,7 @@ def main():
     state = first, optimizer.init(first)
     for i, batch in enumerate(batches(options.steps)):
         if i == 0:
-            print(step.pipeline(state, batch))
+            print(step.plan(state, batch))
         state, loss = step(state, batch)
         if i % 10 == 0 or i == options.steps - 1:
             print(f"step {i:3}: loss {float(loss):.3f}", flush=True)

@@ -56,8 +56,6 @@ def test_a_step_trains_as_on_one_device(rows):
     _, args = STEPS["with rows"]()
     planned = rows.pipeline(*args)
     assert [dict(mesh.shape) for mesh in planned.meshes] == [{"data": 2, "stage": 1}] * 2
-    assert "stage 1 on {'data': 2, 'stage': 1}" in str(planned)
-    assert planned.timeline.makespan > 0
 
 
 def test_state_stays_on_the_devices_of_its_stage(rows):

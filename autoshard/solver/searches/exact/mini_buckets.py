@@ -48,9 +48,7 @@ class MiniBuckets:
         is_exact: whether no bucket was split.
     """
 
-    def __init__(
-        self, problem: Problem, costs: Sequence[np.ndarray], order: Sequence[int], most: int, run: SearchRun
-    ):
+    def __init__(self, problem: Problem, costs: Sequence[np.ndarray], order: Sequence[int], most: int, run: SearchRun):
         """
         Args:
             costs: node -> option -> cost, prices of memory included.
