@@ -75,7 +75,9 @@ def test_each_stage_has_its_own_optimizer(unrolled):
 def test_trips_of_a_loop_over_layers_are_units():
     step, args = scanned(remat=True)
     found = cuttable(step, args, 2)
-    assert [unit.start.trip for unit in found.units().units] == [0, 0, 1, 2, 3, 0]
+    starts = [unit.start for unit in found.units().units]
+    loop = next(start.equation for start in starts if start.trip)
+    assert [start.trip for start in starts if start.equation == loop] == [0, 1, 2, 3]
     programs = evenly(found, 2)
     bounds = {(piece.start, piece.stop) for piece in programs.pieces}
     assert bounds == {(0, 2), (2, LAYERS)}, "every stage has two layers, of weights and of moments"
