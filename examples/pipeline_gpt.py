@@ -85,12 +85,14 @@ def main():
     step = autoshard(train_step, mesh=mesh, pipeline=pipeline, donate_argnums=0)
     first = weights(jax.random.key(0), options.layers)
     state = first, optimizer.init(first)
+    alone, step_alone = jax.tree.map(jnp.copy, state), jax.jit(train_step)
     for i, batch in enumerate(batches(options.steps)):
         if i == 0:
             print(step.plan(state, batch))
         state, loss = step(state, batch)
+        alone, loss_alone = step_alone(alone, batch)
         if i % 10 == 0 or i == options.steps - 1:
-            print(f"step {i:3}: loss {float(loss):.3f}", flush=True)
+            print(f"step {i:3}: loss {float(loss):.3f}, on one device {float(loss_alone):.3f}", flush=True)
     print("layers/up lies", state[0]["layers"]["up"].sharding.spec)
 
 

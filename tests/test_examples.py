@@ -27,7 +27,7 @@ RUNS = [  # command line, a pattern for each promised piece of output
         [
             r"stage 1 .*data=4",
             r"Schedule 1f1b with 4 microbatches",
-            r"step   1: loss \d\.\d+",
+            r"step   1: loss (\d\.\d{3}), on one device \1",
             r"layers/up lies P.*'stages'",
         ],
     ),

@@ -15,16 +15,14 @@ from autoshard.pipeline import SCHEDULES, schedule
 from autoshard.stages.cutting import cut
 from autoshard.stages.programs import Key
 
-QUICK = ["masked with dropout"]
 ACTIVATION = (ROWS // 2, 4, WIDTH)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(STEPS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(STEPS))
 def test_stages_compute_the_step(name):
     step, args = STEPS[name]()
-    programs = cut_evenly(step, args, 2, 2 if name in QUICK else 3, weight_programs=name not in QUICK)
+    programs = cut_evenly(step, args, 2, 3, weight_programs=True)
     expected = jax.tree.leaves(jax.jit(step)(*args))
     assert_equal(run_in_order(programs, jax.tree.leaves(args)), expected)
 

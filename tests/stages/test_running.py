@@ -108,6 +108,7 @@ def test_a_stage_that_fails_is_named_and_ends_the_step(rows, failing, kind, stag
     rows(*args)  # it failed the second time only
 
 
+@pytest.mark.slow
 def test_stacked_weights_are_one_array_over_the_stages():
     pipeline = {"stages": 2, "microbatches": 2, "schedule": "1f1b"}
     sharded = assert_trains_alike(STEPS["scanned"], mesh=mesh_of(stage=2, data=2), pipeline=pipeline)
