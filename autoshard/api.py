@@ -51,6 +51,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
@@ -75,6 +76,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
@@ -110,6 +112,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
@@ -152,7 +155,8 @@ def autoshard(
             machine and options, by this or another process. What is not readable there is ignored with a warning.
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
             cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
-            `refine` more searches and as many compilations.
+            `refine` more searches and as many compilations. On GPU, up to three more compilations choose options of
+            XLA (`Plan.compiler_options`). With ``mesh="auto"`` plans on the fastest mesh are compiled.
         ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
             `reshard`, `out_sharding=`, the types of its arguments in explicit mode, and the names of mesh axes that
             flax keeps beside arrays.
@@ -162,7 +166,10 @@ def autoshard(
         microbatches: in how many parts the batch is run, one after the other, so that activations of one part alone
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
-            ``"auto"``: as few as fit.
+            ``"auto"``: as many as are predicted to be fastest within the memory limit.
+        remat: ``"auto"``: what the backward pass reads of the forward pass is kept or computed again, whatever is
+            predicted to be fastest within the memory limit. What `jax.checkpoint` marks is only a hint then. None:
+            what the step says is done.
         tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
             they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
@@ -208,6 +215,7 @@ def autoshard(
         "ignore_constraints": ignore_constraints,
         "trips": trips,
         "microbatches": microbatches,
+        "remat": remat,
         "search": search,
         "tactics": tactics,
     }
@@ -215,6 +223,8 @@ def autoshard(
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
+    if pipeline is not None and mesh == "auto":
+        raise ArgumentError("pipeline= needs a mesh: it cannot be combined with mesh='auto' yet")
     if pipeline is not None and (pad is not None or plan is not None or like is not None):
         raise ArgumentError("pipeline= cannot be combined with pad=, plan= or like= yet; leave one of them out")
     given = _plan_on(plan, options.mesh)
@@ -256,6 +266,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -287,6 +298,7 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "remat": remat,
         "tactics": tactics,
         "like": like,
         "search": search,

@@ -181,8 +181,8 @@ class Plan(PlanData):
             ConflictError: the wish contradicts itself, or what the step says.
             MeshError: the wish does not fit the mesh.
         """
-        wish = {"fixed": fixed, "memory": memory, "mesh": mesh, "topology": topology, "time_limit": time_limit}
-        wish["tactics"] = tactics
+        wish: dict[str, Any] = {"fixed": fixed, "memory": memory, "mesh": mesh, "topology": topology}
+        wish |= {"time_limit": time_limit, "tactics": tactics}
         return self._asked().what_if(self, wish)
 
     def _asked(self) -> Planner:

@@ -172,7 +172,7 @@ def _chain_kinds(
     stages: int | None,
     most: int,
 ) -> Iterator[Kind]:
-    known: dict[bool, Chains] = {}
+    known: dict[tuple[bool, bool], Chains] = {}
     # What follows a stage has to come back before its first backward task: so many microbatches may be in flight, and
     # no schedule of these makes do with fewer.
     in_flight = tuple(float(min(left, microbatches)) for left in range(1, most + 1))
@@ -183,9 +183,12 @@ def _chain_kinds(
             if form is None:
                 continue
             split = form.has_weight_tasks
-            if split not in known:
-                known[split] = Chains(ChainProblem(space, microbatches, tables, most, in_flight, split))
-            yield ChainKind(known[split], name, count)
+            for without in (False, True) if split else (False,):
+                if (split, without) not in known:
+                    problem = ChainProblem(space, microbatches, tables, most, in_flight, split, without)
+                    known[split, without] = Chains(problem)
+            chains = (known[split, without] for without in (False, True) if (split, without) in known)
+            yield ChainKind(max(chains, key=lambda one: one.least(count)), name, count)
 
 
 def _chunk_kinds(
