@@ -6,8 +6,8 @@ import random
 import pytest
 
 from autoshard.errors import StageError
-from autoshard.stages.flow import NEVER, SINK, SOURCE, source_side
-from autoshard.stages.residuals import kept_values
+from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
+from autoshard.stages.placement.residuals import kept_values
 from autoshard.stages.stacks import Origin
 from autoshard.stages.units import Unit, Units
 
