@@ -32,7 +32,7 @@ from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
 from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
-from autoshard.stages.requests import PipelineRequest
+from autoshard.stages.requests import PipelineRequest, check_combination
 from autoshard.tactics import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
@@ -183,6 +183,8 @@ def autoshard(
             of the mesh, a microbatch after the other. The axis called "stage" or "pipe" is theirs, else the first that
             the number of stages divides. `autoshard.pipeline.SCHEDULES` names the orders; `chunks` is the number of
             virtual stages per device for those that have several. Microbatches are exact as under `microbatches`.
+            ``"auto"``: the fastest stages found, of any number, layers and parts of the mesh, in any number of
+            microbatches and the best schedule; the plan without stages where that is faster. `Plan.stages` says which.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -223,10 +225,9 @@ def autoshard(
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
-    if pipeline is not None and mesh == "auto":
-        raise ArgumentError("pipeline= needs a mesh: it cannot be combined with mesh='auto' yet")
-    if pipeline is not None and (pad is not None or plan is not None or like is not None):
-        raise ArgumentError("pipeline= cannot be combined with pad=, plan= or like= yet; leave one of them out")
+    if pipeline is not None:
+        others = {"pad": pad, "plan": plan, "like": like, "remat": remat, "search": search, "tactics": tactics or None}
+        check_combination({**others, "mesh": mesh if isinstance(mesh, str) else None})
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 
@@ -270,6 +271,7 @@ def plan(
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
+    pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -302,6 +304,7 @@ def plan(
         "tactics": tactics,
         "like": like,
         "search": search,
+        "pipeline": pipeline,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))

@@ -1,13 +1,13 @@
 """Pipelines against published ones, all priced by one model: what is chosen, how long it takes, how far from the best.
 
     python benchmarks/pipelines.py large            # Llama 3 70B and GPT-3 on hosts of H100 and slices of v5e
-    python benchmarks/pipelines.py alpa             # GPT, MoE and Wide-ResNet on V100 machines, beside Alpa's stages
-    python benchmarks/pipelines.py dispatch         # seconds to dispatch one task of a pipeline on CPU devices
+    python benchmarks/pipelines.py alpa             # GPT on V100 machines, beside Alpa's stages
     python benchmarks/pipelines.py large --only "llama 70b, h100:16x8"
 
 `large` prices Megatron's recipe (arXiv:2104.04473) by the same model: tensor parallelism inside a host, 1F1B or
 interleaved 1F1B across hosts, in the best number of stages, chunks and microbatches. `alpa` prices the stages that Alpa
-published for its machines (alpa-projects/alpa, benchmark/alpa/suite_auto_gpt.py, suite_auto_moe.py, suite_wresnet.py).
+published for its machines (alpa-projects/alpa, benchmark/alpa/suite_auto_gpt.py). A Llama of the same sizes stands for
+its GPT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trains a small GPT in four stages of two devices each, on 8 CPU devices: `python examples/pipeline_gpt.py`.
+"""Trains a small GPT in stages, by default four of two devices each, on 8 CPU devices: `python pipeline_gpt.py`.
 
 The step is an ordinary one: no marks between stages, no loop over microbatches, no gradient function of its own.
 """
@@ -15,11 +15,11 @@ import optax  # noqa: E402
 
 from autoshard import autoshard  # noqa: E402
 
-LAYERS, WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 8, 32, 4, 64, 16, 16
+WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 32, 4, 64, 16, 16
 
 
-def weights(key):
-    """The layers' weights are stacked: [LAYERS, ...]. Every stage gets the layers that it runs."""
+def weights(key, layers):
+    """The layers' weights are stacked: [layers, ...]. Every stage gets the layers that it runs."""
     keys = jax.random.split(key, 6)
 
     def normal(key, *shape):
@@ -28,10 +28,10 @@ def weights(key):
     return {
         "embedding": jax.random.normal(keys[0], (VOCABULARY, WIDTH)) * 0.02,
         "layers": {
-            "attention": normal(keys[1], LAYERS, WIDTH, 3 * WIDTH),
-            "out": normal(keys[2], LAYERS, WIDTH, WIDTH),
-            "up": normal(keys[3], LAYERS, WIDTH, 4 * WIDTH),
-            "down": normal(keys[4], LAYERS, 4 * WIDTH, WIDTH),
+            "attention": normal(keys[1], layers, WIDTH, 3 * WIDTH),
+            "out": normal(keys[2], layers, WIDTH, WIDTH),
+            "up": normal(keys[3], layers, WIDTH, 4 * WIDTH),
+            "down": normal(keys[4], layers, 4 * WIDTH, WIDTH),
         },
         "head": normal(keys[5], WIDTH, VOCABULARY),
     }
@@ -76,19 +76,23 @@ def batches(steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--schedule", default="1f1b", help="one of autoshard.pipeline.SCHEDULES")
     options = parser.parse_args()
-    mesh = jax.make_mesh((4, 2), ("stage", "data"))
-    pipeline = {"stages": 4, "microbatches": 8, "schedule": options.schedule}
+    mesh = jax.make_mesh((options.stages, 8 // options.stages), ("stage", "data"))
+    pipeline = {"stages": options.stages, "microbatches": 2 * options.stages, "schedule": options.schedule}
     step = autoshard(train_step, mesh=mesh, pipeline=pipeline, donate_argnums=0)
-    first = weights(jax.random.key(0))
+    first = weights(jax.random.key(0), options.layers)
     state = first, optimizer.init(first)
+    alone, step_alone = jax.tree.map(jnp.copy, state), jax.jit(train_step)
     for i, batch in enumerate(batches(options.steps)):
         if i == 0:
-            print(step.pipeline(state, batch))
+            print(step.plan(state, batch))
         state, loss = step(state, batch)
+        alone, loss_alone = step_alone(alone, batch)
         if i % 10 == 0 or i == options.steps - 1:
-            print(f"step {i:3}: loss {float(loss):.3f}", flush=True)
+            print(f"step {i:3}: loss {float(loss):.3f}, on one device {float(loss_alone):.3f}", flush=True)
     print("layers/up lies", state[0]["layers"]["up"].sharding.spec)
 
 

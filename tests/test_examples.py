@@ -22,6 +22,15 @@ RUNS = [  # command line, a pattern for each promised piece of output
         ],
     ),
     ("cnn_digits.py --steps 3", [r"step   3  loss \d\.\d+", r"Accuracy on 360 images it has not seen: \d+\.\d%"]),
+    (
+        "pipeline_gpt.py --steps 2 --stages 2 --layers 2",
+        [
+            r"stage 1 .*data=4",
+            r"Schedule 1f1b with 4 microbatches",
+            r"step   1: loss (\d\.\d{3}), on one device \1",
+            r"layers/up lies P.*'stages'",
+        ],
+    ),
     ("moe.py --steps 3", [r"\d+ x [\d,]+ bytes, from moe.py:\d+", r"step   3  loss (\d\.\d{4}).*on one device \1"]),
 ]
 

@@ -194,7 +194,7 @@ def with_numbers_of(eqn: JaxprEqn, small: JaxprEqn) -> JaxprEqn:
 
 
 def _with_numbers(whole: Any, part: Any) -> Any:
-    if isinstance(part, ClosedJaxpr):
+    if isinstance(part, ClosedJaxpr) and part.jaxpr is not part:  # JAX 0.10; later both are one type
         jaxpr = _with_numbers(whole.jaxpr, part.jaxpr)
         return part if jaxpr is part.jaxpr and part.consts == whole.consts else ClosedJaxpr(jaxpr, whole.consts)
     if isinstance(part, tuple | list) and any(isinstance(one, Jaxpr | ClosedJaxpr) for one in part):
@@ -208,4 +208,8 @@ def _with_numbers(whole: Any, part: Any) -> Any:
         one if isinstance(one, Literal) else other for one, other in zip(whole.outvars, part.outvars, strict=True)
     ]
     is_same = all(one is other for one, other in zip(equations, part.eqns, strict=True)) and results == part.outvars
-    return part if is_same else part.replace(eqns=equations, outvars=results, debug_info=part.debug_info)
+    made = part if is_same else part.replace(eqns=equations, outvars=results, debug_info=part.debug_info)
+    consts: Sequence[Any] = getattr(whole, "consts", ())
+    if not consts or all(one is other for one, other in zip(consts, getattr(part, "consts", ()), strict=True)):
+        return made
+    return ClosedJaxpr(made, consts)

@@ -25,7 +25,7 @@ from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stage_search import SearchSettings, StageSearchResult, search_stages
 from autoshard.stages.cutting import CuttableStep, cut
 
-PLANNED_EXACTLY = 3  # of the choices of the search: those that are planned stage by stage
+PLANNED_EXACTLY = 2  # of the choices of the search: planned stage by stage until so many fit
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,14 @@ def choose_pipeline(
         return None
     result = search_stages(found.space, settings)
     best: ExactPipeline | None = None
-    for one in ([result.best] if result.best else []) + list(result.others)[: PLANNED_EXACTLY - 1]:
-        if best is not None and one.seconds >= best.simulated.seconds:
-            continue
+    fitting = 0
+    for one in ([result.best] if result.best else []) + list(result.others):
+        if fitting == PLANNED_EXACTLY or one.seconds >= _seconds(best):
+            break  # they come in the order of their seconds
         exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend, machine.memory)
-        if exact is not None and exact.simulated.fits and exact.simulated.seconds < _seconds(best):
-            best = exact
+        if exact is not None and exact.simulated.fits:
+            fitting += 1
+            best = exact if exact.simulated.seconds < _seconds(best) else best
     if best is None:
         return None
     names = tuple(unit.name for unit in steps.units_of(counts[0]).units)

@@ -103,7 +103,13 @@ def formulated_stage(
 
 
 def stage_cost(
-    stage: JointStage, limit: float | None, in_flight: float, *, gap: float = 0.0, or_leanest: bool = False
+    stage: JointStage,
+    limit: float | None,
+    in_flight: float,
+    *,
+    gap: float = 0.0,
+    seconds: float = SECONDS,
+    or_leanest: bool = False,
 ) -> StageCost | None:
     """The cheapest way to shard a stage that fits with so many microbatches in flight; None if none was found.
 
@@ -111,14 +117,15 @@ def stage_cost(
         limit: bytes per device; None: as many as it takes.
         in_flight: microbatches.
         gap: that is good enough; 0: that of plans.
+        seconds: that the search may take.
         or_leanest: whether to take what holds about the least, where nothing fits.
     """
     for share in (1.0,) if limit is None else TIGHTER:
         joint = stage.problem(None if limit is None else limit * share, in_flight)
         try:
-            solution = solve_for_plan(joint.problem, gap=gap, time_limit=SECONDS)
+            solution = solve_for_plan(joint.problem, gap=gap, time_limit=seconds)
         except InfeasibleError as error:
-            return _leanest(stage, joint, error.needed, gap) if or_leanest else None
+            return _leanest(stage, joint, error.needed, gap, seconds) if or_leanest else None
         except SolverError:
             return None
         found = _cost(stage, joint.choices(solution.choice), solution)
@@ -127,10 +134,10 @@ def stage_cost(
     return None
 
 
-def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float) -> StageCost | None:
+def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float, seconds: float) -> StageCost | None:
     try:
         leaner = replace(joint.problem, limit=LEANEST * needed, checked=True)
-        solution = solve_for_plan(leaner, gap=gap, time_limit=SECONDS)
+        solution = solve_for_plan(leaner, gap=gap, time_limit=seconds)
     except SolverError:
         return None
     return _cost(stage, joint.choices(solution.choice), solution)

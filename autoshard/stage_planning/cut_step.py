@@ -51,10 +51,11 @@ class CutStep:
         late = {key: [one for one in several if one.kind == "after"] for key, several in self.programs.readers.items()}
         return [key for key in keys if len(late.get(key, ())) == 1]
 
-    def cost(
-        self, stage: int, where: SubMeshModel, in_flight: float, *, gap: float = 0.0, or_leanest: bool = False
-    ) -> StageCost | None:
-        """One stage planned on a sub-mesh, as `stage_cost` does it. A stage is formulated once for each sub-mesh."""
+    def cost(self, stage: int, where: SubMeshModel, in_flight: float, **effort: Any) -> StageCost | None:
+        """One stage planned on a sub-mesh; `effort` are further keywords of `stage_cost`.
+
+        A stage is formulated once for each sub-mesh.
+        """
         key = stage, tuple(where.mesh.shape.items())
         if key not in self._formulated:
             self._formulated[key] = formulated_stage(
@@ -67,7 +68,7 @@ class CutStep:
                 self._fixed,
             )
         limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
-        return stage_cost(self._formulated[key], limit, in_flight, gap=gap, or_leanest=or_leanest)
+        return stage_cost(self._formulated[key], limit, in_flight, **effort)
 
     @cached_property
     def _fixed(self) -> dict[Key, Layout]:

@@ -102,7 +102,7 @@ class PipelinePlan(Plan):
 
     def _stages_section(self) -> Section:
         assert self.timeline is not None, "it has stages"
-        return stages_section(self.stages, self.timeline, self.without)
+        return stages_section(self.stages, self.timeline, self.without, self.bound)
 
     def _html(self) -> Html:
         assert self.timeline is not None, "it has stages"

@@ -15,8 +15,14 @@ _COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
 _MOST_BARS = 4000  # of the chart; with more tasks, those of the first and last microbatches are drawn
 
 
-def stages_section(stages: Sequence[PlannedStage], timeline: Timeline, without: Prediction | str | None) -> Section:
-    """What each stage has, takes and holds; how long devices wait; and the best plan without stages beside it."""
+def stages_section(
+    stages: Sequence[PlannedStage], timeline: Timeline, without: Prediction | str | None, bound: float
+) -> Section:
+    """What each stage has, takes and holds; how long devices wait; and the best plan without stages beside it.
+
+    Args:
+        bound: s per step that no pipeline takes less than, by the costs of units; 0 if it is not known.
+    """
     rows: list[Row] = []
     for number, stage in enumerate(stages):
         axes = " ".join(f"{axis}={size}" for axis, size in stage.mesh.shape.items() if size > 1) or "one device"
@@ -37,6 +43,8 @@ def stages_section(stages: Sequence[PlannedStage], timeline: Timeline, without: 
             *(Share(share), ")."),
         )
     ]
+    if bound:
+        lines.append(("By the costs of layers planned one by one, no pipeline takes less than ", Seconds(bound), "."))
     if isinstance(without, str):
         lines.append((f"Without stages: {without}",))
     elif without is not None:

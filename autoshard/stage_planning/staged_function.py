@@ -79,9 +79,10 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
         static, dynamic = self._static.split(args, kwargs)
         flat = flattened(dynamic)
         key = self._key(static, dynamic, flat)
-        if key not in self._choices:
-            self._choices[key] = self._chosen(args, kwargs, static, dynamic, flat)
-        return self._choices[key]
+        with self._lock:  # threads that call the step first plan it once
+            if key not in self._choices:
+                self._choices[key] = self._chosen(args, kwargs, static, dynamic, flat)
+            return self._choices[key]
 
     def _chosen(self, args: Any, kwargs: Any, static: Any, dynamic: Arguments, flat: FlatCall) -> _Choice:
         plain: Plan | MemoryLimitError

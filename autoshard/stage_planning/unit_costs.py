@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,8 @@ from autoshard.stages.units import Unit, Units
 
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
 
-TABLE_GAP = 0.02  # with which the plan of a unit is good enough for a table
+# How well units are planned for tables. The stages that are chosen are planned as any step is.
+_EFFORT: Mapping[str, float] = {"gap": 0.03, "seconds": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,8 @@ class UnitCut:
 
 
 def _kind(unit: Unit) -> tuple[Any, ...]:
-    """What units have in common that cost the same."""
-    return unit.forward_flops, unit.parameter_bytes, unit.made_bytes, unit.crossing_bytes
+    """What units have in common that cost the same, or nearly so: the first and last layers hand on other values."""
+    return unit.forward_flops, unit.parameter_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class UnitCosts:
 def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend) -> UnitCosts | None:
     """Every unit of a step planned on one sub-mesh for speed alone; None if some unit was not planned."""
     where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
-    return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0, gap=TABLE_GAP))
+    return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0, **_EFFORT))
 
 
 def lean_unit_costs(
@@ -94,7 +95,7 @@ def lean_unit_costs(
         unit = units.planned.index(stage)
         limit = (held[unit] * share + working[unit]) / backend.usable
         where = SubMeshModel(shape.mesh, shape.topology, backend, limit)
-        return units.cut.cost(stage, where, in_flight=in_flight, gap=TABLE_GAP, or_leanest=True)
+        return units.cut.cost(stage, where, in_flight=in_flight, or_leanest=True, **_EFFORT)
 
     return _of_units(units, cost)
 

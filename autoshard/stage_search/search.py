@@ -8,15 +8,17 @@ least bound until that is no less than the best choice simulated, or until enoug
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.chunks import ChunkProblem, balanced, chunk_bound
 from autoshard.stage_search.polishing import polished
-from autoshard.stage_search.simulating import schedule_form, simulated
+from autoshard.stage_search.simulating import estimated_seconds, schedule_form, simulated
 from autoshard.stage_search.tables import StageSpace, StageTable
+
+_NEAR = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class SearchSettings:
     most_mixed_entries: int = (
         40_000_000  # of the tables for sub-meshes of several sizes; beyond, the smallest are left out
     )
+    polished: int = 6  # choices from which moves are tried first
     others: int = 8  # choices beside the best that are told
 
 
@@ -102,34 +105,66 @@ class _Search:
 
     def result(self) -> StageSearchResult:
         kinds = sorted(kinds_of(self.space, self.settings), key=lambda kind: kind.bound)
-        for share in (0.5, 1.0):  # one choice of each kind and what is near it, then as many as are left
-            self._look_at(kinds, share, only_first=share < 1.0)
+        self._look_at_first_choices(kinds, 0.4)
+        self._polish(0.7)
+        self._look_further(kinds, 1.0)
         left = min((kind.bound for kind in kinds), default=math.inf)
         fitting = sorted(
             (one for one in self.seen.values() if one is not None and one.fits), key=lambda one: one.seconds
         )
-        return StageSearchResult(
-            self.best, min(self.incumbent, left), _best_of_kinds(fitting)[: self.settings.others], len(self.seen)
-        )
+        others = _best_of_kinds(fitting)[1 : self.settings.others + 1]
+        return StageSearchResult(self.best, min(self.incumbent, left), others, len(self.seen))
 
-    def _look_at(self, kinds: list[Kind], share: float, *, only_first: bool) -> None:
-        """Simulates choices until none can be better, or the share of tasks is used up."""
+    def _may_go_on(self, share: float) -> bool:
+        """Whether less than a share of the tasks has been simulated, or nothing that fits is known."""
+        return self.tasks < share * self.settings.most_tasks
+
+    def _look_at_first_choices(self, kinds: Sequence[Kind], share: float) -> None:
+        """Simulates the first choice of each kind, in the order of what they are estimated to take."""
+        first: list[tuple[float, int, PipelineChoice]] = []
+        least = math.inf
+        for kind in kinds:
+            if kind.bound >= least * _NEAR or not math.isfinite(kind.bound):
+                break
+            stages = kind.next(math.inf)
+            if stages is not None:
+                choice = PipelineChoice(kind.schedule, kind.chunks, kind.microbatches, stages)
+                first.append((estimated_seconds(self.space, choice), len(first), choice))
+                least = min(least, first[-1][0])
+        for estimate, _, choice in sorted(first, key=lambda one: one[:2]):
+            if estimate >= self.incumbent * _NEAR or (self.best is not None and not self._may_go_on(share)):
+                return
+            self._take(self.simulate(choice))
+
+    def _polish(self, share: float) -> None:
+        """Moves from the best choices of several kinds."""
+        fitting = sorted(
+            (one for one in self.seen.values() if one is not None and one.fits), key=lambda one: one.seconds
+        )
+        for one in _best_of_kinds(fitting)[: self.settings.polished]:
+            if one.seconds < self.incumbent * _NEAR:
+                self._take(polished(self.space, one, self.simulate, lambda: self._may_go_on(share)))
+
+    def _look_further(self, kinds: Sequence[Kind], share: float) -> None:
+        """Simulates choices of the kind with the least bound until none can be better, or the tasks are used up."""
         waiting = [kind for kind in kinds if math.isfinite(kind.bound)]
-        limit = share * self.settings.most_tasks
-        while waiting and (self.tasks < limit or self.best is None):
+        while waiting and (self.best is None or self._may_go_on(share)):
             kind = min(waiting, key=lambda one: one.bound)
             if kind.bound >= self.incumbent * (1 - self.settings.gap):
                 return
             stages = kind.next(self.incumbent)
-            if stages is None or only_first:
-                waiting.remove(kind)
             if stages is None:
+                waiting.remove(kind)
                 continue
-            found = self.simulate(PipelineChoice(kind.schedule, kind.chunks, kind.microbatches, stages))
-            if found is not None and found.fits and found.seconds < self.incumbent * 1.1:
-                found = polished(self.space, found, self.simulate, lambda: self.tasks < limit)
-            if found is not None and found.fits and found.seconds < self.incumbent:
-                self.best = found
+            found = self._take(self.simulate(PipelineChoice(kind.schedule, kind.chunks, kind.microbatches, stages)))
+            if found is self.best and found is not None:
+                self._take(polished(self.space, found, self.simulate, lambda: self._may_go_on(share)))
+
+    def _take(self, found: SimulatedChoice | None) -> SimulatedChoice | None:
+        """Keeps a choice if it is the best that fits."""
+        if found is not None and found.fits and found.seconds < self.incumbent:
+            self.best = found
+        return found
 
     def simulate(self, choice: PipelineChoice) -> SimulatedChoice | None:
         """What a choice takes; each is simulated once."""
@@ -140,12 +175,12 @@ class _Search:
 
 
 def _best_of_kinds(fitting: list[SimulatedChoice]) -> tuple[SimulatedChoice, ...]:
-    """The fastest of each schedule, number of stages and number of microbatches, without the very fastest."""
+    """The fastest of each schedule, number of stages and number of microbatches."""
     found: dict[tuple[object, ...], SimulatedChoice] = {}
     for one in fitting:
         choice = one.choice
         found.setdefault((choice.schedule, choice.chunks, choice.microbatches, len(choice.stages)), one)
-    return tuple(found.values())[1:]
+    return tuple(found.values())
 
 
 def kinds_of(space: StageSpace, settings: SearchSettings) -> Iterator[Kind]:

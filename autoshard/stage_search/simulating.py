@@ -101,6 +101,25 @@ def transfer_seconds(row: DeviceRow, size: float, source: ChosenStage, target: C
     return row.seconds(size, source.start, source.table.shape.devices, target.start, target.table.shape.devices)
 
 
+def estimated_seconds(space: StageSpace, choice: PipelineChoice) -> float:
+    """About what a choice takes, without a schedule of it: what the busiest device does, and the way there and back.
+
+    Exact for 1F1B of equal stages without transfers. Choices are simulated in the order of their estimates.
+    """
+    form = schedule_form(choice.schedule, choice.devices, choice.chunks)
+    if form is None:
+        return float("inf")
+    costs, stages = space.costs[choice.microbatches], choice.stages
+    seconds = [task_seconds(space, stage, has_weight_tasks=form.has_weight_tasks) for stage in stages]
+    work, after = np.zeros(choice.devices), np.zeros(choice.devices)
+    for device, stage, taken in zip(form.placement, stages, seconds, strict=True):
+        work[device] += sum(taken.values())
+        after[device] += stage.table.after[stage.first, stage.last]
+    fill = [max(0.0, taken["F"] + taken["B"] - taken.get("W", 0.0)) for taken in seconds[: choice.devices]]
+    travel = sum(_lags(space.row, costs, stages).values()) * (choice.devices - 1) / max(1, len(stages) - 1)
+    return float(choice.microbatches * work.max() + sum(fill) - max(fill) + travel + after.max())
+
+
 def simulated(space: StageSpace, choice: PipelineChoice) -> SimulatedChoice | None:
     """What a choice takes; None if its schedule is not defined for its numbers."""
     facts = schedule_facts(choice.schedule, choice.devices, choice.chunks, choice.microbatches)

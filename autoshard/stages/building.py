@@ -15,7 +15,7 @@ from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.relations import Known, Partial, Rows
 from autoshard.microbatches.rows import Place, taken, unstacked
-from autoshard.stages.after import AfterLoop
+from autoshard.stages.placement.after import AfterLoop
 from autoshard.stages.programs import MICROBATCH, Key, StageProgram
 from autoshard.stages.roles import Roles, total_work, variables
 

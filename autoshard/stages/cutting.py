@@ -17,11 +17,11 @@ from autoshard.microbatches.proof import proof
 from autoshard.microbatches.relations import Known, Rows
 from autoshard.microbatches.rows import Microbatches
 from autoshard.program.tracing import TracedStep
-from autoshard.stages.after import AfterLoop, after_loop
-from autoshard.stages.assignment import stages_of
 from autoshard.stages.building import Builder, Names
+from autoshard.stages.placement.after import AfterLoop, after_loop
+from autoshard.stages.placement.assignment import stages_of
+from autoshard.stages.placement.residuals import kept_values
 from autoshard.stages.programs import Key, Piece, StagePrograms
-from autoshard.stages.residuals import kept_values
 from autoshard.stages.roles import Roles, bytes_of, variables
 from autoshard.stages.stacks import Bounds, Origin, taken_apart
 from autoshard.stages.units import Units, units_of

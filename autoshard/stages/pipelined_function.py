@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from autoshard.arrays.arguments import is_deleted
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError, StageError
 from autoshard.options import Options
-from autoshard.pipeline import Schedule, Timeline, schedule, simulate
+from autoshard.pipeline import Schedule, schedule
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
@@ -52,32 +51,6 @@ class PlannedPipeline:
         own = self.meshes[device]
         devices = mesh.devices.reshape(-1)[list(self.positions[device])]
         return Mesh(devices.reshape(tuple(own.shape.values())), own.axis_names)
-
-    def seconds(self, stage: int, kind: str) -> float:
-        """Predicted, of one run of a stage's program; 0 if it has none."""
-        pairs = zip(self.programs.programs, self.plans, strict=True)
-        return sum(plan.predicted.step_seconds for one, plan in pairs if (one.stage, one.kind) == (stage, kind))
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The loop over microbatches as it is predicted, transfers between stages left out."""
-        stages = [v % self.programs.stages for v in range(len(self.schedule.placement))]
-        kinds = {"forward": "F", "backward": "B", "weight": "W"}
-        # `simulate` takes seconds of a whole stage, of which each virtual stage on a device has an equal share.
-        sharers = self.schedule.sharers
-        times: dict[str, Any] = {
-            name: [self.seconds(stage, kind) * sharers[v] for v, stage in enumerate(stages)]
-            for name, kind in kinds.items()
-        }
-        return simulate(self.schedule, **times)
-
-    def __str__(self) -> str:
-        lines = [f"{self.programs.name} in {self.programs.stages} stages, schedule {self.schedule.name}"]
-        for stage in range(self.programs.stages):
-            mesh = self.meshes[self.schedule.placement[stage]]
-            seconds = ", ".join(f"{kind} {self.seconds(stage, kind) * 1e3:.3g} ms" for kind in ("F", "B", "W"))
-            lines.append(f"  stage {stage} on {dict(mesh.shape)}: {seconds}")
-        return "\n".join(lines)
 
 
 class PipelinedFunction(ShardedFunction[Parameters, Result]):
@@ -168,7 +141,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             order = request.orders()
             stages = len(order.placement) // order.replicas
             units = step.units(stages)
-            first = units.balanced(stages)
+            first = units.balanced(stages, request.stages)
             programs = cut(step, units.boundaries(first), weight_programs=order.has_weight_tasks)
         if order.name == "graph":
             order = schedule("graph", request.stages, request.microbatches, predecessors=predecessors_of(programs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,3 +56,16 @@ class PipelineRequest:
             ArgumentError: it is not defined for such numbers.
         """
         return schedule(self.schedule, self.stages, self.microbatches, self.chunks)
+
+
+def check_combination(others: Mapping[str, Any]) -> None:
+    """
+    Args:
+        others: options that stages do not heed, by name; None where nothing is said.
+
+    Raises:
+        ArgumentError: some are said.
+    """
+    said = [f"{name}=" for name, value in others.items() if value is not None]
+    if said:
+        raise ArgumentError(f"pipeline= cannot be combined with {', '.join(said)} yet; leave one of them out")

@@ -20,6 +20,7 @@ from autoshard.program.user_code import source_of
 from autoshard.stages.roles import Roles, bytes_of, work
 from autoshard.stages.stacks import Origin
 
+_END = Origin(2**62)  # after every equation
 _NEAR = 8  # boundaries: a layer of a transformer has about as many products
 
 
@@ -48,23 +49,29 @@ class Units:
         """Where stages begin that begin with these units.
 
         Args:
-            first_units: of all stages but the first, ascending.
+            first_units: of all stages but the first, ascending; the number of units for stages that are empty.
         """
-        return tuple(self.units[i].start for i in first_units)
+        return tuple(self.units[i].start if i < len(self.units) else _END for i in first_units)
 
-    def balanced(self, stages: int) -> tuple[int, ...]:
+    def balanced(self, stages: int, filled: int | None = None) -> tuple[int, ...]:
         """The first units of all stages but the first, so that the largest stage has the least work.
 
         Among equals, fewer bytes cross. Exact, by dynamic programming over (stages, units).
 
+        Args:
+            filled: so many stages at least have a unit, the last ones may be empty; by default none is.
+
         Raises:
-            StageError: there are fewer units than stages.
+            StageError: there are fewer units than that.
         """
         count = len(self.units)
-        if count < stages:
+        filled = stages if filled is None else filled
+        if filled <= count < stages:
+            return (*self.balanced(count), *[count] * (stages - count))
+        if count < filled:
             lines = ", ".join(dict.fromkeys(unit.name for unit in self.units))
             raise StageError(
-                f"pipeline: stages={stages}, but the forward pass can be cut into {count} parts at most ({lines}).\n"
+                f"pipeline: stages={filled}, but the forward pass can be cut into {count} parts at most ({lines}).\n"
                 f"Use stages={count} or fewer."
             )
         done = np.concatenate([[0.0], np.cumsum([unit.forward_flops + unit.backward_flops for unit in self.units])])
@@ -191,12 +198,12 @@ class _Line:
 def _boundaries(slots: Sequence[_Slot], least: int) -> list[int]:
     """The slots before which the line may be cut: one at most between two slots with work, where fewest bytes cross.
 
-    Of these, one is left out if fewer bytes cross at one near it on either side, unless fewer than `least` remain.
+    Of these, one is left out if half as many bytes cross near it on either side, unless fewer than `least` remain.
     """
     found: list[int] = []
     since = 0  # the first slot after the last one with work
     for k, slot in enumerate(slots):
-        if slot.flops and not slot.is_cheap:
+        if not slot.is_cheap:
             if found or since:  # what stands before the first work belongs to it
                 found.append(min(range(since, k + 1), key=lambda one: (slots[one].crossing, -one)))
             since = k + 1
@@ -204,8 +211,8 @@ def _boundaries(slots: Sequence[_Slot], least: int) -> list[int]:
         k
         for n, k in enumerate(found)
         if not (
-            any(slots[one].crossing < slots[k].crossing for one in found[max(0, n - _NEAR) : n])
-            and any(slots[one].crossing < slots[k].crossing for one in found[n + 1 : n + 1 + _NEAR])
+            any(2 * slots[one].crossing <= slots[k].crossing for one in found[max(0, n - _NEAR) : n])
+            and any(2 * slots[one].crossing <= slots[k].crossing for one in found[n + 1 : n + 1 + _NEAR])
         )
     ]
     return good if len(good) + 1 >= least else found

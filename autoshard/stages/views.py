@@ -55,9 +55,9 @@ def joined(parts: Sequence[jax.Array]) -> jax.Array:
         sharding = NamedSharding(mesh, PartitionSpec(dim, *specs[0][1:]))
         shards = [shard.data for part in parts for shard in part.addressable_shards]
         return jax.make_array_from_single_device_arrays(whole, sharding, shards)
-    distinct = {tuple(mesh.devices.flat): mesh for mesh in meshes}
-    mesh = Mesh(np.stack([one.devices for one in distinct.values()]), axes, axis_types=types)
-    free = [dim for dim, size in enumerate(whole) if size % len(distinct) == 0]
+    every = list(dict.fromkeys(device for mesh in meshes for device in mesh.devices.flat))
+    mesh = Mesh(np.array(every), ("stages",), axis_types=types[:1])
+    free = [dim for dim, size in enumerate(whole) if size % len(every) == 0]
     spread: list[Any] = [None] * len(whole)
     if free:
         spread[free[0]] = "stages"

@@ -74,6 +74,15 @@ def test_what_a_plan_says_of_its_stages(found):
     assert found.bound <= found.cost == found.predicted.step_seconds
 
 
+def test_what_has_one_name_lies_one_way_in_all_programs_of_a_stage(found):
+    layouts = {}
+    for program, made in zip(found.pipeline.programs.programs, found.pipeline.plans, strict=True):
+        ends = zip((*program.inputs, *program.outputs), (*made.arguments, *made.results), strict=True)
+        for key, placed in ends:
+            assert layouts.setdefault((program.stage, key), placed.layout) == placed.layout, (program.name, key)
+    assert any(key.kind == "sum" for _, key in layouts)
+
+
 def test_the_timeline_is_in_the_html_report(found, tmp_path):
     page = found.show(tmp_path / "plan.html").read_text()
     assert page.count("<title>F(") == found.timeline.schedule.microbatches * len(found.stages)
@@ -122,6 +131,12 @@ def test_fixed_holds_in_stages(mesh):
     wide = autoshard(step, mesh=mesh, pipeline="auto", memory="110KiB", fixed={"x": P("data")})
     made = wide.plan(*arguments())
     assert made.stages
+
+
+@pytest.mark.parametrize("option", [{"pad": "batch"}, {"remat": "auto"}, {"microbatches": 2}, {"like": "x.json"}])
+def test_options_that_stages_do_not_heed_are_refused(mesh, option):
+    with pytest.raises(ArgumentError, match=f"pipeline=.*{next(iter(option))}="):
+        plan(step, *arguments(), mesh=mesh, pipeline="auto", **option)
 
 
 def test_pipeline_takes_auto_or_a_dict(mesh):

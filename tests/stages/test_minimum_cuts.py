@@ -6,8 +6,8 @@ import random
 import pytest
 
 from autoshard.errors import StageError
-from autoshard.stages.flow import NEVER, SINK, SOURCE, source_side
-from autoshard.stages.residuals import kept_values
+from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
+from autoshard.stages.placement.residuals import kept_values
 from autoshard.stages.stacks import Origin
 from autoshard.stages.units import Unit, Units
 
@@ -108,3 +108,4 @@ def test_balanced_stages_have_the_least_largest_work_of_all():
 def test_more_stages_than_units_are_refused():
     with pytest.raises(StageError, match=r"stages=3, but .* 2 parts at most \(u0, u1\)"):
         units([1, 1], [0, 1]).balanced(3)
+    assert units([1, 1], [0, 1]).balanced(4, 2) == (1, 2, 2), "virtual stages may be empty"

@@ -56,8 +56,6 @@ def test_a_step_trains_as_on_one_device(rows):
     _, args = STEPS["with rows"]()
     planned = rows.pipeline(*args)
     assert [dict(mesh.shape) for mesh in planned.meshes] == [{"data": 2, "stage": 1}] * 2
-    assert "stage 1 on {'data': 2, 'stage': 1}" in str(planned)
-    assert planned.timeline.makespan > 0
 
 
 def test_state_stays_on_the_devices_of_its_stage(rows):
@@ -110,6 +108,7 @@ def test_a_stage_that_fails_is_named_and_ends_the_step(rows, failing, kind, stag
     rows(*args)  # it failed the second time only
 
 
+@pytest.mark.slow
 def test_stacked_weights_are_one_array_over_the_stages():
     pipeline = {"stages": 2, "microbatches": 2, "schedule": "1f1b"}
     sharded = assert_trains_alike(STEPS["scanned"], mesh=mesh_of(stage=2, data=2), pipeline=pipeline)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from autoshard.jaxprs import Var
-from autoshard.stages.flow import NEVER, SINK, SOURCE, source_side
+from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
 
 
 def kept_values(

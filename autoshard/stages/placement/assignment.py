@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from autoshard.errors import StageError
 from autoshard.jaxprs import Var
 from autoshard.program.user_code import source_of
-from autoshard.stages.flow import NEVER, SINK, SOURCE, source_side
+from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
 from autoshard.stages.roles import Roles, bytes_of
 from autoshard.stages.stacks import Origin
 

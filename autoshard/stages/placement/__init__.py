@@ -1,0 +1,1 @@
+"""Which stage each equation of a step belongs to, and which values its programs keep: minimum cuts, mostly."""

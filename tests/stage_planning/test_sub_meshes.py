@@ -1,0 +1,53 @@
+"""Meshes to rows of devices and sub-meshes: shapes, places, links."""
+
+import jax
+import pytest
+
+from autoshard import topology
+from autoshard.stage_planning.planned_stage import channel_between
+from autoshard.stage_planning.sub_meshes import device_row, sub_mesh_shapes
+
+HOSTS = {"data": 4, "model": 2}
+
+
+def test_a_sub_mesh_has_a_part_of_one_axis_and_all_inside():
+    shapes = sub_mesh_shapes(HOSTS, topology("h100:4x2", HOSTS), 1e9)
+    assert [tuple(shape.axes.values()) for shape in shapes] == [(1, 1), (1, 2), (2, 2), (4, 2)]
+    assert [shape.in_row.starts[:3] for shape in shapes] == [(0, 1, 2), (0, 2, 4), (0, 4), (0,)]
+    assert [shape.in_row.name for shape in shapes] == ["1", "2", "2x2", "4x2"]
+
+
+@pytest.mark.parametrize("axis", ["stage", "pipe"])
+def test_an_axis_for_stages_leaves_one_shape(axis):
+    axes = {axis: 4, "model": 2}
+    (shape,) = sub_mesh_shapes(axes, topology("h100:4x2", axes), 1e9)
+    assert shape.axes == {axis: 1, "model": 2}
+
+
+def test_neighbours_talk_over_the_outermost_link_between_them():
+    costs = topology("h100:4x2", HOSTS)
+    row = device_row(HOSTS, costs)
+    inside, network = costs.links["model"], costs.links["data"]
+    assert [channel.bandwidth for channel in row.channels] == [
+        (inside if position % 2 else network).bandwidth for position in range(1, 8)
+    ]
+    assert channel_between(HOSTS, costs, 0, 1).bandwidth == inside.bandwidth
+    assert channel_between(HOSTS, costs, 0, 2).bandwidth == network.bandwidth
+
+
+def test_part_of_a_ring_is_a_line_and_part_of_joined_links_is_inside():
+    axes = {"data": 2, "x": 16, "y": 16}
+    costs = topology("2x v5e:16x16", axes)
+    half = next(one for one in sub_mesh_shapes(axes, costs, 1e9) if tuple(one.axes.values()) == (1, 8, 16))
+    assert half.topology.links["x"].bandwidth == costs.links["x"].bandwidth / 2
+    assert half.topology.links["y"] == costs.links["y"]
+    joined = {"all": 8}
+    over = topology("h100:4x2", joined)
+    inside = next(one for one in sub_mesh_shapes(joined, over, 1e9) if one.axes == {"all": 2})
+    assert inside.topology.links["all"].bandwidth == topology("h100:4x2", HOSTS).links["model"].bandwidth
+
+
+def test_the_devices_of_a_stage_are_neighbours_in_the_mesh():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), devices=jax.devices()[:8])
+    pair = sub_mesh_shapes(HOSTS, topology("cpu:8", HOSTS), 1e9)[2]
+    assert pair.on(mesh, 4).devices.ravel().tolist() == mesh.devices.ravel().tolist()[4:]
