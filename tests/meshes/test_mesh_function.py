@@ -97,7 +97,7 @@ def test_it_runs_on_the_devices_at_hand(sharded, tmp_path):
     np.testing.assert_allclose(state["up"], expected["up"], rtol=1e-4, atol=1e-5)
     plan = sharded.plan(state, batch)
     assert state["up"].sharding.mesh.shape == plan.mesh.shape
-    assert "Meshes" in str(plan) and len(plan.meshes) == 2
+    assert "Meshes" in str(plan) and len(plan.meshes) >= 2
     plan.save(tmp_path / "plan.json")
     again = autoshard.autoshard(step, mesh="auto", plan=tmp_path / "plan.json", donate_argnums=0).plan(state, batch)
     assert again.meshes == plan.meshes and again.mesh.shape == plan.mesh.shape
