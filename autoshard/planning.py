@@ -426,9 +426,11 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
+    again = (program.recomputed,) if program.recomputed else ()
     said = (
         *formulation.restrictions,
         *split,
+        *again,
         *_unused_axes(program, mesh),
         *uneven_batch(program, mesh),
         *_guessed_loops(program),
