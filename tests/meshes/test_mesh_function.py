@@ -152,11 +152,6 @@ def test_what_cannot_be_chosen_from(topology, fixed, error):
         chosen(topology, fixed=fixed)
 
 
-def test_what_the_time_limit_leaves_is_named():
-    plan = chosen("v5e:4x4", time_limit=0)
-    assert len(plan.meshes) == 1 and any("untried" in warning for warning in plan.warnings)
-
-
 def test_the_devices_of_a_machine_are_counted():
     for name in ("v5e:4x4", "2x v5e:2x4", "h100:2x8", "tpu7x:2x2x1", "v5p:4x4x4"):
         assert Place.of(name).dims.devices == np.prod([*parse_machine(name).axes.values()])
