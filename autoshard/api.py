@@ -202,7 +202,7 @@ def autoshard(
         place = Place.of(topology)
         topology = place.machine
         planned = plan if plan is not None else like
-        meshes = place.meshes(axes_in(fixed)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
+        meshes = place.meshes(axes_in(fixed, tactics)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")

@@ -94,7 +94,7 @@ class Place:
         shapes = named_meshes(aligned_sizes(self.dims), named)
         if not shapes:
             raise MeshError(
-                f"no mesh over {self.dims.devices} devices has the axes {', '.join(named)}, which fixed= names.\n"
+                f"no mesh over {self.dims.devices} devices has the axes {', '.join(named)}, which fixed= or tactics= name.\n"
                 "Name fewer axes, or give the mesh."
             )
         found: dict[Any, Mesh | AbstractMesh] = {}
@@ -110,14 +110,16 @@ class Place:
         return Topology.of(mesh) if self.machine is None else preset(self.machine, dict(mesh.shape))
 
 
-def axes_in(fixed: Any) -> list[str]:
-    """The mesh axes that `fixed=` names, in the order in which it does.
+def axes_in(fixed: Any, tactics: Any = ()) -> list[str]:
+    """The mesh axes that `fixed=` and `tactics=` name, in the order in which they do.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> axes_in({"up": P("x", ("y", "z")), "down": P(None, "x")})
     ['x', 'y', 'z']
     """
+    told = tactics if isinstance(tactics, list | tuple) else [tactics]
     specs = [spec for spec in fixed.values() if isinstance(spec, PartitionSpec)] if isinstance(fixed, Mapping) else []
     entries = [entry for spec in specs for entry in spec]
     named = [axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    named += [axis for tactic in told for axis in getattr(tactic, "axes", ())]
     return list(dict.fromkeys(axis for axis in named if isinstance(axis, str)))

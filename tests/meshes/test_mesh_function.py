@@ -155,3 +155,10 @@ def test_what_cannot_be_chosen_from(topology, fixed, error):
 def test_the_devices_of_a_machine_are_counted():
     for name in ("v5e:4x4", "2x v5e:2x4", "h100:2x8", "tpu7x:2x2x1", "v5p:4x4x4"):
         assert Place.of(name).dims.devices == np.prod([*parse_machine(name).axes.values()])
+
+
+def test_only_meshes_with_the_axes_of_tactics_count():
+    plan = chosen(
+        "v5e:2x2", step, tactics=[autoshard.tactics.DataParallel("data"), autoshard.tactics.Megatron("model")]
+    )
+    assert [set(shape) for shape, _, _ in plan.meshes] == [{"data", "model"}]
