@@ -94,7 +94,8 @@ class Place:
         shapes = named_meshes(aligned_sizes(self.dims), named)
         if not shapes:
             raise MeshError(
-                f"no mesh over {self.dims.devices} devices has the axes {', '.join(named)}, which fixed= or tactics= name.\n"
+                f"no mesh over {self.dims.devices} devices has the axes {', '.join(named)}, which fixed= or tactics= "
+                "name.\n"
                 "Name fewer axes, or give the mesh."
             )
         found: dict[Any, Mesh | AbstractMesh] = {}
