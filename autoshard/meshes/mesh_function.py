@@ -22,6 +22,7 @@ from autoshard.propagation import rules_for
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
+_OF_MESHES = ("mesh_cast", "reshard", "shard_map", "sharding_constraint")  # primitives that may name a mesh
 RANKED = 2  # of the ranking's first meshes, none is left out because another is faster
 
 
@@ -194,7 +195,7 @@ def _is_same_on_every_mesh(program: Program) -> bool:
     """Whether nothing in the step names axes of a mesh."""
     if program.ordered_arguments or program.wishes or program.types is not None or program.closes_over_tracers:
         return False
-    if any(equation.primitive == "shard_map" for equation in program.equations):
+    if any(equation.primitive in _OF_MESHES for equation in program.equations):
         return False
     return not any(rule.given or rule.beside for rule in rules_for(program))
 
