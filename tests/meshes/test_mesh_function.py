@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.mesh.machines import parse_machine
 from autoshard.meshes import cutoff, mesh_function
+from autoshard.meshes.candidates import aligned_sizes, named_meshes
 from autoshard.meshes.places import Place
 
 WEIGHTS = {"down": jax.ShapeDtypeStruct((512, 128), np.float32), "up": jax.ShapeDtypeStruct((128, 512), np.float32)}
@@ -38,11 +39,14 @@ def alone(fn, mesh, machine):
 
 def assert_best_of_all(plan, fn, machine):
     """The chosen mesh is the fastest of all candidates, the second is the next, and the table has their figures."""
-    meshes = {tuple(mesh.shape.items()): mesh for mesh in Place.of(machine).meshes([])}
+    place = Place.of(machine)
+    meshes = {tuple(mesh.shape.items()): mesh for mesh in place.meshes([])}
     figures = {shape: alone(fn, mesh, machine) for shape, mesh in meshes.items()}
     for shape, *found in plan.meshes:
         assert found == pytest.approx(figures[tuple(shape.items())], rel=1e-9)
     fastest = sorted(seconds for seconds, _ in figures.values())
+    left_out = [shape for shape in named_meshes(aligned_sizes(place.dims), []) if tuple(shape.items()) not in meshes]
+    assert all(alone(fn, place.mesh(shape), machine)[0] >= fastest[0] * (1 - 1e-9) for shape in left_out)
     ordered = [seconds for _, seconds, _ in plan.meshes]
     assert ordered == sorted(ordered) and ordered[:2] == pytest.approx(fastest[:2], rel=1e-9)
     assert dict(plan.mesh.shape) == plan.meshes[0][0]
