@@ -48,10 +48,39 @@ def _laid_out(chip: Chip, dims: Sequence[int], axes: MeshShape) -> dict[str, Par
     # the inner axes are tried first for the inner wires; as many axes as possible get whole dims
     choices = itertools.product([*reversed(list(axes)), None], repeat=len(wires))
     best = max((laid(choice[::-1]) for choice in choices), key=len)
+    if len(best) < len(axes) and (cut := _laid_with_a_cut(chip, wires, axes)) is not None:
+        return cut
     owned = [link for parts in best.values() for _, link in parts]
     left = sum(link.bandwidth for _, link in wires) - sum(link.bandwidth for link in owned)
     line = replace(chip.along(), wires=("torus", left)) if left and len(best) < len(axes) - 1 else chip.along()
     return {axis: best.get(axis, [(size, line)]) for axis, size in axes.items()}
+
+
+def _laid_with_a_cut(chip: Chip, wires: Sequence[tuple[int, Link]], axes: MeshShape) -> dict[str, Parts] | None:
+    """What each axis runs over if two of them share one dim of the torus, and all else is whole; None if none do.
+
+    The outer one takes every so many-th chip of the dim, as `parts_of_mesh` finds it in a mesh of devices.
+    """
+    names = list(axes)
+    for i, (size, link) in enumerate(wires):
+        whole = [*wires[:i], *wires[i + 1 :]]
+        for inner in (part for part in range(2, size) if size % part == 0):
+            outer = size // inner
+            owners = shared_out([*(n for n, _ in whole), outer, inner], list(axes.values()))
+            if owners is not None and outer == inner:
+                owners[-2:] = sorted(owners[-2:])
+            if owners is None or owners[-2] >= owners[-1]:
+                continue
+            shared = (f"dim {i}", link.bandwidth)
+            pair = [
+                (outer, replace(chip.along(link.ring, stride=inner), wires=shared)),
+                (inner, replace(chip.along(), wires=shared)),
+            ]
+            parts: dict[str, Parts] = {axis: [] for axis in names}
+            for owner, part in zip(owners, [*whole, *pair], strict=True):
+                parts[names[owner]].append(part)
+            return parts
+    return None
 
 
 def shared_out(pieces: Sequence[int], products: Sequence[int]) -> list[int] | None:

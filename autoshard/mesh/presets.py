@@ -24,7 +24,8 @@ def topology(name: str, axes: MeshShape | None = None) -> Topology:
     The outermost axes run over the slices or hosts, on the network. An axis that covers them and some of what is inside
     runs over both links, and its collectives are priced level by level. On a torus the other axes are laid on whole
     dims where their sizes allow, as `jax.make_mesh` does it; one whole dim may close to a ring, and several work side
-    by side. An axis of any other size is a line laid through the torus.
+    by side. Two axes may share a dim: the outer one takes every so many-th chip of it, as in a mesh of devices. An axis
+    of any other size is a line laid through the torus.
 
     Raises:
         MeshError: no machine has this name, or the axes have another number of devices.

@@ -2,7 +2,7 @@
 
 A mesh is *aligned* with the machine if every axis runs over whole dims of it (slices or hosts, then the dims of the
 torus), except that one dim may be cut in two. Any other mesh has axes that share wires with each other more than it has
-to. A machine of n dims so has meshes of one to n + 1 axes.
+to. A machine of n dims so has meshes of one to n + 1 axes; the dim of a machine that has but one may be cut in three.
 
 Slices or hosts come outermost, as in `mesh/placement.py`: an axis takes as many of them as its size allows, and the
 axes before it must leave none that they could have taken.
@@ -81,7 +81,9 @@ def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cuts(machine: MachineDims, sizes: Sequence[int]) -> int | None:
-    """How many dims of the machine axes of these sizes cut in two; None if the mesh is not aligned with it."""
+    """How often axes of these sizes cut dims of the machine; None if the mesh is not aligned with it."""
+    if sum(size > 1 for size in (machine.groups, *machine.inner)) == 1:
+        return len(sizes) - 1 if len(sizes) <= 3 else None
     inside, groups_along, left = [], 0, machine.groups
     for size in sizes:
         groups = math.gcd(size, left)
@@ -102,7 +104,7 @@ def _cuts(machine: MachineDims, sizes: Sequence[int]) -> int | None:
         others = whole[:i] + whole[i + 1 :]
         pairs = ((part, size // part) for part in range(2, size) if size % part == 0)
         if any(shared_out([*others, *pair], inside) is not None for pair in pairs):
-            return cuts + 1
+            return 1
     return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from autoshard.propagation import rules_for
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
+_OF_MESHES = ("mesh_cast", "reshard", "shard_map", "sharding_constraint")  # primitives that may name a mesh
 RANKED = 2  # of the ranking's first meshes, none is left out because another is faster
 
 
@@ -46,26 +46,24 @@ class Ranking:
 
     planned: tuple[PlannedMesh, ...]
     slower: int = 0  # how many are proven to be slower than the first two
-    untried: tuple[MeshShape, ...] = ()  # for want of time
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a plan says of the meshes that are not in its table."""
-        slow = (
-            f"{self.slower} other meshes are proven to be slower than the first two, and were not planned to the end."
-        )
-        late = f"the time limit left {len(self.untried)} meshes untried: {', '.join(map(_text, self.untried))}."
-        return (f"mesh='auto': {slow}",) * bool(self.slower) + (f"mesh='auto': {late}",) * bool(self.untried)
+        if not self.slower:
+            return ()
+        slow = f"{self.slower} other meshes are proven to be slower than the first two"
+        return (f"mesh='auto': {slow}, and were not planned to the end.",)
 
     def dumps(self) -> str:
         """The ranking as JSON, for other processes."""
         planned = [[dict(one.shape), one.seconds, one.peak_bytes] for one in self.planned]
-        return json.dumps([planned, self.slower, list(map(dict, self.untried))])
+        return json.dumps([planned, self.slower])
 
     @classmethod
     def loads(cls, text: str) -> Ranking:
-        planned, slower, untried = json.loads(text)
-        return cls(tuple(PlannedMesh(*one) for one in planned), slower, tuple(untried))
+        planned, slower = json.loads(text)
+        return cls(tuple(PlannedMesh(*one) for one in planned), slower)
 
 
 class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
@@ -143,17 +141,13 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
         """
         found: list[tuple[PlannedMesh, ShardedFunction[..., Any]]] = []
         errors: list[AutoshardError] = []
-        until = time.monotonic() + self._options_of_meshes[0].time_limit
-        slower, untried = 0, []
+        slower = 0
         shared: StepVariants | None = None
 
         def enough() -> float:
             return found[RANKED - 1][0].seconds if len(found) >= RANKED else math.inf
 
         for options in self._options_of_meshes:
-            if found and time.monotonic() > until:
-                untried.append(dict(options.mesh.shape))
-                continue
             step = self._on(replace(options, enough=enough, refine=1, is_memory_given=False))
             try:
                 shared = shared or self._traced_for_all(step, args, kwargs)
@@ -177,7 +171,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
             found = sorted([*found, (one, step)], key=lambda pair: pair[0].place)
         if not found:
             raise min(errors, key=lambda error: error.needed if isinstance(error, MemoryLimitError) else math.inf)
-        ranking = Ranking(tuple(one for one, _ in found), slower, tuple(untried))
+        ranking = Ranking(tuple(one for one, _ in found), slower)
         best, options = found[0][1], self._options_for(found[0][0].shape)
         fastest = self._on(options)
         if options.refine == 1:
@@ -201,7 +195,7 @@ def _is_same_on_every_mesh(program: Program) -> bool:
     """Whether nothing in the step names axes of a mesh."""
     if program.ordered_arguments or program.wishes or program.types is not None or program.closes_over_tracers:
         return False
-    if any(equation.primitive == "shard_map" for equation in program.equations):
+    if any(equation.primitive in _OF_MESHES for equation in program.equations):
         return False
     return not any(rule.given or rule.beside for rule in rules_for(program))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
+from autoshard.layout import MeshShape
 from autoshard.mesh.chips import CHIPS, chip_of
+from autoshard.mesh.collectives import KINDS, seconds
 from autoshard.mesh.machines import parse_machine
 from autoshard.mesh.placement import dims_of_devices
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import placed
 from autoshard.mesh.topology import Topology
 from autoshard.meshes.candidates import MachineDims, aligned_sizes, named_meshes
+
+_MANY_BYTES = 1e15  # beside which latency is nothing
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,8 @@ class Place:
     def meshes(self, named: Sequence[str]) -> list[Mesh | AbstractMesh]:
         """The meshes that are worth a plan.
 
-        Of meshes that differ in the order of their axes alone, and whose axes run over equal links, the first is taken,
-        whose outer axes are the larger. Where the user's names tell axes apart, all are.
+        Of two meshes of the same axes in another order, one is left out if no collective is faster on it. Where the
+        user's names tell axes apart, none is.
 
         Args:
             named: axes that every mesh has to have.
@@ -94,30 +100,60 @@ class Place:
         shapes = named_meshes(aligned_sizes(self.dims), named)
         if not shapes:
             raise MeshError(
-                f"no mesh over {self.dims.devices} devices has the axes {', '.join(named)}, which fixed= names.\n"
+                f"no mesh over {self.dims.devices} devices has the axes {', '.join(named)}, which fixed= or tactics= "
+                "name.\n"
                 "Name fewer axes, or give the mesh."
             )
-        found: dict[Any, Mesh | AbstractMesh] = {}
-        for shape in shapes:
-            mesh = self.mesh(shape)
-            links = self.topology(mesh).links
-            axes = [(size, repr(links.get(axis))) for axis, size in shape.items()]
-            found.setdefault(tuple(axes if named else sorted(axes)), mesh)
-        return list(found.values())
+        meshes = list(map(self.mesh, shapes))
+        if named:
+            return meshes
+        machines = [(dict(mesh.shape), self.topology(mesh)) for mesh in meshes]
+
+        def is_needed(i: int) -> bool:
+            others = (j for j in range(len(meshes)) if j != i and is_as_fast(*machines[j], *machines[i]))
+            return all(j > i and is_as_fast(*machines[i], *machines[j]) for j in others)
+
+        return [mesh for i, mesh in enumerate(meshes) if is_needed(i)]
 
     def topology(self, mesh: Mesh | AbstractMesh) -> Topology:
         """What the machine costs under a mesh."""
         return Topology.of(mesh) if self.machine is None else preset(self.machine, dict(mesh.shape))
 
 
-def axes_in(fixed: Any) -> list[str]:
-    """The mesh axes that `fixed=` names, in the order in which it does.
+def is_as_fast(shape: MeshShape, machine: Topology, other: MeshShape, than: Topology) -> bool:
+    """Whether the axes of a mesh can stand for those of another, so that no collective over any of them is slower.
+
+    Seconds of a collective are a latency, and a share that grows with the bytes.
+
+    >>> shape, other = {"a": 8, "b": 2}, {"a": 2, "b": 8}
+    >>> line, cut = preset("v5e:4x4", {"a": 4, "b": 4}), {"a": 4, "b": 4}
+    >>> is_as_fast(cut, line, cut, line), is_as_fast(shape, preset("v5e:4x4", shape), other, preset("v5e:4x4", other))
+    (True, False)
+    """
+    if sorted(shape.values()) != sorted(other.values()):
+        return False
+    axes = list(shape)
+    subsets = [one for count in range(1, len(axes) + 1) for one in itertools.combinations(range(len(axes)), count)]
+
+    def is_slower(order: Sequence[str], subset: Sequence[int], kind: str, size: float) -> bool:
+        ours, theirs = [axes[i] for i in subset], [order[i] for i in subset]
+        return seconds(kind, ours, size, shape, machine) > seconds(kind, theirs, size, other, than) * (1 + _ROUNDING)
+
+    cases = list(itertools.product(subsets, KINDS, (0.0, _MANY_BYTES)))
+    orders = (order for order in itertools.permutations(other) if [other[a] for a in order] == [*shape.values()])
+    return any(not any(is_slower(order, *case) for case in cases) for order in orders)
+
+
+def axes_in(fixed: Any, tactics: Any = ()) -> list[str]:
+    """The mesh axes that `fixed=` and `tactics=` name, in the order in which they do.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> axes_in({"up": P("x", ("y", "z")), "down": P(None, "x")})
     ['x', 'y', 'z']
     """
+    told = tactics if isinstance(tactics, list | tuple) else [tactics]
     specs = [spec for spec in fixed.values() if isinstance(spec, PartitionSpec)] if isinstance(fixed, Mapping) else []
     entries = [entry for spec in specs for entry in spec]
     named = [axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))]
+    named += [axis for tactic in told for axis in getattr(tactic, "axes", ())]
     return list(dict.fromkeys(axis for axis in named if isinstance(axis, str)))

@@ -50,9 +50,10 @@ LINKS = [  # (machine, axes, bytes/s per axis in GB/s, of each part if there are
     ("v5e:8x16", None, {"x": 50, "y": 100}),
     ("v5e:4x4", {"data": 16}, {"data": [50, 50]}),  # both dims side by side
     ("v5e:4x4", {"data": 4, "model": 4}, {"data": 50, "model": 50}),
-    ("v5e:4x4", {"data": 8, "model": 2}, {"data": 50, "model": 50}),  # lines laid through the torus
+    ("v5e:4x4", {"data": 8, "model": 2}, {"data": [50, 25], "model": 50}),  # every second chip of a dim, and pairs
+    ("v5e:4x4", {"a": 2, "b": 2, "c": 2, "d": 2}, {"a": 50, "b": 50, "c": 50, "d": 50}),  # lines laid through the torus
     ("v5e:4x4", {"data": 16, "model": 1}, {"data": [50, 50], "model": 50}),
-    ("v5e:16x16", {"data": 16, "fsdp": 4, "model": 4}, {"data": 100, "fsdp": 50, "model": 50}),
+    ("v5e:16x16", {"data": 16, "fsdp": 4, "model": 4}, {"data": 100, "fsdp": 25, "model": 50}),  # every fourth chip
     ("v5p:4x4x4", {"data": 16, "model": 4}, {"data": [200, 200], "model": 200}),
     ("V5P:2x2x4", None, {"x": 100, "y": 100, "z": 100}),  # no whole cube
     ("v5p:4x4", None, {"x": 100, "y": 100}),  # of one layer

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.mesh.machines import parse_machine
 from autoshard.meshes import cutoff, mesh_function
+from autoshard.meshes.candidates import aligned_sizes, named_meshes
 from autoshard.meshes.places import Place
 
 WEIGHTS = {"down": jax.ShapeDtypeStruct((512, 128), np.float32), "up": jax.ShapeDtypeStruct((128, 512), np.float32)}
@@ -38,11 +39,14 @@ def alone(fn, mesh, machine):
 
 def assert_best_of_all(plan, fn, machine):
     """The chosen mesh is the fastest of all candidates, the second is the next, and the table has their figures."""
-    meshes = {tuple(mesh.shape.items()): mesh for mesh in Place.of(machine).meshes([])}
+    place = Place.of(machine)
+    meshes = {tuple(mesh.shape.items()): mesh for mesh in place.meshes([])}
     figures = {shape: alone(fn, mesh, machine) for shape, mesh in meshes.items()}
     for shape, *found in plan.meshes:
         assert found == pytest.approx(figures[tuple(shape.items())], rel=1e-9)
     fastest = sorted(seconds for seconds, _ in figures.values())
+    left_out = [shape for shape in named_meshes(aligned_sizes(place.dims), []) if tuple(shape.items()) not in meshes]
+    assert all(alone(fn, place.mesh(shape), machine)[0] >= fastest[0] * (1 - 1e-9) for shape in left_out)
     ordered = [seconds for _, seconds, _ in plan.meshes]
     assert ordered == sorted(ordered) and ordered[:2] == pytest.approx(fastest[:2], rel=1e-9)
     assert dict(plan.mesh.shape) == plan.meshes[0][0]
@@ -53,7 +57,7 @@ def chosen(machine, fn=hidden, **options):
     return autoshard.plan(fn, WEIGHTS, BATCH, mesh="auto", topology=machine, **options)
 
 
-@pytest.mark.parametrize("fn, machine", [(step, "v5e:4x4"), (hidden, "h100:2x8")])
+@pytest.mark.parametrize("fn, machine", [(hidden, "v5e:4x4"), (hidden, "h100:2x8")])
 def test_the_best_of_all_meshes_is_chosen(fn, machine):
     assert_best_of_all(chosen(machine, fn), fn, machine)
 
@@ -97,7 +101,7 @@ def test_it_runs_on_the_devices_at_hand(sharded, tmp_path):
     np.testing.assert_allclose(state["up"], expected["up"], rtol=1e-4, atol=1e-5)
     plan = sharded.plan(state, batch)
     assert state["up"].sharding.mesh.shape == plan.mesh.shape
-    assert "Meshes" in str(plan) and len(plan.meshes) == 2
+    assert "Meshes" in str(plan) and len(plan.meshes) >= 2
     plan.save(tmp_path / "plan.json")
     again = autoshard.autoshard(step, mesh="auto", plan=tmp_path / "plan.json", donate_argnums=0).plan(state, batch)
     assert again.meshes == plan.meshes and again.mesh.shape == plan.mesh.shape
@@ -152,11 +156,13 @@ def test_what_cannot_be_chosen_from(topology, fixed, error):
         chosen(topology, fixed=fixed)
 
 
-def test_what_the_time_limit_leaves_is_named():
-    plan = chosen("v5e:4x4", time_limit=0)
-    assert len(plan.meshes) == 1 and any("untried" in warning for warning in plan.warnings)
-
-
 def test_the_devices_of_a_machine_are_counted():
     for name in ("v5e:4x4", "2x v5e:2x4", "h100:2x8", "tpu7x:2x2x1", "v5p:4x4x4"):
         assert Place.of(name).dims.devices == np.prod([*parse_machine(name).axes.values()])
+
+
+def test_only_meshes_with_the_axes_of_tactics_count():
+    plan = chosen(
+        "v5e:2x2", step, tactics=[autoshard.tactics.DataParallel("data"), autoshard.tactics.Megatron("model")]
+    )
+    assert [set(shape) for shape, _, _ in plan.meshes] == [{"data", "model"}]
