@@ -12,6 +12,7 @@ plot needs matplotlib.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import platform
 import statistics
@@ -72,7 +73,8 @@ def main() -> None:
     files = [ROOT / "benchmarks" / "instances" / f"{name}.json.gz" for name in options.problems] + options.contest
     for file in files:
         problem = Problem.read(file)
-        solve(problem, time_limit=0.5)  # loads what is imported when it is first needed
+        with contextlib.suppress(SolverError):
+            solve(problem, time_limit=0.5)  # loads what is imported when it is first needed
         for search in options.searches:
             for seed in options.seeds:
                 row = run(problem, name_of(file), search, seed, options.seconds)
@@ -188,6 +190,19 @@ def time_text(rows: Sequence[Row]) -> str:
     return f"{text} ({statistics.median(ended):.1f})" if len(ended) == len(rows) else text
 
 
+def thinned(curve: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+    """The improvements of half a percent or more, since the last one that is kept.
+
+    >>> thinned([[0.1, 8.0], [0.2, 7.99], [0.3, 7.9]])
+    [[0.1, 8.0], [0.3, 7.9]]
+    """
+    kept: list[Sequence[float]] = []
+    for point in curve:
+        if not kept or point[1] < 0.995 * kept[-1][1]:
+            kept.append(point)
+    return kept
+
+
 def plot(rows: Sequence[Row], file: Path) -> None:
     """How far above the best known cost each search is over time, a panel per problem; seed 0."""
     import matplotlib
@@ -195,6 +210,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "searches"}
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     problems = list(dict.fromkeys(row.problem for row in rows))
     searches = list(dict.fromkeys(row.search for row in rows))
@@ -205,7 +221,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     for panel, problem in zip(panels.flat, problems, strict=False):
         best = min(row.cost for row in rows if row.problem == problem and row.cost)
         for row in (row for row in rows if row.problem == problem and row.seed == 0 and row.curve):
-            seconds, costs = zip(*[*row.curve, [row.limit, row.curve[-1][1]]], strict=True)
+            seconds, costs = zip(*[*thinned(row.curve), [max(row.limit, row.seconds), row.curve[-1][1]]], strict=True)
             place = searches.index(row.search)
             style = {"color": "black", "linewidth": 2} if row.search == OWN else {"color": colors(place % 20)}
             gaps = [100 * (cost / best - 1) + 1e-2 for cost in costs]
@@ -213,6 +229,9 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         panel.set(
             title=problem, xscale="log", yscale="log", xlabel="CPU seconds", ylabel="% above the best known + 0.01"
         )
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    for panel in list(panels.flat)[len(problems) :]:
+        panel.axis("off")
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=6, fontsize="small")
     figure.tight_layout(rect=(0, 0.5 / lines * 0.3, 1, 1))

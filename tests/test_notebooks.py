@@ -34,6 +34,19 @@ PROMISED = {  # notebook -> a pattern for each promised piece of what its cells 
         r"\{'data': [^}]*\} +\d+\.\d ms per step",
         r"planned for v5e:",
     ],
+    "04_how_it_works": [
+        r"split i     operands \[1, 0\]  result None  partial sums True",
+        r"optimal: (\d+\.\d+) us, FlexFlow's search \1 us",
+        r"all_reduces predicted 1, in XLA's program 1",
+        r"up +float32\[64, 4096\] +P\(None, \"d\"\)",
+    ],
+    "05_your_own_rule": [
+        r"no sharding rule for primitive 'row_energy' \(In\[\d+\]:\d+\)",
+        r"gathers: \['all_gather'\]",
+        r"x lies as P\('data',\): collectives \[\]",
+        r"x lies as P\(None, 'data'\): collectives \[\('all_reduce', 256\)\]",
+        r"x lies as P\('data',\), optimal",
+    ],
 }
 
 

@@ -28,6 +28,7 @@ class PatienceSettings:
     seconds_per_node: float = 0.05  # on top of that
     times: float = 2.0  # as much work as all that led to the last improvement
     times_if_none: float = 3.0  # as much, while there is no choice
+    rounding: float = 1e-9  # relative: cheaper by no more than this is no improvement
     quantum: float = 1e-3  # s: how much work is counted at once
     # Work, in times of what it takes to verify a choice, after which the best choice is verified.
     verifying_times: float = 10.0
@@ -78,7 +79,8 @@ class SearchRun:
         Args:
             cost: what the search knows it to cost.
         """
-        if cost < self.cost:
+        best = self.cost
+        if cost < np.inf == best or cost < best - PATIENCE.rounding * abs(best):
             self._offered = tuple(map(int, choice)), cost
             self._improved_at = self._spent + self._owed
 
