@@ -76,6 +76,11 @@ def test_what_tactics_leave_open_is_solved_for():
     assert not any("tactics" in remark for remark in free.warnings)
 
 
+def test_an_explanation_names_the_tactics():
+    explained = planned([DataParallel("data"), Megatron("model")]).explain("params/0/w")
+    assert "within tactics: DataParallel('data'), Megatron('model')" in str(explained)
+
+
 def test_a_wish_may_be_a_tactic():
     asked = planned([]).what_if(tactics=[Megatron("model")])
     assert asked.cost == pytest.approx(planned([Megatron("model")]).cost)
