@@ -43,8 +43,8 @@ from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
-from autoshard.tactics import batch_dim
 from autoshard.solver.runtime.budget import Budget
+from autoshard.tactics import batch_dim
 
 PLANNED = "inner layouts planned"  # what a second row is called, after the first one's name
 _SAME = 0.001  # share of a step by which two may differ and count as one
