@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.plans import Frontier
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.mesh.topology import Topology
@@ -98,7 +98,7 @@ class _Search:
         """Looks for so many plans in no more searches."""
         least = self.step.least_memory()
         self.solve(self.step.ample_memory)
-        if least < self.step.ample_memory:
+        if least is not None and least < self.step.ample_memory:
             self.solve(least)
         done = _ENDS
         while done < searches - points and self.solve(_LESS * self.front()[-1].peak / self.step.usable):
@@ -121,8 +121,8 @@ class _Search:
             return True
         try:
             solution = self.step.solution(memory)
-        except MemoryLimitError:
-            if not self.known and self.step.options.is_memory_given:
+        except (MemoryLimitError, SolverError):
+            if not self.known:
                 raise
             return False
         predicted = prediction_of(self.step.formulation, solution.choice)

@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.decorated import ShardedFunction
-from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, comparison_of, formulated, lowered, remarks, solved
@@ -89,12 +89,14 @@ class TracedStep:
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
         return solved(self.program, limited, replace(self.options, memory=memory))
 
-    def least_memory(self) -> float:
-        """The smallest limit under which a solution was found, in bytes per device."""
+    def least_memory(self) -> float | None:
+        """The smallest limit under which a solution was found, in bytes per device; None: there was no time for one."""
         try:
             self.solution(0.0)
         except MemoryLimitError as error:
             return float(math.ceil(error.needed))
+        except SolverError:
+            return None
         return 0.0
 
     def plan(self, solution: Solution, memory: float, bound: float) -> Plan:

@@ -44,6 +44,7 @@ from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
 from autoshard.solver.runtime.budget import Budget
+from autoshard.tactics import batch_dim
 
 PLANNED = "inner layouts planned"  # what a second row is called, after the first one's name
 _SAME = 0.001  # share of a step by which two may differ and count as one
@@ -233,12 +234,7 @@ class _Problems:
 
     def batch_dim(self, argument: int) -> int | None:
         """The first dim that no loop goes through."""
-        value, dim = self.value(argument), 0
-        readers = self.formulation.readers[value.id]
-        while readers and all(r.group and r.group.equations[0].primitive == "scan_slice" for r in readers):
-            dim += 1
-            readers = [one for r in readers if r.group for one in self.formulation.readers[r.group.made[0].value.id]]
-        return dim if dim < len(value.shape) else None
+        return batch_dim(self.formulation, argument)
 
     def split_largest(self, argument: int) -> Layout:
         shape, axes = self.value(argument).shape, tuple(self.mesh)

@@ -35,6 +35,7 @@ from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
 from autoshard.specs import fixed_layouts, patterns_of, wished_layouts
+from autoshard.tactics import text_of_tactic
 from autoshard.user_plan import Plan, Wish
 
 _OTHERS = 4  # layouts that an explanation shows beside the one that was chosen
@@ -109,6 +110,9 @@ class Planner:
             )
         elif argument in self.fixed:
             said.append("The user says so: in_shardings. The other layouts are without it.")
+        if self.options.tactics:
+            named = ", ".join(map(text_of_tactic, self.options.tactics))
+            said.append(f"The plan is within tactics: {named}. So are the other layouts.")
         if argument in self.program.ordered_arguments:
             said.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
         if argument in self.program.carried:

@@ -117,7 +117,7 @@ class _Restriction:
             options = self._as_functions_say(i, options, homes)
             for axis, rule in self.rules.items():
                 wanted = self._wanted_dims(i, rule)
-                if wanted is None:
+                if wanted is None or (-1 not in wanted and not self._can_be_gathered(i, axis)):
                     continue
                 dims = _dims_over(tuple(homes), axis)
                 kept = [o for o in options if int(dims[o]) in wanted]
@@ -135,6 +135,19 @@ class _Restriction:
         for group, work in zip(self.roles.groups, self.roles.work, strict=True):
             allowed[self.formulation.group_node(group)] = self._strategies_left(group, work)
         return self.formulation.problem.restrict(allowed)
+
+    def _can_be_gathered(self, argument: int, axis: str) -> bool:
+        """Whether an argument may be split along the axis, but read whole; it may if only updates and casts read it.
+
+        Of what is read elementwise, as a token that is put before others, the planner makes no copies.
+        """
+        value = self.formulation.program.arguments[argument]
+        readers = [r.group for r in self.formulation.readers[value.id] if r.group is not None]
+        if self.roles.state.get(argument) is None or all(self.roles.work[r.index] is Work.UPDATE for r in readers):
+            return True
+        options = self.formulation.arguments[argument]
+        homes, copies = (_dims_over(tuple(one), axis) for one in zip(*((o.home, o.copy) for o in options), strict=True))
+        return bool(((homes >= 0) & (copies < 0)).any()) or not (homes >= 0).any()
 
     def _as_functions_say(self, argument: int, options: list[int], homes: Sequence[Layout]) -> list[int]:
         value = self.formulation.program.arguments[argument]

@@ -93,8 +93,8 @@ class Roles:
         for argument, result in self.formulation.program.carried.items():
             value, home = self.formulation.program.results[result], self.formulation.program.arguments[argument]
             if isinstance(value, Value) and value.id in first and home.id in first:
-                (i, ours), (j, theirs_) = first[value.id], first[home.id]
-                for one, other in zip(ours, theirs_, strict=True):
+                (i, ours), (j, others) = first[value.id], first[home.id]
+                for one, other in zip(ours, others, strict=True):
                     for mine, theirs in _alike(one, other):
                         parents[_root(parents, (i, mine))] = _root(parents, (j, theirs))
         return parents
@@ -115,20 +115,21 @@ class Roles:
         for group in self.groups:
             if not self._is_weight_product(group):
                 continue
-            weight = self._factors(group, (use.dims for use in group.uses if use.value.id in self.of_state))
-            active = self._factors(group, (use.dims for use in group.uses if use.value.id not in self.of_state))
-            left = self._factors(group, (made.dims for made in group.made))
-            shared = weight & active & left - batch
+            # Of factors, since several of them may be one dim: a recurrent weight takes and makes the same features.
+            weight = _factors(use.dims for use in group.uses if use.value.id in self.of_state)
+            active = _factors(use.dims for use in group.uses if use.value.id not in self.of_state)
+            left = _factors(made.dims for made in group.made)
+            is_convolution = group.equations[0].primitive == "conv_general_dilated"  # its groups are of channels
+            shared = set() if is_convolution else self._dims(group, weight & active & left) - batch
             experts |= shared
-            features |= weight - shared
-            (slots if shared else rows).update((active & left) - weight)
+            features |= self._dims(group, weight) - shared
+            (slots if shared else rows).update(self._dims(group, (active & left) - weight))
         for group in self.groups:  # what a lookup picks from, as the words of an embedding
-            state = self._factors(group, (use.dims for use in group.uses if use.value.id in self.of_state))
-            summed = {self.dim_of(group, factor) for factor in group.reduction}
+            state = _factors(use.dims for use in group.uses if use.value.id in self.of_state)
             if group.equations[0].primitive not in _PRODUCTS and not self.of_state.issuperset(
                 use.value.id for use in group.uses
             ):
-                features |= state & summed
+                features |= self._dims(group, state & group.reduction)
         rows -= slots
         features -= rows | slots | batch | experts
         heads = set[Factor]()
@@ -158,13 +159,13 @@ class Roles:
                         yield self.dim_of(reader.group, reader.use.dims[dim][0])
 
     def _in_all(self, group: Group) -> set[Factor]:
-        """The dims of the step that all operands and results of a group have."""
+        """The dims of the step that all operands and results of a group have, as one factor."""
         tensors = [*(use.dims for use in group.uses), *(made.dims for made in group.made)]
-        return set.intersection(*(self._factors(group, [dims]) for dims in tensors))
+        return self._dims(group, set.intersection(*(_factors([dims]) for dims in tensors)))
 
-    def _factors(self, group: Group, tensors: Iterable[FactorDims]) -> set[Factor]:
-        """The dims of the step that these tensors of a group have."""
-        return {self.dim_of(group, factor) for dims in tensors for dim in dims for factor in dim}
+    def _dims(self, group: Group, factors: Iterable[int]) -> set[Factor]:
+        """The dims of the step that these factors of a group are."""
+        return {self.dim_of(group, factor) for factor in factors}
 
     # Groups.
 
@@ -338,6 +339,11 @@ def _has_rows(program: Program, argument: int) -> bool:
     return bool(value.shape) and not (
         (value.shape == (2,) and str(value.dtype) == "uint32") or "key" in str(value.dtype)
     )
+
+
+def _factors(tensors: Iterable[FactorDims]) -> set[int]:
+    """The factors that these tensors of one group have."""
+    return {factor for dims in tensors for dim in dims for factor in dim}
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> Iterable[tuple[int, int]]:

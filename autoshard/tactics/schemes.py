@@ -1,26 +1,5 @@
 """The published ways to share out a train step, each as what it says of its mesh axes.
 
-============================  =====================================================================================
-`DataParallel`                every device has the whole state and a share of the batch; gradients are all_reduced.
-                              Li et al., "PyTorch Distributed", VLDB 2020
-`ZeRO`                        the same with the state split: 1, the optimizer's; 2, and gradients reduce_scattered;
-                              3, and parameters, gathered where they are used. Rajbhandari et al., SC 2020
-`FSDP`                        `ZeRO(3)`. Zhao et al., "PyTorch FSDP", VLDB 2023
-`HSDP`, `MiCS`                `ZeRO(3)` among the devices of a group, `DataParallel` among groups. Zhao et al., ibid.;
-                              Zhang et al., "MiCS", VLDB 2022
-`Megatron`                    a weight is split along its columns or its rows, activations between blocks are whole,
-                              and partial sums all_reduced. Shoeybi et al., 2019
-`SequenceParallel`            the same with the sequence split between blocks: all_gather before, reduce_scatter
-                              after. Korthikanti et al., MLSys 2023
-`Ulysses`                     the sequence is split, weights are whole, and all_to_alls around attention split its
-                              heads instead. Jacobs et al., "DeepSpeed Ulysses", 2023
-`ExpertParallel`              experts are split, all else is data parallel; all_to_alls take tokens to their experts
-                              and back. Lepikhin et al., "GShard", ICLR 2021
-`TwoDimensional`              rows and features of activations, both dims of weights: SUMMA. Xu et al., "Optimus", 2021
-`TwoAndAHalf`                 the same on copies of the weights. Wang et al., "Tesseract", 2021
-`ThreeDimensional`            rows of activations, and both dims of each weight. Bian et al., 2021
-============================  =====================================================================================
-
 A tactic restricts; it does not say where everything lies. The solver finds the cheapest plan of those that it leaves:
 which dim of a weight is its column, along which dim a gradient is scattered, and all along other axes.
 """
@@ -193,6 +172,8 @@ class _OnEveryAxis(Tactic):
 class DataParallel(_OnEveryAxis):
     """The whole state on every device, a share of the batch on each; gradients are all_reduced.
 
+    Li et al., "PyTorch Distributed", VLDB 2020.
+
     Args:
         axis: the mesh axis that splits the batch; further ones split it further.
     """
@@ -203,6 +184,8 @@ class DataParallel(_OnEveryAxis):
 
 class ZeRO(Tactic):
     """Data parallelism whose state is split over the same devices.
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 
     Args:
         level: 1, the optimizer's state; 2, and gradients are reduce_scattered; 3, and parameters are split, too.
@@ -232,6 +215,8 @@ class ZeRO(Tactic):
 class FSDP(ZeRO):
     """`ZeRO` of level 3: state is split, and parameters are gathered where they meet activations.
 
+    Zhao et al., "PyTorch FSDP", VLDB 2023.
+
     Args:
         axes: mesh axes; by default those of the data parallel tactic before it, or else the axis "data".
     """
@@ -245,6 +230,8 @@ class FSDP(ZeRO):
 
 class HSDP(Tactic):
     """State is split within a group of devices, and every group has all of it: FSDP inside, data parallel between.
+
+    Zhao et al., "PyTorch FSDP", VLDB 2023.
 
     Args:
         shard: the mesh axis within a group.
@@ -265,6 +252,8 @@ class HSDP(Tactic):
 class MiCS(HSDP):
     """State is split within the smallest group that holds it, the partition group; groups are data parallel.
 
+    Zhang et al., "MiCS", VLDB 2022.
+
     Args:
         shard: the mesh axis within a partition group.
         replica: the mesh axis between such groups.
@@ -275,7 +264,7 @@ class Megatron(_OnEveryAxis):
     """Weights are split along columns or rows, activations between blocks are whole, partial sums are all_reduced.
 
     Which dims are columns follows from the program: each weight product is split along a feature, never along rows, and
-    no array is gathered.
+    no array is gathered. Shoeybi et al., "Megatron-LM", 2019.
 
     Args:
         axis: the mesh axis.
@@ -288,7 +277,8 @@ class Megatron(_OnEveryAxis):
 class SequenceParallel(_OnEveryAxis):
     """`Megatron` with the sequence split between blocks, so that norms and dropout are not computed on every device.
 
-    Where rows of the step have no dim of a sequence, the batch takes its place.
+    Where rows of the step have no dim of a sequence, the batch takes its place. Korthikanti et al., "Reducing
+    Activation Recomputation in Large Transformer Models", MLSys 2023.
 
     Args:
         axis: the mesh axis, that of `Megatron` if this stands before it.
@@ -302,6 +292,8 @@ class SequenceParallel(_OnEveryAxis):
 class Ulysses(_OnEveryAxis):
     """The sequence is split, but for attention, whose heads are; weights are whole.
 
+    Jacobs et al., "DeepSpeed Ulysses", 2023.
+
     Args:
         axis: the mesh axis.
     """
@@ -312,6 +304,8 @@ class Ulysses(_OnEveryAxis):
 
 class ExpertParallel(_OnEveryAxis):
     """Experts are split, all else is data parallel; all_to_alls take tokens to their experts.
+
+    Lepikhin et al., "GShard", ICLR 2021.
 
     Args:
         axis: the mesh axis; it may be that of a data parallel tactic.
@@ -324,6 +318,8 @@ class ExpertParallel(_OnEveryAxis):
 
 class TwoDimensional(Tactic):
     """Activations are split along rows and features, weights along both dims: SUMMA.
+
+    Xu et al., "An Efficient 2D Method for Training Super-Large Deep Learning Models" (Optimus), 2021.
 
     Args:
         rows: the mesh axis along which rows of activations are split.
@@ -342,6 +338,8 @@ class TwoDimensional(Tactic):
 
 class TwoAndAHalf(Tactic):
     """`TwoDimensional` on several copies of the weights, each with a share of the batch.
+
+    Wang et al., "Tesseract", 2021.
 
     Args:
         rows: the mesh axis along which rows of activations are split.
@@ -364,7 +362,8 @@ class ThreeDimensional(Tactic):
 
     Activations are gathered along one of the two before a product, and reduce_scattered along the other one after it,
     in turns. Weights are whole along `rows`, where the paper has a piece on each device and gathers them. What is moved
-    is the same, since gradients are all_reduced. `ZeRO(1, rows)` splits the optimizer's state as well.
+    is the same, since gradients are all_reduced. `ZeRO(1, rows)` splits the optimizer's state as well. Bian et al.,
+    "Maximizing Parallelism in Distributed Training for Huge Neural Networks", 2021.
 
     Args:
         rows: the mesh axis along which rows are split; it stands before the others in the mesh.

@@ -53,6 +53,7 @@ _OPTIONS = (
     "ignore_constraints",
     "trips",
     "microbatches",
+    "tactics",
 )
 
 Homes = tuple[tuple[int, Layout], ...]  # (shared argument, its layout), one program's

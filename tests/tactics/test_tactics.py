@@ -1,6 +1,7 @@
 """What tactics ask for, what contradicts them, and that a step within them computes the same."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
@@ -76,6 +77,11 @@ def test_what_tactics_leave_open_is_solved_for():
     assert not any("tactics" in remark for remark in free.warnings)
 
 
+def test_an_explanation_names_the_tactics():
+    explained = planned([DataParallel("data"), Megatron("model")]).explain("params/0/w")
+    assert "within tactics: DataParallel('data'), Megatron('model')" in str(explained)
+
+
 def test_a_wish_may_be_a_tactic():
     asked = planned([]).what_if(tactics=[Megatron("model")])
     assert asked.cost == pytest.approx(planned([Megatron("model")]).cost)
@@ -145,14 +151,56 @@ def test_heads_that_an_axis_does_not_divide_are_named():
         autoshard.plan(fn, *args, mesh=AbstractMesh((8,), ("data",)), topology="v5e:2x4", tactics=[Ulysses("data")])
 
 
+def roles_of(fn, *args):
+    program = autoshard.autoshard(fn, mesh=MESH, topology="h100:1x8", donate_argnums=0).trace(*args)
+    options = options_of(MESH, topology="h100:1x8")
+    return Roles(formulated(program, checked_rules(program, dict(MESH.shape)), options)), program
+
+
+def test_a_recurrent_weight_and_grouped_channels_are_no_experts():
+    def step(state, x):
+        def loss_of(state):
+            def turn(h, x):
+                return jnp.tanh(h @ state["recurrent"] + x @ state["weight"]), None
+
+            last, _ = jax.lax.scan(turn, jnp.zeros((8, 16)), x)
+            rows = jax.lax.conv_general_dilated(last[:, :, None], state["kernel"], (1,), "SAME", feature_group_count=16)
+            return jnp.mean(rows**2)
+
+        gradients = jax.grad(loss_of)(state)
+        return jax.tree.map(jnp.subtract, state, gradients)
+
+    square = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    state = {"recurrent": square, "weight": square, "kernel": jax.ShapeDtypeStruct((16, 1, 3), jnp.float32)}
+    roles, program = roles_of(step, state, jax.ShapeDtypeStruct((4, 8, 16), jnp.float32))
+    names = [value.name for value in program.arguments]
+    assert {names[i]: kind.name for i, kind in roles.state.items()} == {
+        "state/recurrent": "WEIGHT",
+        "state/weight": "WEIGHT",
+        "state/kernel": "WEIGHT",
+    }
+    assert roles.dims_of_argument(names.index("x"))[1] & Dim.BATCH  # the loop goes through the first
+
+
+def test_a_token_that_is_put_before_others_stays_where_it_can_be_read():
+    def step(state, x):
+        def loss_of(state):
+            token = jnp.broadcast_to(state["token"], (8, 1, 16))
+            return jnp.mean((jnp.concatenate([token, x], 1) @ state["w"]) ** 2)
+
+        return jax.tree.map(jnp.subtract, state, jax.grad(loss_of)(state))
+
+    state = {"token": jax.ShapeDtypeStruct((1, 1, 16), jnp.float32), "w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+    args = state, jax.ShapeDtypeStruct((8, 7, 16), jnp.float32)
+    plan = autoshard.plan(step, *args, mesh=AbstractMesh((8,), ("data",)), topology="v5e:2x4", tactics=[FSDP("data")])
+    assert any(layouts(plan)["state/w"])
+
+
 @pytest.mark.parametrize("scan", [False, True])
 def test_roles_are_found_in_steps_that_nobody_marked(scan):
     sizes = {"layers": 1, "seq": 16, "batch": 8, "d_model": 32, "d_hidden": 64, "experts": 4, "capacity": 8}
     fn, state, batch = abstract_llama(**sizes, scan=scan)
-    step = autoshard.autoshard(fn, mesh=MESH, topology="h100:1x8", donate_argnums=0)
-    program = step.trace(state, batch)
-    options = options_of(MESH, topology="h100:1x8")
-    roles = Roles(formulated(program, checked_rules(program, dict(MESH.shape)), options))
+    roles, program = roles_of(fn, state, batch)
     names = [value.name for value in program.arguments]
     kinds = {names[i].split("/", 1)[1]: kind.name for i, kind in roles.state.items()}
     layer = "0/blocks/" if scan else "0/blocks/0/"
