@@ -17,11 +17,11 @@ from functools import cached_property
 from autoshard.jaxprs import ClosedJaxpr, aval_of
 from autoshard.mesh.topology import Topology
 from autoshard.remat.costs import seconds_again
-from autoshard.remat.cuts import Cut, cuts
+from autoshard.remat.cuts import Cut, chain
 from autoshard.remat.scope import SIZES, Block, Scope
 from autoshard.report.units import bytes_text
 
-LEAST_STEP = 0.02  # of the bytes between the first and the last level: two levels are at least so far apart
+LEAST_STEP = 0.04  # of the bytes between the first and the last level: two levels are at least so far apart
 _NAMED = 6  # kept values that a remark names
 PASSES = 2  # over memory that a kept value takes: it is written, and read; what is computed again in less is not kept
 
@@ -69,19 +69,21 @@ class Recomputation:
     def levels_of(self, size: int) -> list[Level]:
         """The levels for blocks of one size."""
         blocks = self.blocks[size]
-        chains = [cuts(block.forward_pass) for block, _ in blocks]
+        chains = [chain(block.forward_pass) for block, _ in blocks]
         if not chains:
             return []
         price = PASSES / self.topology.memory_bandwidth
-        steps = [  # seconds per byte saved, the block, the cut that it goes on to
-            (turns * (after.seconds - before.seconds) / (before.bytes - after.bytes), b, i)
-            for b, (chain, (_, turns)) in enumerate(zip(chains, blocks, strict=True))
-            for i, (before, after) in enumerate(itertools.pairwise(chain), start=1)
-        ]
+        steps = list[tuple[float, int, int]]()  # seconds per byte saved, the cut that a block goes on to, the block
+        for b, (cuts, (_, turns)) in enumerate(zip(chains, blocks, strict=True)):
+            slope = 0.0
+            for i, (before, after) in enumerate(itertools.pairwise(cuts), start=1):
+                slope = max(slope, turns * (after.seconds - before.seconds) / (before.bytes - after.bytes))
+                steps.append((slope, i, b))
         at = [0] * len(chains)
         found = [self.level(size, chains, at)]
-        for slope, several in itertools.groupby(sorted(steps), key=lambda step: step[0]):
-            for _, b, i in several:
+        # Blocks that look alike go on together.
+        for (slope, i), several in itertools.groupby(sorted(steps), key=lambda step: step[:2]):
+            for _, _, b in several:
                 at[b] = i
             if slope <= price:
                 found.clear()
@@ -89,7 +91,7 @@ class Recomputation:
         return found
 
     def level(self, size: int, chains: Sequence[Sequence[Cut]], at: Sequence[int]) -> Level:
-        chosen = tuple(chain[i] for chain, i in zip(chains, at, strict=True))
+        chosen = tuple(cuts[i] for cuts, i in zip(chains, at, strict=True))
         turns = (count for _, count in self.blocks[size])
         seconds = math.fsum(count * cut.seconds for count, cut in zip(turns, chosen, strict=True))
         return Level(chosen, size, math.fsum(cut.bytes for cut in chosen), seconds)
