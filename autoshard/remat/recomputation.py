@@ -34,6 +34,7 @@ class Level:
     size: int  # of the blocks outside of loops, as `Scope.blocks` has it
     bytes: float  # kept, of whole arrays
     seconds: float  # computed again per step, on one device
+    held: float  # bytes kept, and those of the most that is made again at one time
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +56,14 @@ class Recomputation:
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The one that keeps the most first; none if nothing is kept for a backward pass.
+        """The one that holds the most first; none if nothing is kept for a backward pass.
 
         What takes less time to compute again than to write and to read is never kept.
         """
         found = [level for size in SIZES for level in self.levels_of(size)]
-        best, ordered = list[Level](), sorted(found, key=lambda level: (level.seconds, level.bytes))
+        best, ordered = list[Level](), sorted(found, key=lambda level: (level.seconds, level.held))
         for level in ordered:
-            if not best or level.bytes < best[-1].bytes:
+            if not best or level.held < best[-1].held:
                 best.append(level)
         return _apart(best)
 
@@ -94,7 +95,10 @@ class Recomputation:
         chosen = tuple(cuts[i] for cuts, i in zip(chains, at, strict=True))
         turns = (count for _, count in self.blocks[size])
         seconds = math.fsum(count * cut.seconds for count, cut in zip(turns, chosen, strict=True))
-        return Level(chosen, size, math.fsum(cut.bytes for cut in chosen), seconds)
+        kept = math.fsum(cut.bytes for cut in chosen)
+        blocks = (block for block, _ in self.blocks[size])
+        again = max(block.bytes_again(cut) for block, cut in zip(blocks, chosen, strict=True))
+        return Level(chosen, size, kept, seconds, kept + again)
 
     def cut_of(self, level: Level) -> dict[Block, Cut]:
         """Block -> what of it is kept."""
@@ -131,9 +135,9 @@ def _apart(levels: Sequence[Level]) -> tuple[Level, ...]:
     if not levels:
         return ()
     first, last = levels[0], levels[-1]
-    least = LEAST_STEP * (first.bytes - last.bytes)
+    least = LEAST_STEP * (first.held - last.held)
     found = [first]
     for level in levels[1:-1]:
-        if found[-1].bytes - level.bytes >= least and level.bytes - last.bytes >= least:
+        if found[-1].held - level.held >= least and level.held - last.held >= least:
             found.append(level)
     return (*found, last) if len(levels) > 1 else (first,)

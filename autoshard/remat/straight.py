@@ -191,6 +191,10 @@ class StraightBlock:
         """Of all that the backward pass reads of the block."""
         return sum(map(self.bytes_kept, self.wanted))
 
+    def bytes_again(self, cut: Cut) -> float:
+        """Of what the backward pass makes again and reads, which is made at once."""
+        return sum(map(self.bytes_kept, self.made_again(cut)))
+
     def line_of(self, var: Var) -> str:
         """The user's line that makes a value."""
         maker = next((eqn for eqn in self.passes.equations if var in eqn.outvars), None)
