@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.jaxprs import ClosedJaxpr, aval_of
+from autoshard.jaxprs import ClosedJaxpr, aval_of, is_array, on_host
 from autoshard.mesh.topology import Topology
 from autoshard.remat.costs import seconds_again
 from autoshard.remat.cuts import Cut, chain
@@ -60,6 +60,8 @@ class Recomputation:
 
         What takes less time to compute again than to write and to read is never kept.
         """
+        if not all(is_array(aval) and not on_host(aval) for aval in self.scope.closed.in_avals):
+            return ()  # tokens, references and arrays in the host's memory are no arguments to trace with
         found = [level for size in SIZES for level in self.levels_of(size)]
         best, ordered = list[Level](), sorted(found, key=lambda level: (level.seconds, level.held))
         for level in ordered:

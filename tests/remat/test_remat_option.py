@@ -92,6 +92,20 @@ def test_less_memory_is_met_by_recomputation_and_microbatches():
     assert_equal(jax.tree.leaves(again(WEIGHTS, x)), jax.tree.leaves(jax.jit(scanned)(WEIGHTS, x)))
 
 
+def test_a_frozen_array_that_the_step_closes_over_stays_one_argument():
+    frozen = numbers(4, 4, 128, 128)
+
+    def loss(scale, x):
+        y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w * scale), None), x, jnp.asarray(frozen))
+        return jnp.mean(y**2)
+
+    step = jax.value_and_grad(loss)
+    args = numbers(5, 128), numbers(6, ROWS, 128)
+    tuned = autoshard.autoshard(step, mesh=mesh_of({"data": 8}), topology="v5e:4x2", remat="auto")
+    assert len(tuned.plan(*args).captured) == 1
+    assert_equal(jax.tree.leaves(tuned(*args)), jax.tree.leaves(jax.jit(step)(*args)))
+
+
 def test_a_wrong_option_is_an_error():
     with pytest.raises(ArgumentError, match="remat='full'"):
         autoshard.plan(scanned, WEIGHTS, numbers(3, ROWS, WIDTH), mesh=mesh_of({"data": 8}), remat="full")
