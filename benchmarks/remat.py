@@ -60,7 +60,7 @@ def main() -> None:
             ours = row(name, "full", "auto", {**options, "remat": "auto", "microbatches": "auto"})
             fitting = [one for one in seconds if one is not None]
             if ours is not None and fitting:
-                print(f"{name}, {share:.0%} of the memory: {ours / min(fitting) - 1:+.1%} of the fastest", flush=True)
+                print(f"{name}, {share:.3g} of the memory: {ours / min(fitting) - 1:+.1%} of the fastest", flush=True)
 
 
 def row(name: str, policy: str, count: Any, options: dict[str, Any]) -> float | None:
