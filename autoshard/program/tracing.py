@@ -128,7 +128,7 @@ def traced_step(
         known = types
         if captured and known is not None:
             known = replace(known, arguments=(*known.arguments, *[None] * len(captured)))
-        named = list(zip(captured, _names(fn, captured, closed, rewritten), strict=True))
+        named = list(zip(captured, _names(fn, captured, closed, untyped), strict=True))
         reader = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips)
         program = reader.program(in_tree, out_tree, places)
         check_places(trips or {}, program.loops)

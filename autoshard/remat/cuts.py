@@ -19,10 +19,13 @@ found by cutting at the price that joins two neighbours until no new corner show
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+CLOSE = 0.05  # of the bytes between the ends of a chain: corners that are closer have nothing put between
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,38 @@ def cuts(forward: ForwardPass) -> tuple[Cut, ...]:
         return [*between(more, found), found, *between(found, fewer)]
 
     return most, *between(most, least), least
+
+
+@functools.lru_cache(maxsize=256)
+def chain(forward: ForwardPass) -> tuple[Cut, ...]:
+    """The corners of `cuts`, and choices between them where they are far apart.
+
+    Between two corners, the values that the one keeps and the other does not are added one by one, always the one that
+    saves the most seconds per byte. Such a choice may lie above the hull, as where two values are worth the same.
+    """
+    corners = cuts(forward)
+    step = CLOSE * (corners[0].bytes - corners[-1].bytes)
+    found = list[Cut]()
+    for more, fewer in itertools.pairwise(corners):
+        between, at, left = list[Cut](), fewer, more.kept - fewer.kept
+        while more.bytes - at.bytes > step:
+            tried = {v: _keeping(at.kept | {v}, forward) for v in left}
+            better = {v: cut for v, cut in tried.items() if cut.seconds < at.seconds and cut.bytes > at.bytes}
+            if not better:
+                break
+            v = min(better, key=lambda v: ((better[v].seconds - at.seconds) / (better[v].bytes - at.bytes), v))
+            at, left = better[v], left - {v}
+            if at.bytes < more.bytes and at.seconds > more.seconds:
+                between.append(at)
+        found += [more, *reversed(between)]
+    return (*found, corners[-1])
+
+
+def _keeping(kept: frozenset[int], forward: ForwardPass) -> Cut:
+    """These values kept, and beside them only what has to be."""
+    free = replace(forward, bytes=tuple(0.0 if v in kept else size for v, size in enumerate(forward.bytes)))
+    found = _cheapest(free, math.inf)
+    return _cut(found.kept, found.again, forward)
 
 
 def _cut(kept: Iterable[int], again: Iterable[int], forward: ForwardPass) -> Cut:

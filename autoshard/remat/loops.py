@@ -139,6 +139,11 @@ class LoopPair:
         """Of all that the backward pass reads of the forward pass."""
         return sum(map(self.bytes_kept, self.wanted))
 
+    def bytes_again(self, cut: Cut) -> float:
+        """Of what the backward pass makes again and reads, in one turn."""
+        again = {var for e in cut.again for var in self.forward[e].outvars}
+        return sum(bytes_of(var.aval) for var in self.wanted if var in again)
+
     def line_of(self, var: Var) -> str:
         """The user's line that makes a value."""
         for eqn in self.forward:

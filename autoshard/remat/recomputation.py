@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.jaxprs import ClosedJaxpr, aval_of
+from autoshard.jaxprs import ClosedJaxpr, aval_of, is_array, on_host
 from autoshard.mesh.topology import Topology
 from autoshard.remat.costs import seconds_again
-from autoshard.remat.cuts import Cut, cuts
+from autoshard.remat.cuts import Cut, chain
 from autoshard.remat.scope import SIZES, Block, Scope
 from autoshard.report.units import bytes_text
 
-LEAST_STEP = 0.02  # of the bytes between the first and the last level: two levels are at least so far apart
+LEAST_STEP = 0.04  # of the bytes between the first and the last level: two levels are at least so far apart
 _NAMED = 6  # kept values that a remark names
 PASSES = 2  # over memory that a kept value takes: it is written, and read; what is computed again in less is not kept
 
@@ -34,6 +34,7 @@ class Level:
     size: int  # of the blocks outside of loops, as `Scope.blocks` has it
     bytes: float  # kept, of whole arrays
     seconds: float  # computed again per step, on one device
+    held: float  # bytes kept, and those of the most that is made again at one time
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,33 +56,37 @@ class Recomputation:
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The one that keeps the most first; none if nothing is kept for a backward pass.
+        """The one that holds the most first; none if nothing is kept for a backward pass.
 
         What takes less time to compute again than to write and to read is never kept.
         """
+        if not all(is_array(aval) and not on_host(aval) for aval in self.scope.closed.in_avals):
+            return ()  # tokens, references and arrays in the host's memory are no arguments to trace with
         found = [level for size in SIZES for level in self.levels_of(size)]
-        best, ordered = list[Level](), sorted(found, key=lambda level: (level.seconds, level.bytes))
+        best, ordered = list[Level](), sorted(found, key=lambda level: (level.seconds, level.held))
         for level in ordered:
-            if not best or level.bytes < best[-1].bytes:
+            if not best or level.held < best[-1].held:
                 best.append(level)
         return _apart(best)
 
     def levels_of(self, size: int) -> list[Level]:
         """The levels for blocks of one size."""
         blocks = self.blocks[size]
-        chains = [cuts(block.forward_pass) for block, _ in blocks]
+        chains = [chain(block.forward_pass) for block, _ in blocks]
         if not chains:
             return []
         price = PASSES / self.topology.memory_bandwidth
-        steps = [  # seconds per byte saved, the block, the cut that it goes on to
-            (turns * (after.seconds - before.seconds) / (before.bytes - after.bytes), b, i)
-            for b, (chain, (_, turns)) in enumerate(zip(chains, blocks, strict=True))
-            for i, (before, after) in enumerate(itertools.pairwise(chain), start=1)
-        ]
+        steps = list[tuple[float, int, int]]()  # seconds per byte saved, the cut that a block goes on to, the block
+        for b, (cuts, (_, turns)) in enumerate(zip(chains, blocks, strict=True)):
+            slope = 0.0
+            for i, (before, after) in enumerate(itertools.pairwise(cuts), start=1):
+                slope = max(slope, turns * (after.seconds - before.seconds) / (before.bytes - after.bytes))
+                steps.append((slope, i, b))
         at = [0] * len(chains)
         found = [self.level(size, chains, at)]
-        for slope, several in itertools.groupby(sorted(steps), key=lambda step: step[0]):
-            for _, b, i in several:
+        # Blocks that look alike go on together.
+        for (slope, i), several in itertools.groupby(sorted(steps), key=lambda step: step[:2]):
+            for _, _, b in several:
                 at[b] = i
             if slope <= price:
                 found.clear()
@@ -89,10 +94,13 @@ class Recomputation:
         return found
 
     def level(self, size: int, chains: Sequence[Sequence[Cut]], at: Sequence[int]) -> Level:
-        chosen = tuple(chain[i] for chain, i in zip(chains, at, strict=True))
+        chosen = tuple(cuts[i] for cuts, i in zip(chains, at, strict=True))
         turns = (count for _, count in self.blocks[size])
         seconds = math.fsum(count * cut.seconds for count, cut in zip(turns, chosen, strict=True))
-        return Level(chosen, size, math.fsum(cut.bytes for cut in chosen), seconds)
+        kept = math.fsum(cut.bytes for cut in chosen)
+        blocks = (block for block, _ in self.blocks[size])
+        again = max(block.bytes_again(cut) for block, cut in zip(blocks, chosen, strict=True))
+        return Level(chosen, size, kept, seconds, kept + again)
 
     def cut_of(self, level: Level) -> dict[Block, Cut]:
         """Block -> what of it is kept."""
@@ -129,9 +137,9 @@ def _apart(levels: Sequence[Level]) -> tuple[Level, ...]:
     if not levels:
         return ()
     first, last = levels[0], levels[-1]
-    least = LEAST_STEP * (first.bytes - last.bytes)
+    least = LEAST_STEP * (first.held - last.held)
     found = [first]
     for level in levels[1:-1]:
-        if found[-1].bytes - level.bytes >= least and level.bytes - last.bytes >= least:
+        if found[-1].held - level.held >= least and level.held - last.held >= least:
             found.append(level)
     return (*found, last) if len(levels) > 1 else (first,)

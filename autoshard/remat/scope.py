@@ -165,7 +165,8 @@ class Scope:
                 for block in itertools.chain(*self.straight.values()):
                     if block in chosen:
                         late_kept = [var for var in block.kept(chosen[block]) if var not in env]
-                        waiting += needed([one for one in block.forward if one.outvars[0] not in env], late_kept)
+                        moved = [one for one in block.forward if not one.effects and one.outvars[0] not in env]
+                        waiting += needed(moved, late_kept)
                         flush()
             if eqn.outvars and all(var in env for var in eqn.outvars):  # it was moved to the end of the forward pass
                 continue

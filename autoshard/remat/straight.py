@@ -26,7 +26,7 @@ from autoshard.remat.cuts import Cut, ForwardPass
 from autoshard.remat.numbering import LOOPS, needed, variables
 
 _AS_FEW = 1.5  # times the fewest bytes near by, at most, pass where blocks meet
-_NEAR = 2  # products on either side
+_NEAR = 4  # products on either side: more than an attention has between its input and its output
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +75,18 @@ class StraightPasses:
         return found
 
     @cached_property
+    def made_of_nothing(self) -> frozenset[Var]:
+        """What elementwise work makes of numbers alone, as masks and positions: XLA computes it wherever it is read."""
+        found = set[Var]()
+        for eqn in self.equations:
+            facts = facts_of(eqn.primitive.name)
+            is_light = facts.work in {Work.NONE, Work.PER_RESULT} and not eqn.effects
+            is_light &= eqn.primitive.name not in LOOPS | {"optimization_barrier"}
+            if is_light and found.issuperset(variables(eqn.invars)):
+                found.update(eqn.outvars)
+        return frozenset(found)
+
+    @cached_property
     def passing(self) -> Sequence[int]:
         """Bytes that pass each place of the forward pass, from equations before it to others of the pass behind it."""
         last = dict[Var, int]()
@@ -83,7 +95,7 @@ class StraightPasses:
         changes = [0] * (self.turning_point + 1)
         for i, eqn in enumerate(self.equations[: self.turning_point]):
             for var in eqn.outvars:
-                if last.get(var, i) > i:
+                if last.get(var, i) > i and var not in self.made_of_nothing:
                     changes[i + 1] += bytes_of(var.aval)
                     changes[last[var] + 1] -= bytes_of(var.aval)
         return list(itertools.accumulate(changes))
@@ -163,7 +175,8 @@ class StraightBlock:
 
     def is_there(self, var: Var) -> bool:
         """Whether a value is there for the backward pass anyhow."""
-        return var in self.passes.inputs or var in self.passes.results
+        passes = self.passes
+        return var in passes.inputs or var in passes.results or var in passes.made_of_nothing
 
     def kept(self, cut: Cut) -> list[Var]:
         return [self.values[v] for v in sorted(cut.kept)]
@@ -177,6 +190,10 @@ class StraightBlock:
     def bytes_read(self) -> float:
         """Of all that the backward pass reads of the block."""
         return sum(map(self.bytes_kept, self.wanted))
+
+    def bytes_again(self, cut: Cut) -> float:
+        """Of what the backward pass makes again and reads, which is made at once."""
+        return sum(map(self.bytes_kept, self.made_again(cut)))
 
     def line_of(self, var: Var) -> str:
         """The user's line that makes a value."""

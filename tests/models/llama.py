@@ -6,6 +6,7 @@ With experts it is Mixtral (Jiang et al. 2024), whose feed-forward layers are mi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,11 +89,12 @@ def make(
     capacity: int = 0,
     *,
     scan: bool = False,
-    remat: bool = True,
+    remat: bool | Callable = True,
     theta: float = 5e5,
     dtype: Any = jnp.float32,
 ) -> Model:
-    """A Llama; `scan` stacks the blocks and loops over them, `remat` recomputes each block in the backward pass.
+    """A Llama; `scan` stacks the blocks and loops over them, `remat` recomputes each block in the backward pass: all of
+    it, or what a policy of `jax.checkpoint` does not save.
 
     It computes in `dtype`, apart from norms, softmax and loss; parameters and moments are float32.
 
@@ -151,7 +153,7 @@ def make(
         return block(p, x, theta, capacity)
 
     if remat:
-        apply = jax.checkpoint(apply)
+        apply = jax.checkpoint(apply, policy=None if remat is True else remat)
 
     def loss_of(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
         x = named(params["token"].astype(dtype)[batch["inputs"]], "batch", "length", None)

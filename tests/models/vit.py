@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,8 +45,9 @@ class ViT(nnx.Module):
         scan: bool,
         dtype: Any,
         rngs: nnx.Rngs,
+        remat: bool | Callable = False,
     ):
-        self.scan = scan
+        self.scan, self.remat = scan, remat
         self.patches = nnx.Conv(3, width, (patch, patch), strides=patch, padding="VALID", dtype=dtype, rngs=rngs)
         self.token = nnx.Param(jnp.zeros((1, 1, width)))
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, patches + 1, width)))
@@ -62,11 +64,14 @@ class ViT(nnx.Module):
         token = jnp.broadcast_to(self.token[...].astype(x.dtype), (len(x), 1, x.shape[-1]))
         x = jnp.concatenate([token, x], axis=1) + self.positions[...].astype(x.dtype)
         x = named(x, "batch", None, None)
+        apply = Block.__call__
+        if self.remat:
+            apply = nnx.remat(apply, policy=None if self.remat is True else self.remat)
         if self.scan:
-            x, _ = jax.lax.scan(lambda x, block: (block(x), None), x, self.blocks)
+            x, _ = jax.lax.scan(lambda x, block: (apply(block, x), None), x, self.blocks)
         else:
             for block in self.blocks:
-                x = block(x)
+                x = apply(block, x)
         return self.head(self.norm(x)[:, 0]).astype(jnp.float32)
 
 
@@ -80,13 +85,14 @@ def make(
     batch: int = 16,
     *,
     scan: bool = False,
+    remat: bool | Callable = False,
     dtype: Any = jnp.float32,
 ) -> Model:
     """A classifier of `size` x `size` RGB images, cut into squares of `patch` x `patch`; it computes in `dtype`.
 
-    `scan` stacks the blocks and loops over them.
+    `scan` stacks the blocks and loops over them; `remat` recomputes each, all of it or what a policy does not save.
     """
-    model = ViT(layers, width, heads, patch, (size // patch) ** 2, classes, scan, dtype, nnx.Rngs(0))
+    model = ViT(layers, width, heads, patch, (size // patch) ** 2, classes, scan, dtype, nnx.Rngs(0), remat)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3, eps=1e-6), wrt=nnx.Param)
 
     def step(state, batch):

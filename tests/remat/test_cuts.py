@@ -8,7 +8,7 @@ import random
 import pytest
 
 from autoshard.remat import cuts as module
-from autoshard.remat.cuts import ForwardPass, cuts
+from autoshard.remat.cuts import ForwardPass, chain, cuts
 
 
 def choices(forward):
@@ -67,10 +67,20 @@ def test_the_chain_has_what_is_cheapest_at_every_price(seed):
     check(random_pass(seed))
 
 
+def test_a_chain_has_choices_between_corners_that_are_worth_the_same():
+    """Two products of one size, of which either may be kept alone: no corner of the hull, but half of the bytes."""
+    forward = ForwardPass((1.0, 8.0, 8.0), (None, 0, 1), ((0,), (0,)), (3.0, 3.0), (1, 2))
+    assert [(cut.bytes, cut.seconds) for cut in cuts(forward)] == [(16, 0), (1, 6)]
+    assert [(cut.bytes, cut.seconds) for cut in chain(forward)] == [(16, 0), (9, 3), (1, 6)]
+
+
 def test_every_cut_can_be_computed():
     for seed in range(40):
         forward = random_pass(seed)
-        for cut in cuts(forward):
+        assert set(cuts(forward)) <= set(chain(forward))
+        for more, fewer in itertools.pairwise(chain(forward)):
+            assert more.bytes > fewer.bytes and more.seconds < fewer.seconds
+        for cut in chain(forward):
             there = set(cut.kept)
             for e in sorted(cut.again):  # makers come before readers
                 assert set(forward.reads[e]) <= there, (seed, cut)
