@@ -119,7 +119,9 @@ def formulate(
         rounded=rounded_for_loops(program, widths),
         instead=read_through(groups),
         images=image_dims(program),
-        regions=Regions(program, mesh, topology, functools.partial(_of_one_device, topology=topology, backend=backend)),
+        regions=Regions(
+            program, mesh, topology, backend, functools.partial(_of_one_device, topology=topology, backend=backend)
+        ),
     )
     make = functools.partial(
         _Formulator,
@@ -137,7 +139,7 @@ def formulate(
     return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
 
 
-def _of_one_device(program: Program, rules: Sequence[Rule], topology: Topology, backend: Backend) -> Formulation:
+def _of_one_device(program: Program, rules: Sequence[Rule], *, topology: Topology, backend: Backend) -> Formulation:
     """The problem of what a device runs on its shards, in which nothing is split."""
     return formulate(program, rules, {}, topology, backend=backend)
 

@@ -66,6 +66,7 @@ class Operation:
     plain_backward: Callable[..., Any] | None = field(default=None, repr=False)
     sums_shared: bool = False  # whether a split factor that a result lacks leaves partial sums of it: a backward pass
     forward: Forward | None = field(default=None, repr=False)  # of a backward pass: whose it is
+    priced: dict[Any, Any] = field(default_factory=dict, repr=False)  # what planners have found of its calls
     derived: dict[Any, Operation] = field(default_factory=dict, repr=False)  # backward passes that were asked for
 
     def __post_init__(self) -> None:

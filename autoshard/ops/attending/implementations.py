@@ -37,9 +37,9 @@ def _of_zigzag() -> _Kind:
         return Rows(*(rings.from_zigzag(split, x, dim) for x, dim in zip(found, (1, 3, 3), strict=True)))
 
     def backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients:
-        dims = (3, 3, 3, 1)
+        in_order, dims = rings.in_zigzag(split, call), (3, 3, 3, 1)
         moved = Saved(*(rings.to_zigzag(split, x, dim) for x, dim in zip(saved, dims, strict=True)))
-        found = rings.zigzag_backward(split, rings.in_zigzag(split, call), moved)
+        found = rings.zigzag_backward(split, in_order, moved)
         pairs = zip(found[:3], call.arrays, strict=True)
         query, key, value = (rings.from_zigzag(split, one.astype(like.dtype), 1) for one, like in pairs)
         return Gradients(query, key, value, None)
