@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autoshard.api import autoshard, evaluate, plan, propagate, verify
     from autoshard.cache import CacheWarning
     from autoshard.compiled.memory_check import MemoryWarning
+    from autoshard.frontiers import Frontier, fewest_devices, frontier, largest_batch
     from autoshard.mesh import Collective, Link, Topology, topology
     from autoshard.operations import operation
     from autoshard.plans.prediction import Prediction
@@ -46,6 +47,7 @@ __all__ = [
     "ConflictError",
     "Difference",
     "Explanation",
+    "Frontier",
     "Link",
     "MemoryLimitError",
     "MemoryWarning",
@@ -64,6 +66,9 @@ __all__ = [
     "UnknownPrimitiveWarning",
     "autoshard",
     "evaluate",
+    "fewest_devices",
+    "frontier",
+    "largest_batch",
     "operation",
     "plan",
     "plan_together",
@@ -78,6 +83,7 @@ _HOMES = {
     "autoshard.api": ("autoshard", "evaluate", "plan", "propagate", "verify"),
     "autoshard.cache": ("CacheWarning",),
     "autoshard.compiled.memory_check": ("MemoryWarning",),
+    "autoshard.frontiers": ("Frontier", "fewest_devices", "frontier", "largest_batch"),
     "autoshard.mesh": ("Collective", "Link", "Topology", "topology"),
     "autoshard.operations": ("operation",),
     "autoshard.plans.prediction": ("Prediction",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,6 +16,8 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
+from autoshard.meshes.mesh_function import MeshChoosingFunction
+from autoshard.meshes.places import Place, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
@@ -27,17 +29,21 @@ from autoshard.plans.making import make_plan
 from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Planner
+from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.user_plan import Comparison, Plan
+from autoshard.stages.pipelined_function import PipelinedFunction
+from autoshard.stages.requests import PipelineRequest
+from autoshard.tactics import TacticLike
+from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
 
 @overload
 def autoshard(
     fn: Callable[Parameters, Result],
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | Literal["auto"],
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
@@ -45,9 +51,12 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     **jit_keywords: Any,
 ) -> ShardedFunction[Parameters, Result]: ...
 
@@ -56,9 +65,9 @@ def autoshard(
 def autoshard(
     fn: None = None,
     *,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh | Literal["auto"],
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
@@ -66,9 +75,12 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     **jit_keywords: Any,
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
 
@@ -88,9 +100,9 @@ def autoshard(
 def autoshard(
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh | Literal["auto"] | None = None,
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
@@ -98,9 +110,12 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
+    pipeline: Mapping[str, Any] | None = None,
     plan: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     **jit_keywords: Any,
 ) -> Any:
     """Shards a train step over a mesh. Use it where `jax.jit` would stand.
@@ -121,7 +136,9 @@ def autoshard(
     Args:
         fn: any function that `jax.jit` takes; without it, a decorator is returned.
         mesh: the devices; axes of any type, they are used as Auto axes. An AbstractMesh can be planned for, not run.
-            That of `like` by default.
+            That of `like` by default. ``"auto"``: the mesh, of one to four axes, on which the step is the fastest. It
+            is chosen when arguments first come, among meshes over the machine that `topology` names, or over so many
+            devices if it is a number, or else over the devices at hand. `Plan.meshes` lists them.
         memory: bytes per device that a step may use, as a number or ``"14GiB"``; the topology's by default. Plans are
             predicted to fill at most 85% of it, on GPU 70%, since predictions can be off. Before a step runs, XLA's
             figure for its compiled program is held against the limit; where that is over, the step is planned again.
@@ -146,11 +163,19 @@ def autoshard(
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
             ``"auto"``: as few as fit.
+        tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
+            they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
             results stay those of the batch: sums and means leave these rows out. A step of which this is not certain is
             refused, with the line that stands in the way.
+        search: which search chooses, instead of the solver's own: the name of a published one, of those in
+            `autoshard.solver.SEARCHES`, or a function like them, as `solve` takes it.
+        pipeline: ``dict(stages=4, microbatches=16, schedule="1f1b")``: the step is cut into stages, which run on parts
+            of the mesh, a microbatch after the other. The axis called "stage" or "pipe" is theirs, else the first that
+            the number of stages divides. `autoshard.pipeline.SCHEDULES` names the orders; `chunks` is the number of
+            virtual stages per device for those that have several. Microbatches are exact as under `microbatches`.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
             agree with `fixed`.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`, `keep_unused`,
@@ -164,29 +189,50 @@ def autoshard(
     """
     if mesh is None and isinstance(like, Plan):
         mesh = like.typed_mesh
-    options = options_of(
-        mesh,
-        memory=memory,
-        topology=topology,
-        fixed=fixed,
-        time_limit=time_limit,
-        cache=cache,
-        refine=refine,
-        ignore_constraints=ignore_constraints,
-        trips=trips,
-        microbatches=microbatches,
-    )
+    meshes: list[Any] = [mesh]
+    if mesh == "auto":
+        place = Place.of(topology)
+        topology = place.machine
+        planned = plan if plan is not None else like
+        meshes = place.meshes(axes_in(fixed)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
+    said: dict[str, Any] = {
+        "memory": memory,
+        "topology": topology,
+        "fixed": fixed,
+        "time_limit": time_limit,
+        "cache": cache,
+        "refine": refine,
+        "ignore_constraints": ignore_constraints,
+        "trips": trips,
+        "microbatches": microbatches,
+        "search": search,
+        "tactics": tactics,
+    }
+    all_options = [options_of(one, **said) for one in meshes]
+    options = all_options[0]
+    request = PipelineRequest.of(pipeline)
+    if request is not None and (pad is not None or plan is not None or like is not None):
+        raise ArgumentError("pipeline= cannot be combined with pad=, plan= or like= yet; leave one of them out")
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
+        if request is not None:
+            return PipelinedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         kind = ShardedFunction if pad is None else PaddedFunction
+        if mesh == "auto" and plan is None and like is None:
+            return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)
         return kind(fn, options=options, jit_keywords=jit_keywords, given=given)
 
     return decorate if fn is None else decorate(fn)
+
+
+def _mesh_shape_of(plan: Plan | str | Path) -> dict[str, int]:
+    """The axes of the mesh that a plan, or the one in a file, was made for."""
+    return dict(plan.mesh.shape if isinstance(plan, Plan) else mesh_of_file(plan).shape)
 
 
 def _plan_on(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Plan | None:
@@ -197,9 +243,9 @@ def _plan_on(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Plan 
 def plan(
     fn: Callable[..., Any],
     *args: Any,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh | Literal["auto"] | None = None,
     memory: str | float | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | int | None = None,
     fixed: Mapping[str, PartitionSpec] | None = None,
     time_limit: float = 60.0,
     cache: str | Path | None = None,
@@ -207,7 +253,9 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
+    search: str | Search | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **jit_keywords: Any,
 ) -> Plan:
@@ -236,7 +284,9 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "tactics": tactics,
         "like": like,
+        "search": search,
     }
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))

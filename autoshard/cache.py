@@ -25,6 +25,7 @@ from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.program.paths import printable
 from autoshard.propagation import Rule
+from autoshard.tactics import text_of_tactic
 from autoshard.user_plan import Plan
 
 _KIND = "autoshard plan"  # the first words of a file
@@ -55,6 +56,8 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         sorted(options.trips.items()),
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
         sorted(options.pinned.items()),
+        options.search,
+        list(map(text_of_tactic, options.tactics)),
         options.like and [(one.name, one.type, one.layout) for one in options.like.arguments],
     )
     return hashlib.sha256(repr(said).encode()).hexdigest()

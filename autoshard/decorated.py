@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import logging
 import operator
 import threading
@@ -29,17 +27,17 @@ from autoshard.arrays.arguments import (
     whole_type,
     without_type,
 )
-from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, MicrobatchError
+from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
-from autoshard.microbatches.batch import in_microbatches
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
 from autoshard.processes import Group
-from autoshard.program import Program, context, named_refusal, trace
+from autoshard.program import Program, context, named_refusal
 from autoshard.program.explicit import is_explicit, type_sharding
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
+from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule
 from autoshard.propagation.stencils import with_stencils
 from autoshard.replanning.planner import Planner
@@ -47,6 +45,8 @@ from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
+from autoshard.variants.choosing import fastest
+from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
 
@@ -242,7 +242,8 @@ class ShardedFunction(Generic[Parameters, Result]):
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
         static, dynamic = self._static.split(args, kwargs)
-        return self._trace(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))[0]
+        traced = self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
+        return traced.program(Variant(self._options.microbatches or 1))
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PlannedStep:
         static, dynamic = self._static.split(args, kwargs)
@@ -272,13 +273,14 @@ class ShardedFunction(Generic[Parameters, Result]):
         if compiled is None:
             with uncollected():
                 with LiveLine(f"tracing {getattr(self._fn, '__name__', 'the step')}"):
-                    program, used = self._trace(static, dynamic, types)
-                if not program.closes_over_tracers:
-                    compiled = self._compiled.get((*key, used))
+                    traced = self._traced(static, dynamic, types)
+                if not traced.closes_over_tracers:
+                    compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
-                    compiled = self._planned_to_fit(program, static, dynamic, types)
-            if not program.closes_over_tracers:
-                self._compiled[*key, types] = self._compiled[*key, used] = compiled
+                    mesh, count = dict(self._options.mesh.shape), self._options.microbatches
+                    compiled = fastest(traced, mesh, count, self._planned_anew, self._given)
+            if not traced.closes_over_tracers:
+                self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
@@ -295,52 +297,6 @@ class ShardedFunction(Generic[Parameters, Result]):
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
-
-    def _planned_to_fit(
-        self, program: Program, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
-    ) -> _PlannedStep:
-        """The step planned, in as few microbatches as fit if the user leaves that open."""
-        try:
-            if program.microbatches == 1:
-                return self._planned_anew(program)
-            return self._planned_in_microbatches(program, static, dynamic, types)
-        except MemoryLimitError as error:
-            if self._options.microbatches is not None or self._given is not None:
-                raise
-            for count in (2**power for power in range(1, 31)):
-                try:
-                    split, _ = self._trace(static, dynamic, types, count)
-                    return self._planned_in_microbatches(split, static, dynamic, types)
-                except MemoryLimitError:
-                    continue
-                except MicrobatchError as refused:
-                    raise error from refused
-            raise
-
-    def _planned_in_microbatches(
-        self, program: Program, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]
-    ) -> _PlannedStep:
-        """The cheapest of the ways to add up microbatches: over all devices in each of them, or after the last.
-
-        For the latter, each group of devices has a sum of its own. That takes more memory and communicates less.
-        """
-        sizes = self._options.mesh.shape.values()
-        programs = [program]
-        for groups in sorted({*itertools.accumulate(sizes, operator.mul), *sizes} - {1}):
-            with contextlib.suppress(MicrobatchError):  # the rows of a microbatch are no multiple of so many groups
-                programs.append(self._trace(static, dynamic, types, program.microbatches, groups)[0])
-        if self._given is not None:  # it was made for one of them
-            programs = [one for one in programs if one.fingerprint == self._given.fingerprint] or [program]
-        found: list[_PlannedStep] = []
-        errors: list[MemoryLimitError] = []
-        for one in programs:
-            try:
-                found.append(self._planned_anew(one))
-            except MemoryLimitError as error:
-                errors.append(error)
-        if not found:
-            raise errors[0]
-        return min(found, key=lambda one: one.plan.cost)
 
     def _planned_anew(self, program: Program) -> _PlannedStep:
         if self._given:
@@ -393,21 +349,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         """Whether it is an explicit mesh of the axes that the step is planned for."""
         return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
 
-    def _trace(
-        self,
-        static: tuple[Any, ...],
-        dynamic: Arguments,
-        types: tuple[Any, ...],
-        microbatches: int | None = None,
-        groups: int = 1,
-    ) -> tuple[Program, tuple[Any, ...]]:
-        """The program, and the types of arguments that it was traced with.
-
-        Args:
-            microbatches: how many it runs in; by default as many as the user says.
-            groups: of rows that are run side by side in every microbatch, and summed up after the last.
-        """
-        count = microbatches or self._options.microbatches or 1
+    def _traced(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> StepVariants:
+        """The step traced, from which the programs of its variants are made."""
         args, kwargs = join(static, dynamic)
         obey = not self._options.ignore_constraints
         refusals: list[MeshError | None] = []
@@ -416,19 +359,15 @@ class ShardedFunction(Generic[Parameters, Result]):
         for i, (mesh, tried) in enumerate(attempts):
             try:
                 with jax.sharding.use_abstract_mesh(mesh):
-                    leaves = list(map(abstract, tried))
                     how: dict[str, Any] = {
-                        "leaves": leaves,
+                        "leaves": list(map(abstract, tried)),
                         "obey": obey,
                         "merges": self._merges,
                         "has_rule": has_rule,
                         "trips": self._options.trips,
-                        "rewritten": None
-                        if count == 1
-                        else functools.partial(in_microbatches, count=count, groups=groups),
                     }
-                    program = replace(trace(self._fn, args, kwargs, **how, **self._trace_keywords), microbatches=count)
-                    return with_stencils(program) if self._merges else program, tried
+                    traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
+                return StepVariants(traced, mesh, tried, with_stencils if self._merges else None)
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None

@@ -56,5 +56,9 @@ class ScheduleError(AutoshardError):
     """A pipeline schedule that deadlocks, or whose orders miss, repeat or misplace a task."""
 
 
+class StageError(AutoshardError):
+    """A step that cannot be cut into the stages of a pipeline, or a stage that failed as it ran."""
+
+
 class ProcessError(AutoshardError):
     """Processes that share a mesh and do not run the same step, or of which one has failed or ended."""

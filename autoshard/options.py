@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from autoshard.errors import ArgumentError, MeshError
+from autoshard.errors import ArgumentError, MeshError, SolverError
 from autoshard.layout import Layout, with_auto_axes
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
@@ -20,6 +20,9 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.plans.plan import PlanData
 from autoshard.solver.progress import Progress
+from autoshard.solver.searches.search_run import Search
+from autoshard.solver.searches.table import algorithm_of
+from autoshard.tactics import Tactic, TacticLike
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -51,6 +54,9 @@ class Options:
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
     pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
+    enough: Callable[[], float] | None = None  # seconds: a plan that is proven to take longer is not sought further
+    search: str | Search | None = None  # what solves the problem, by name or itself; None: the solver's own way
+    tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
 
 
 def options_of(
@@ -65,6 +71,8 @@ def options_of(
     ignore_constraints: Any = False,
     trips: Any = None,
     microbatches: Any = None,
+    search: Any = None,
+    tactics: Any = (),
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -102,7 +110,9 @@ def options_of(
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
     compiled_for = _devices(mesh, machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
-    folder = None if cache is None else _folder(cache)
+    tactics = _tactics(tactics)
+    keeps = all(isinstance(one, Tactic) for one in tactics)  # a function may say anything
+    folder = _folder(cache) if cache is not None and keeps else None
     return Options(
         mesh,
         topology,
@@ -119,7 +129,43 @@ def options_of(
         memory is not None,
         microbatches=_count(microbatches),
         given_topology=given_topology,
+        search=_search(search, cache),
+        tactics=tactics,
     )
+
+
+def _search(search: Any, cache: Any) -> str | Search | None:
+    """The search, once it is known to be one."""
+    if search is None:
+        return None
+    try:
+        algorithm_of(search)
+    except SolverError as error:
+        raise ArgumentError(f"search={search!r}: {error}") from None
+    if cache is not None and not isinstance(search, str):
+        raise ArgumentError(
+            f"search={search!r} and cache={cache!r}: plans of a function of yours are not kept, as the function may "
+            "change.\nDrop cache=, or name one of autoshard.solver.SEARCHES."
+        )
+    chosen: str | Search = search
+    return chosen
+
+
+def _tactics(tactics: Any) -> tuple[TacticLike, ...]:
+    """Tactics, checked.
+
+    >>> from autoshard.tactics import ZeRO
+    >>> _tactics([ZeRO(3)]), _tactics(())
+    ((ZeRO(3),), ())
+    """
+    given = tactics if isinstance(tactics, list | tuple) else [tactics]
+    for one in given:
+        if isinstance(one, type) or not (isinstance(one, Tactic) or callable(one)):
+            raise ArgumentError(
+                f"tactics={tactics!r}: a list of tactics is needed, as in [DataParallel('data'), Megatron('model')] of "
+                "autoshard.tactics; functions of the step may be among them"
+            )
+    return tuple(given)
 
 
 def _count(microbatches: Any) -> int | None:

@@ -20,16 +20,20 @@ from autoshard.errors import ConflictError, MemoryLimitError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
+from autoshard.meshes.cutoff import Cutoff
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
+from autoshard.model.option_sets.growing import in_parts, is_too_large
+from autoshard.model.xla.backends import Backend
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.chosen import prediction_of
-from autoshard.plans.limited_overlap import ROUNDS, at_its_price, with_limited_overlap
+from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
+from autoshard.plans.prediction import Prediction
 from autoshard.processes import Group
 from autoshard.processes.agreement import Claims, check_alike, peak_of_all, plan_of_all
 from autoshard.program import Program
@@ -39,11 +43,17 @@ from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
+from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.searches.search_run import Search
+from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
 from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
+from autoshard.tactics import restricted
 from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
+PARTS = 8  # of the time limit: what each search for a part of a large problem gets
+OVERLAP_SHARE = 0.4  # of the work in a time limit: what limiting the overlap may take, after the search
 LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
@@ -151,7 +161,7 @@ def _leaner_of_all(
 def plan_of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
     """The plan that another process has made of the same program."""
     loaded = Plan.loads(text, options.mesh, where="the plan of another process").bound_to(program)
-    return replace(loaded, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
+    return replace(loaded, comparison=comparison_of(program, rules, options))
 
 
 PlansByProgram = dict[str, tuple[tuple[Rule, ...], Plan]]  # fingerprint of a program -> its rules and plan
@@ -199,7 +209,7 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
     key = key_of(program, rules, options)
     found = find(options.cache, key, program, options)
     if found is not None:
-        return replace(found, comparison=comparison_of(functools.partial(formulated, program, rules, options)))
+        return replace(found, comparison=comparison_of(program, rules, options))
     made = _solved_in_reserve(program, rules, options, jit_keywords)
     keep(options.cache, key, made)
     return made
@@ -217,7 +227,8 @@ def formulated(
     wished = wished_layouts(program, mesh_shape) if fixed is None else {}
     fixed = asked_layouts(program, options) if fixed is None else fixed
     _check_types(program, fixed)
-    return formulate(
+    make = functools.partial(
+        formulate,
         program,
         rules,
         mesh_shape,
@@ -225,8 +236,22 @@ def formulated(
         memory=options.memory,
         fixed={**wished, **program.ordered_arguments, **fixed},
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
-        backend=options.backend,
+        backend=_backend(options),
     )
+    if not is_too_large(program, mesh_shape):
+        found = make()
+    else:
+        axes = [axis for axis, size in mesh_shape.items() if size > 1]
+        seconds = options.time_limit / PARTS
+        make = functools.partial(make, steps={})  # which the parts share
+        found = in_parts(axes, lambda offered: make(offered=offered), lambda part: solve_within(part, seconds))
+    return restricted(found, options.tactics, mesh_shape) if options.tactics else found
+
+
+def _backend(options: Options) -> Backend:
+    """The compiler; with tactics sums may be finished by sequences, which some schemes are made of."""
+    backend = options.backend
+    return replace(backend, scatters=replace(backend.scatters, over_some_axes=True)) if options.tactics else backend
 
 
 def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
@@ -304,7 +329,7 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
     solution = solved(program, formulation, options, max(until, searched_until))
     said = remarks(formulation, dict(options.mesh.shape))
-    comparison = comparison_of(functools.partial(formulated, program, rules, options))
+    comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:
         return Plan.of(make_plan(formulation, solution, options.mesh, said), comparison)
@@ -326,9 +351,13 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
 
     Raises:
         MemoryLimitError: there is none.
+        SlowMesh: it is proven to take longer than `options.enough`.
     """
+    progress = options.progress
+    if options.enough is not None and formulation.least is None:  # the bound of a part is not that of the whole
+        progress = Cutoff(options.enough, progress)
     try:
-        return cheapest(formulation, options.time_limit, until, options.progress)
+        return cheapest(formulation, options.time_limit, until, progress, options.search)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -338,6 +367,7 @@ def cheapest(
     time_limit: float,
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
+    search: str | Search | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
@@ -345,17 +375,23 @@ def cheapest(
         time_limit: seconds that the search may take, and its measure of work.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
         progress: told what is known, as by `solve`.
+        search: as for `solve`.
     """
 
-    def solve(problem: Problem) -> Solution | None:
-        if time.monotonic() > until:
-            return None
-        return solve_within(replace(formulation, problem=problem), time_limit / ROUNDS, until, progress)
+    def solve(problem: Problem, budget: Budget) -> Solution:
+        return solve_within(replace(formulation, problem=problem), time_limit, until, progress, search, budget)
 
-    solution = solve_within(formulation, time_limit, until, progress)
+    solution = solve_within(formulation, time_limit, until, progress, search)
     if time.monotonic() > until:
-        return at_its_price(solution, prediction_of(formulation, solution.choice))
-    return with_limited_overlap(formulation, solution, solve)
+        solution = at_its_price(solution, prediction_of(formulation, solution.choice))
+    else:
+        assert formulation.problem.limit is not None, "`solve_within` has asked for it"
+        limit = formulation.problem.limit * formulation.prices.backend.usable
+        budget = Budget.of(time_limit, until)
+        budget = replace(budget, work=OVERLAP_SHARE * budget.work)
+        solution = with_limited_overlap(formulation, solution, solve, budget, limit)
+    least = formulation.least
+    return solution if least is None else with_bound(solution, min(least, solution.bound))
 
 
 def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
@@ -365,16 +401,39 @@ def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
     return rules
 
 
-def comparison_of(formulate_anew: Callable[[], Formulation]) -> Comparison:
-    """What a plan is compared with. It formulates the step anew: a formulation takes megabytes, and a plan may stay."""
-    return Comparison(lambda: alternatives_of(formulate_anew()))
+def comparison_of(
+    program: Program, rules: Sequence[Rule], options: Options, fixed: Mapping[int, Layout] | None = None
+) -> Comparison:
+    """What a plan is compared with. It formulates the step anew: a formulation takes megabytes, and a plan may stay.
+
+    A plan within tactics is compared with the best one without these, too.
+    """
+    free = replace(options, tactics=())
+
+    def figures() -> dict[str, Prediction | str]:
+        formulation = formulated(program, rules, free, fixed)
+        if not options.tactics:
+            return alternatives_of(formulation)
+        try:
+            best = cheapest(formulation, options.time_limit)
+        except SolverError:
+            return {"without tactics": "not found", **alternatives_of(formulation)}
+        return {"without tactics": prediction_of(formulation, best.choice), **alternatives_of(formulation)}
+
+    return Comparison(figures)
 
 
 def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    said = *split, *_unused_axes(program, mesh), *uneven_batch(program, mesh), *_guessed_loops(program)
+    said = (
+        *formulation.restrictions,
+        *split,
+        *_unused_axes(program, mesh),
+        *uneven_batch(program, mesh),
+        *_guessed_loops(program),
+    )
     return *said, *formulation.prices.backend.remarks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -33,6 +33,7 @@ from autoshard.report.plan_sections import plan_sections, repr_text
 from autoshard.report.plot import plan_figure
 from autoshard.report.section import Section
 from autoshard.report.text import text_of
+from autoshard.tactics import TacticLike
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,6 +156,7 @@ class Plan(PlanData):
         mesh: Mesh | AbstractMesh | None = None,
         topology: Topology | str | None = None,
         time_limit: float | None = None,
+        tactics: Sequence[TacticLike] | None = None,
     ) -> Plan:
         """The plan of the same step under another wish; printed, it says what the wish costs.
 
@@ -168,6 +170,8 @@ class Plan(PlanData):
             mesh: another mesh, for the same program.
             topology: what its machine costs; by default as this plan's was found.
             time_limit: seconds of the search; by default as for this plan.
+            tactics: published schemes to plan within, as for `autoshard`: what one costs beside this plan. ``()`` drops
+                those of this plan.
 
         Raises:
             MemoryLimitError: no sharding fits.
@@ -176,6 +180,7 @@ class Plan(PlanData):
             MeshError: the wish does not fit the mesh.
         """
         wish = {"fixed": fixed, "memory": memory, "mesh": mesh, "topology": topology, "time_limit": time_limit}
+        wish["tactics"] = tactics
         return self._asked().what_if(self, wish)
 
     def _asked(self) -> Planner:
@@ -404,6 +409,18 @@ class Plan(PlanData):
 
     def _html(self) -> Html:
         return plan_html(self, self.comparison.known, self._wishes(), self._notes())
+
+
+def mesh_of_file(path: str | Path) -> AbstractMesh:
+    """The mesh that the plan in a file was made for.
+
+    Raises:
+        PlanError: the file is no plan.
+    """
+    try:
+        return _mesh_in(Path(path).read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(_unreadable(str(path), error)) from error
 
 
 def _mesh_in(text: str, where: str) -> AbstractMesh:

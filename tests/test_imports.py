@@ -28,6 +28,7 @@ ROOMS = {
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
+    "tactics": ["autoshard.tactics"],
     "plans": ["autoshard.plans"],
     "arrays": ["autoshard.arrays"],
     "report": ["autoshard.report"],
@@ -35,16 +36,17 @@ ROOMS = {
     "lower": ["autoshard.lower"],
     "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
-    "pipeline": ["autoshard.pipeline"],
+    "pipeline": ["autoshard.pipeline", "autoshard.stage_search"],
     "api": [
         *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
-        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.decorated"),
-        *("autoshard.api", "autoshard.together", "autoshard.padding", "autoshard.__init__"),
+        *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
+        *("autoshard.decorated", "autoshard.stages", "autoshard.stage_planning", "autoshard.meshes"),
+        *("autoshard.api", "autoshard.together", "autoshard.frontiers", "autoshard.padding", "autoshard.__init__"),
     ],
 }
 
-# Rooms that work on plain data: from autoshard one imports only itself and the errors, and never JAX.
-WITHOUT_JAX = ("autoshard.solver", "autoshard.pipeline")
+# Rooms that work on plain data: from autoshard one imports only itself, the errors and the rooms named, and never JAX.
+WITHOUT_JAX = {"autoshard.solver": (), "autoshard.pipeline": (), "autoshard.stage_search": ("autoshard.pipeline",)}
 
 # Unstable parts of JAX and optional packages, and in how many files each may be imported.
 UNSTABLE = {"jax._src": 0, "jax.extend": 1, "jax.experimental": 1, "flax": 1, "equinox": 0}
@@ -115,7 +117,8 @@ def violations(sources: dict[str, str]) -> list[str]:
                 problems.append(f"{module} imports {target}, a later room")
         if core := core_of(module):
             jax = {target for target in imported if within(target, "jax") or within(target, "jaxlib")}
-            other = {target for target in inside if not within(target, core) and target != "autoshard.errors"}
+            allowed = (core, "autoshard.errors", *WITHOUT_JAX[core])
+            other = {target for target in inside if not any(within(target, one) for one in allowed)}
             problems += [f"{module} imports {target}" for target in sorted(jax | other)]
         for unstable, files in users.items():
             if any(within(target, unstable) for target in imported):
@@ -238,7 +241,7 @@ import autoshard.{room}
 """
 
 
-@pytest.mark.parametrize("room", ["solver", "pipeline"])
+@pytest.mark.parametrize("room", ["solver", "pipeline", "stage_search"])
 def test_rooms_of_plain_data_do_without_jax(room):
     subprocess.run([sys.executable, "-c", ALONE.format(room=room)], check=True, timeout=120)
 
@@ -283,8 +286,11 @@ def undocumented(module: str, names: Iterable[str]) -> list[str]:
 
 
 ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
-PUBLIC = [("autoshard", autoshard.__all__), ("autoshard.solver", autoshard.solver.__all__)]
-PUBLIC += [("autoshard.pipeline", [name for name in autoshard.pipeline.__all__ if name.upper() != name])]
+PUBLIC = [("autoshard", autoshard.__all__)]
+PUBLIC += [
+    (room.__name__, [name for name in room.__all__ if name.upper() != name])
+    for room in (autoshard.solver, autoshard.pipeline)
+]
 PUBLIC += [("autoshard.decorated", ["ShardedFunction"]), ("autoshard.errors", ERRORS)]
 
 

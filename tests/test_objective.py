@@ -14,8 +14,8 @@ from random_steps import steps
 
 import autoshard
 from autoshard.model.formulation import Formulation
-from autoshard.plans.limited_overlap import mixed
 from autoshard.solver import Problem
+from autoshard.solver.two_costs import TwoCosts
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoshard.propagation.UnknownPrimitiveWarning")
 
@@ -126,7 +126,7 @@ def test_a_width_that_is_reported_otherwise_is_caught(monkeypatch):
 
 
 def test_an_overlap_without_a_limit_is_caught(monkeypatch):
-    monkeypatch.setattr("autoshard.planning.with_limited_overlap", lambda formulation, solution, solve: solution)
+    monkeypatch.setattr("autoshard.planning.with_limited_overlap", lambda formulation, solution, *_: solution)
     monkeypatch.setattr("autoshard.plans.making.at_its_price", lambda solution, predicted: solution)
     with pytest.raises(AssertionError):
         test_no_more_is_hidden_than_is_computed()
@@ -136,5 +136,5 @@ def test_mixtures_by_hand():
     """Two options: 5 s of which 4 are communication, and 6 of which 3 are; mixed, they cost the same at a half."""
     problem = Problem((np.array([5.0, 6.0, np.inf]),), (), (), None)
     waits = Problem((np.array([4.0, 3.0, 1.0]),), (), (), None)
-    assert mixed(problem, waits, 0.5).costs[0].tolist() == [4.5, 4.5, np.inf]
-    assert mixed(problem, waits, 0.0).costs[0].tolist() == [4.0, 3.0, np.inf]
+    assert TwoCosts(problem, waits).mixed(0.5).costs[0].tolist() == [4.5, 4.5, np.inf]
+    assert TwoCosts(problem, waits).mixed(0.0).costs[0].tolist() == [4.0, 3.0, np.inf]

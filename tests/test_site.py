@@ -90,3 +90,20 @@ def test_pages_made_of_files_of_the_repository_link_to_pages():
     spec.loader.exec_module(hook)
     assert doctest.testmod(hook).failed == 0 < doctest.testmod(hook).attempted
     assert "(docs/" not in "".join(hook.relinked((ROOT / source).read_text()) for source in hook.PAGES)
+
+
+QUESTIONS = (DOCS / "questions.md").read_text()
+
+
+def missing_answers(page: str) -> list[str]:
+    """Pages and tests that a table of questions names and that are not there."""
+    pages = [DOCS / path for path in re.findall(r"\]\(([\w/]+\.md)", page)]
+    tests = [ROOT / path for path in re.findall(r"`(tests/[\w/.]+)`", page)]
+    return [str(path) for path in (*pages, *tests) if not path.exists()]
+
+
+def test_every_question_has_a_page_and_a_test():
+    rows = [row for row in QUESTIONS.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) == 12 and all("](" in row and "`tests/" in row for row in rows)
+    assert missing_answers(QUESTIONS) == []
+    assert len(missing_answers(QUESTIONS.replace("how_to/read_a_plan.md", "how_to/read.md"))) == 3

@@ -1,6 +1,7 @@
 """The time limit is for all of planning: what formulates the step, every search for its plan, all rounds of each."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -37,7 +38,7 @@ def searched(monkeypatch):
     """When each search is to end at the latest."""
     ends, solve = [], planning.solve_within
 
-    def noted(formulation, time_limit, until, progress=None):
+    def noted(formulation, time_limit, until, progress=None, budget=None):
         ends.append(until)
         return solve(formulation, time_limit)
 
@@ -75,7 +76,11 @@ def test_no_round_begins_late(monkeypatch, clock, late):
     program = autoshard.autoshard(step, **options).trace(WEIGHTS, BATCH)
     formulation = planning.formulated(program, rules_for(program), options_of(**options))
     solution = planning.solve_within(formulation, 5.0)
-    hidden = SimpleNamespace(communication_seconds=2 * solution.cost)  # as if nearly all ran behind compute
+    problem = formulation.problem  # as if nearly all ran behind compute
+    doubled = [replace(edge, costs=2 * edge.costs) for edge in problem.edges]
+    waits = replace(problem, costs=tuple(2 * costs for costs in problem.costs), edges=tuple(doubled), checked=True)
+    formulation = replace(formulation, waits=lambda: waits)
+    hidden = SimpleNamespace(communication_seconds=2 * solution.cost)
     monkeypatch.setattr(limited_overlap, "prediction_of", lambda *args: hidden)
     monkeypatch.setattr(planning, "prediction_of", lambda *args: hidden)
     searches = []

@@ -29,7 +29,8 @@ takes as long as an all_gather of the same result.
 Over several links a gather or reduction is hierarchical: one phase per link, the slowest first, while what it moves is
 smallest. With equal links behind switches this is exactly one ring over all devices. The dims of a torus count as one
 link. Parts of the data go through them in different orders, so that their bandwidths add up (ibid., "What happens when
-we AllGather over multiple axes?"). An all_to_all or collective_permute uses its links side by side, so the slowest link
+we AllGather over multiple axes?"). Axes that are laid through the same dims have no more
+than the wires of these. An all_to_all or collective_permute uses its links side by side, so the slowest link
 bounds it.
 """
 
@@ -131,13 +132,21 @@ def _gather_seconds(whole: float, spans: Sequence[_Span]) -> float:
     torus = [(n, link) for n, link in spans if link.torus]
     if torus:
         latency = sum(_hops(n, link) * link.latency for n, link in torus)
-        levels.append((math.prod(n for n, _ in torus), latency, sum(link.bandwidth for _, link in torus)))
+        levels.append((math.prod(n for n, _ in torus), latency, _joined_bandwidth([link for _, link in torus])))
     gathered = whole / math.prod(n for n, _, _ in levels)
     total = 0.0
     for n, latency, bandwidth in sorted(levels, key=lambda level: level[2]):
         gathered *= n
         total += latency + gathered * (n - 1) / n / bandwidth
     return total
+
+
+def _joined_bandwidth(links: Sequence[Link]) -> float:
+    """Bytes/s of links of a torus side by side; those laid through the same dims have no more than these."""
+    by_wires: dict[tuple[str, float] | None, float] = {}
+    for link in links:
+        by_wires[link.wires] = by_wires.get(link.wires, 0.0) + link.bandwidth
+    return sum(total if wires is None else min(total, wires[1]) for wires, total in by_wires.items())
 
 
 def _hops(n: int, link: Link) -> int:

@@ -17,6 +17,7 @@ class Link:
     torus: bool = False  # only neighbours are wired (TPU ICI); otherwise every pair is, through a switch
     ring: bool = False  # a dim of a torus that closes on itself; otherwise a line
     shared: bool = False  # the devices share one memory, so that an all_reduce is one pass, as an all_gather is
+    wires: tuple[str, float] | None = None  # dims of a torus that several axes are laid through, and their bytes/s
     parts: tuple[tuple[int, Link], ...] = ()  # (devices, link) of each, if the axis runs over several; see `join`
 
     def __post_init__(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from autoshard.layout import MeshShape
-from autoshard.mesh.chips import CHIPS, Chip
+from autoshard.mesh.chips import CHIPS, Chip, chip_of
 from autoshard.mesh.links import Link
 from autoshard.mesh.machines import Machine
 
@@ -47,7 +48,27 @@ def _laid_out(chip: Chip, dims: Sequence[int], axes: MeshShape) -> dict[str, Par
     # the inner axes are tried first for the inner wires; as many axes as possible get whole dims
     choices = itertools.product([*reversed(list(axes)), None], repeat=len(wires))
     best = max((laid(choice[::-1]) for choice in choices), key=len)
-    return {axis: best.get(axis, [(size, chip.along())]) for axis, size in axes.items()}
+    owned = [link for parts in best.values() for _, link in parts]
+    left = sum(link.bandwidth for _, link in wires) - sum(link.bandwidth for link in owned)
+    line = replace(chip.along(), wires=("torus", left)) if left and len(best) < len(axes) - 1 else chip.along()
+    return {axis: best.get(axis, [(size, line)]) for axis, size in axes.items()}
+
+
+def shared_out(pieces: Sequence[int], products: Sequence[int]) -> list[int] | None:
+    """Which product each piece is a factor of, so that the pieces of each make it up; None if there is no such way.
+
+    >>> shared_out([16, 4, 4], [64, 4]), shared_out([16, 16], [64, 4])
+    ([0, 0, 1], None)
+    """
+    if not pieces:
+        return [] if all(product == 1 for product in products) else None
+    piece, *rest = pieces
+    for i, product in enumerate(products):
+        if product % piece == 0:
+            left = [*products[:i], product // piece, *products[i + 1 :]]
+            if (others := shared_out(rest, left)) is not None:
+                return [i, *others]
+    return None
 
 
 def parts_of_mesh(mesh: Mesh, chip: Chip) -> dict[str, Parts]:
@@ -59,6 +80,19 @@ def parts_of_mesh(mesh: Mesh, chip: Chip) -> dict[str, Parts]:
     grid = places.reshape(*mesh.devices.shape, -1)
     lines = {axis: np.moveaxis(grid, dim, -2) for dim, axis in enumerate(mesh.axis_names)}
     return {axis: _parts_along(lines[axis], extents, whole, chip) for axis in lines}
+
+
+def dims_of_devices(devices: Sequence[Any]) -> tuple[int, tuple[int, ...]]:
+    """What devices are wired along: slices or hosts, and the devices along each dim inside one.
+
+    Devices that do not fill such a grid are taken for one dim.
+    """
+    chip = chip_of(devices[0].device_kind) or CHIPS["cpu"]
+    places = _places(devices, chip)
+    groups, *inner = (len(np.unique(column)) for column in places.T)
+    sizes = tuple(size for size in inner if size > 1) if chip.torus_dims else (len(devices) // groups,)
+    fills = groups * math.prod(sizes) == len(devices)
+    return (groups, sizes or (1,)) if fills else (1, (len(devices),))
 
 
 def _parts_along(lines: np.ndarray, extents: Sequence[int], whole: Sequence[Link], chip: Chip) -> Parts:
@@ -78,7 +112,10 @@ def _parts_along(lines: np.ndarray, extents: Sequence[int], whole: Sequence[Link
         count = int(counts[0, dim])
         if 1 < count < extents[dim]:
             stride = int(np.ptp(lines[0, :, dim])) // (count - 1)
-            link = chip.along(link.ring and count * stride == extents[dim], stride)
+            link = replace(
+                chip.along(link.ring and count * stride == extents[dim], stride),
+                wires=(f"dim {dim - 1}", link.bandwidth),
+            )
         parts.append((count, link))
     return parts
 

@@ -88,6 +88,12 @@ def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[s
     return tuple(step for hop in itertools.pairwise(layouts) for step in _hop(*hop, mesh)[0])
 
 
+def depends_on_whole_dims(source: Layout, target: Layout, mesh_shape: MeshShape) -> bool:
+    """Whether `path` may be another one if dims that neither layout splits are left out."""
+    mesh = tuple(mesh_shape.items())
+    return not _of_one_prime(mesh) or DIMS in _path_by_any_names(*_without_whole_dims(source, target), mesh)[1]
+
+
 def stops(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[Layout, ...]:
     """The layouts by way of which an array goes from `source` to `target`; none where XLA takes it there itself.
 

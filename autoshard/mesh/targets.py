@@ -80,7 +80,7 @@ def target_mesh(name: str, axes: MeshShape) -> Mesh:
         raise MeshError(f"{name} has {len(devices)} devices, the mesh {dict(axes)} has {math.prod(axes.values())}")
     sizes = tuple(axes.values())
     on_torus = machine.chip not in _GPUS
-    grid = _placed(devices, sizes, machine.slices) if on_torus else np.array(devices).reshape(sizes)
+    grid = placed(devices, sizes, machine.slices) if on_torus else np.array(devices).reshape(sizes)
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -124,7 +124,7 @@ def _described(platform: str, topology_name: str, machine: Machine, **options: A
         ) from error
 
 
-def _placed(devices: Sequence[jax.Device], sizes: Sequence[int], slices: int) -> np.ndarray:
+def placed(devices: Sequence[jax.Device], sizes: Sequence[int], slices: int) -> np.ndarray:
     """Devices in the order in which mesh axes lie along the torus; slices are outermost."""
     if slices == 1:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)

@@ -184,4 +184,6 @@ class Topology:
 
 def _link(fields: Mapping[str, Any]) -> Link:
     """A link as `json` reads it."""
-    return Link(**{**fields, "parts": tuple((devices, _link(part)) for devices, part in fields["parts"])})
+    wires = None if fields.get("wires") is None else tuple(fields["wires"])
+    parts = tuple((devices, _link(part)) for devices, part in fields["parts"])
+    return Link(**{**fields, "wires": wires, "parts": parts})

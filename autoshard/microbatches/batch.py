@@ -66,6 +66,16 @@ def in_microbatches(traced: TracedStep, count: int, groups: int = 1) -> ClosedJa
     Raises:
         MicrobatchError: there is no batch to be split, or some line needs all of its rows at once.
     """
+    part, split = traced_in_part(traced, count, groups)
+    return looped(traced.closed, part, split)
+
+
+def traced_in_part(traced: TracedStep, count: int, groups: int = 1) -> tuple[ClosedJaxpr, Microbatches]:
+    """The step traced for the rows of one group of one microbatch, and where these rows are in the batch.
+
+    Raises:
+        MicrobatchError: there is no batch to be split, or the step does not take fewer rows.
+    """
     if traced.is_explicit:
         raise MicrobatchError(
             f"microbatches={count}: the step says in types of explicit mode how its arrays lie, and those of a "
@@ -81,10 +91,10 @@ def in_microbatches(traced: TracedStep, count: int, groups: int = 1) -> ClosedJa
         for i, aval in enumerate(traced.closed.in_avals)
     ]
     try:
-        part = traced.again(types)
+        part = traced.again(tuple(types))
     except Exception as error:  # whatever the step does with fewer rows
         raise MicrobatchError(
             f"microbatches={count}: the step takes a batch of {split.batch} rows, but not one of {split.rows}: "
             f"{error}\nUse fewer microbatches, or write the step for any number of rows."
         ) from error
-    return looped(traced.closed, part, split)
+    return part, split

@@ -61,7 +61,7 @@ def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Closed
         MicrobatchError: some line needs all rows of the batch at once.
     """
     whole, part = opened(whole), opened(part)
-    steps = _Steps(whole.jaxpr, part.jaxpr, split, proof(whole, part, split))
+    steps = MicrobatchedStep(whole.jaxpr, part.jaxpr, split, proof(whole, part, split))
     variables = [*whole.jaxpr.constvars, *whole.jaxpr.invars]
     avals = map(aval_of, variables)
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
@@ -76,7 +76,7 @@ def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Closed
 
 
 @dataclass(frozen=True)
-class _Needs:
+class Needs:
     """Which values of the whole step each of its three parts makes for others."""
 
     before: frozenset[Var]
@@ -86,8 +86,8 @@ class _Needs:
     looped: tuple[int, ...]  # equations
 
 
-class _Steps:
-    """The three parts of a step that runs in microbatches."""
+class MicrobatchedStep:
+    """The three parts of a step that runs in microbatches: before the first, in each, and after the last."""
 
     def __init__(self, whole: Jaxpr, part: Jaxpr, split: Microbatches, found: Proof):
         self.whole, self.part, self.split, self.proof = whole, part, split, found
@@ -106,7 +106,7 @@ class _Steps:
         """Whether every microbatch makes a value of its own."""
         return var in self.makers and self.proof.places[self.makers[var]] is None and var not in self.proof.ahead
 
-    def needed(self) -> _Needs:
+    def needed(self) -> Needs:
         before, looping = set[Var](), set[Var]()
         after = set[int]()
 
@@ -135,7 +135,7 @@ class _Steps:
                 looped.append(i)
                 want(eqn.invars)
         handed = [var for eqn in self.equations for var in eqn.outvars if var in outside]
-        return _Needs(
+        return Needs(
             before=frozenset(before),
             sums=tuple(var for var in handed if not isinstance(self.proof.relations[var], Rows)),
             rows=tuple(var for var in handed if isinstance(self.proof.relations[var], Rows)),

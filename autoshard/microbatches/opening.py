@@ -31,8 +31,8 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
 
         for eqn in equations_of(jaxpr):
             inputs = list(map(read, eqn.invars))
-            if call is not None and source_of(eqn) is None:
-                eqn = eqn.replace(source_info=call.source_info)
+            if call is not None:
+                eqn = eqn.replace(source_info=_as_called(eqn, call))
             called = None if eqn.primitive.name in CUSTOM | REMAT | HIDDEN_BODIES else called_jaxpr(eqn)
             if called is not None:
                 inner = dict(zip(called.jaxpr.invars, inputs, strict=True))
@@ -51,3 +51,10 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
         constvars=list(constants), eqns=equations, outvars=results, debug_info=closed.jaxpr.debug_info
     )
     return ClosedJaxpr(jaxpr, list(constants.values()))
+
+
+def _as_called(eqn: JaxprEqn, call: JaxprEqn) -> Any:
+    """The line of an equation, else that of its caller; its names stand below those of the caller."""
+    own = call if source_of(eqn) is None else eqn
+    names = call.source_info.name_stack + eqn.source_info.name_stack
+    return own.source_info.replace(name_stack=names)

@@ -318,7 +318,7 @@ class _Walk:
             relations = [Known.BEFORE, *relations[1:]]  # the rows of the indices are those of the array
         elif (fault := _reads_positions(eqn, relations)) is not None:
             raise _Conflict(eqn, fault)
-        rule = rule_of(_equation(eqn))
+        rule = rule_of(equation_of(eqn))
         factor = batch_factor(rule, relations, self.split.batch)
         if isinstance(factor, str):
             raise _Conflict(eqn, factor)
@@ -464,7 +464,7 @@ def _reads_positions(eqn: JaxprEqn, relations: Sequence[Relation]) -> str | None
     return "reads or writes rows of the batch by their number" if relation.dim in positions else None
 
 
-def _equation(eqn: JaxprEqn) -> Equation:
+def equation_of(eqn: JaxprEqn) -> Equation:
     """An equation of a jaxpr as rules see it."""
 
     def value(aval: Any) -> Value:

@@ -41,6 +41,7 @@ from autoshard.model.memory_terms import (
     HeldOutput,
     ReadValue,
 )
+from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
     and_copies_apart,
@@ -57,6 +58,7 @@ from autoshard.model.pricing.cost_tables import (
     without_growth,
 )
 from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.regions.pricing import Regions
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
@@ -84,6 +86,8 @@ def formulate(
     beside: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
     moves_views: bool = False,
+    offered: OptionSet | None = None,
+    steps: dict[int, ReshardingSteps] | None = None,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -97,6 +101,8 @@ def formulate(
         beside: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
         moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
+        offered: the strategies and homes among which is chosen; None: all.
+        steps: of reshardings on this mesh, as another formulation for this backend knows them.
     """
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
@@ -119,9 +125,8 @@ def formulate(
         rounded=rounded_for_loops(program, widths),
         instead=read_through(groups),
         images=image_dims(program),
-        regions=Regions(
-            program, mesh, topology, backend, functools.partial(_of_one_device, topology=topology, backend=backend)
-        ),
+        offered=offered,
+        regions=Regions(program, mesh, topology, backend, formulate),
     )
     make = functools.partial(
         _Formulator,
@@ -132,16 +137,11 @@ def formulate(
         beside=beside or {},
         moves_views=moves_views,
     )
-    prices = make_prices()
+    prices = make_prices(steps=steps)
     found = make(prices).formulation(memory)
     alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
     waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
     return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
-
-
-def _of_one_device(program: Program, rules: Sequence[Rule], *, topology: Topology, backend: Backend) -> Formulation:
-    """The problem of what a device runs on its shards, in which nothing is split."""
-    return formulate(program, rules, {}, topology, backend=backend)
 
 
 class _Formulator:
@@ -214,6 +214,8 @@ class _Formulator:
     def _options_of_argument(self, index: int, value: Value) -> tuple[ArgumentOption, ...]:
         mesh, fixed = self.prices.mesh, None
         homes = [replicated(len(value.shape))] if stays_whole(value) else layouts_of(value.shape, mesh)
+        if self.prices.offered is not None and index not in self.fixed:
+            homes = self.prices.offered.of_argument(index, homes, list(mesh))
         if index in self.fixed:
             fixed = without_idle_axes(self.fixed[index], mesh)
             if stays_whole(value) and fixed not in homes:

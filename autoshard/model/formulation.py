@@ -69,6 +69,8 @@ class Formulation:
     on_chip: Sequence[Live] = ()  # of its lives: temporaries that the chip's own memory may hold instead
     waits: Callable[[], Problem] = field(repr=False, default=lambda: Problem((), (), (), None))  # communication alone
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
+    least: float | None = None  # where it offers a part of all strategies: seconds that no choice of all goes below
+    restrictions: tuple[str, ...] = ()  # what plans say of options that were taken away
 
     def copied_for(self, value: Value, choice: Sequence[int]) -> Readers:
         """Whom the copy is for that several readers of a value share; None: for all."""

@@ -17,11 +17,13 @@ from autoshard.model.search_policy import solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 
 ROUNDS = 8  # of solving, each with more reshardings counted
 ROUND_SHARE = 0.8  # of the work that is left: what one round gets
+SEARCH_SHARE = 0.6  # of all work: what the rounds of a search get that the user chose, which takes all it is given
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
@@ -39,6 +41,8 @@ def solve_within(
     time_limit: float,
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
+    search: str | Search | None = None,
+    budget: Budget | None = None,
 ) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
@@ -55,6 +59,8 @@ def solve_within(
         time_limit: seconds to spend.
         until: when the clock ends the search, if that is before the time limit has passed.
         progress: told what is known, as by `solve`.
+        search: as for `solve`. Lean choices are not sought by it.
+        budget: what may be spent, instead of the time limit.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.
@@ -67,7 +73,8 @@ def solve_within(
     exact = replace(formulation.problem, limit=limit, checked=True)
     rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
     problem = replace(rounded, limit=limit + spared, checked=True)
-    budget = Budget.of(time_limit, until)
+    budget = budget or Budget.of(time_limit, until)
+    rounds = budget if search is None else budget.part(SEARCH_SHARE)
     reshardings: dict[Resharding, None] = {}
     best = None
 
@@ -75,12 +82,13 @@ def solve_within(
         return fits(formulation.peak_bytes(choice[: len(exact.costs)]), limit)
 
     for i in range(ROUNDS):
-        if i and budget.over:
+        if i and rounds.over:
             break
         try:
             gap = ENOUGH if i else 0.0
-            part = budget.part(ROUND_SHARE)
-            solution = _solved(formulation, problem, reshardings, part, gap=gap, accepts=within, progress=progress)
+            part = rounds.part(ROUND_SHARE)
+            how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
+            solution = _solved(formulation, problem, reshardings, part, gap=gap, **how)
         except ForbiddenError:
             raise
         except SolverError:  # nothing fits, or nothing was found in time

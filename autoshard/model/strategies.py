@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,13 +66,23 @@ class Strategy:
         return dict(self.assignment)
 
 
-def strategies_of(group: Group, mesh: MeshShape, backend: Backend = H100) -> list[Strategy]:
-    """Every strategy of `group`; the first splits nothing.
+Choices = Callable[[Group, Sequence[str], Sequence[int]], Iterable[tuple[int | None, ...]]]
+
+
+def every_choice(_: Group, axes: Sequence[str], factors: Sequence[int]) -> Iterable[tuple[int | None, ...]]:
+    """Per axis the factor that it splits, or None: all there are."""
+    return itertools.product([None, *factors], repeat=len(axes))
+
+
+def strategies_of(
+    group: Group, mesh: MeshShape, backend: Backend = H100, choices: Choices = every_choice
+) -> list[Strategy]:
+    """Every strategy of `group`, or those that are offered; the first splits nothing.
 
     Strategies come in a fixed order. Of two that want and leave the same layouts at the same cost the first is kept.
     """
     unique: dict[tuple, Strategy] = {}
-    for assignment in _assignments(group, mesh):
+    for assignment in _assignments(group, mesh, choices):
         wants = _layouts([use.dims for use in group.uses], assignment, group, mesh)
         leaves = _layouts([made.dims for made in group.made], assignment, group, mesh)
         if wants is None or leaves is None:
@@ -85,14 +95,14 @@ def strategies_of(group: Group, mesh: MeshShape, backend: Backend = H100) -> lis
     return list(unique.values())
 
 
-def _assignments(group: Group, mesh: MeshShape) -> Iterator[dict[int, tuple[str, ...]]]:
+def _assignments(group: Group, mesh: MeshShape, choices: Choices) -> Iterator[dict[int, tuple[str, ...]]]:
     given = group.given_on(mesh)
     taken = {axis for axes in given.values() for axis in axes}
     left = [axis for axis in mesh if axis not in taken and (axis in group.beside or not group.beside)]
     factors = sorted(group.splittable if group.beside else group.splittable - given.keys())
     if group.reaches and _is_shared_out(group, mesh):
         factors = [factor for factor in factors if factor not in group.windows]
-    for choice in itertools.product([None, *factors], repeat=len(left)):
+    for choice in choices(group, left, factors):
         assignment = {factor: axes for factor, axes in given.items() if axes}
         for axis, factor in zip(left, choice, strict=True):
             if factor is not None:
@@ -187,6 +197,32 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
             else:
                 reduced = (Finish(ALL_REDUCE, other, 0, local) for other in others)
                 yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
+        if by_hand and backend.scatters.over_some_axes:
+            others = [other for factor, other in partial if factor != scattered_factor]
+            yield from _sequences(layout, axes, others, local, shape, mesh, backend)
+
+
+def _sequences(
+    layout: Layout,
+    axes: tuple[str, ...],
+    others: list[tuple[str, ...]],
+    local: int,
+    shape,
+    mesh: MeshShape,
+    backend: Backend,
+) -> Iterator[tuple]:
+    """Sums that are reduce_scattered over some of their axes, and then all_reduced over the rest: fewer bytes go over
+    the rest, if that is a slow link, and each group of devices along the first ones has the whole sum.
+    """
+    for count in range(1, len(axes)):
+        for inside in itertools.combinations(axes, count):
+            outside = tuple(axis for axis in axes if axis not in inside)
+            for dim in range(len(shape)):
+                scattered = _scattered(layout, inside, dim, shape, mesh)
+                if scattered is not None:
+                    slice_ = local // shards(inside, mesh)
+                    reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
+                    yield (scattered,), (*_stages(inside, local, mesh, backend), *reduced)
 
 
 def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:

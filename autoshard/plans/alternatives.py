@@ -43,6 +43,7 @@ from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
 from autoshard.solver import solve
 from autoshard.solver.problem import ForbiddenError, Problem, Solution
+from autoshard.solver.runtime.budget import Budget
 
 PLANNED = "inner layouts planned"  # what a second row is called, after the first one's name
 _SAME = 0.001  # share of a step by which two may differ and count as one
@@ -70,10 +71,9 @@ def with_inner_layouts_planned(by_jit: Prediction, formulation: Formulation) -> 
         by_jit: what the step costs under `jax.jit`.
         formulation: the step with its arguments laid out so.
     """
-    search = partial(solve, time_limit=_TIME_LIMIT)
     free = replace(formulation, problem=replace(formulation.problem, limit=None, lives=()))
     try:
-        planned = with_limited_overlap(free, search(free.problem), search)
+        planned = _with_limited_overlap(free)
     except SolverError:
         return alternatives_of(formulation)
     ours = prediction_of(formulation, planned.choice)
@@ -114,11 +114,10 @@ def _found(formulation: Formulation) -> dict[str, Solution | str]:
 
 def _solved(formulation: Formulation, *problems: Callable[[], Problem]) -> Solution | str:
     """The solution of the first problem that has one; else why the last has none."""
-    why, search = "", partial(solve, time_limit=_TIME_LIMIT)
+    why = ""
     for problem in problems:
         try:
-            restricted = replace(formulation, problem=problem())
-            return with_limited_overlap(restricted, search(restricted.problem), search)
+            return _with_limited_overlap(replace(formulation, problem=problem()))
         except _AbsentError as error:
             why = str(error)
         except ForbiddenError:
@@ -126,6 +125,14 @@ def _solved(formulation: Formulation, *problems: Callable[[], Problem]) -> Solut
         except SolverError:
             return f"not found in {_TIME_LIMIT:g} s"
     return why
+
+
+def _with_limited_overlap(formulation: Formulation) -> Solution:
+    def search(problem: Problem, budget: Budget) -> Solution:
+        return solve(problem, time_limit=budget.seconds, budget=budget)
+
+    first = solve(formulation.problem, time_limit=_TIME_LIMIT)
+    return with_limited_overlap(formulation, first, search, Budget.of(_TIME_LIMIT))
 
 
 class _Problems:

@@ -78,6 +78,7 @@ def _of_some_plans(plan: PlanData) -> dict:
         | ({"runs": runs} if runs else {})
         | ({"in_place": in_place} if in_place else {})  # results that stand in modules among the arguments alone
         | ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
+        | ({"meshes": [[dict(shape), *figures] for shape, *figures in plan.meshes]} if plan.meshes else {})
         | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
@@ -171,6 +172,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
         compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
         captured=captured,
+        meshes=() if (meshes := node.get("meshes")) is None else meshes.items(_figures_of_mesh),
         **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
     return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
@@ -180,8 +182,13 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("runs", "in_place", "compiled_peak", "shown", "digest"),
+    *("runs", "in_place", "compiled_peak", "meshes", "shown", "digest"),
 )
+
+
+def _figures_of_mesh(node: Node) -> tuple[dict[str, int], float, int]:
+    shape, seconds, peak = node.parts(3)
+    return {axis: size.count() for axis, size in shape.entries()}, seconds.number(), peak.count()
 
 
 def _alternatives(found: Node, absent: Node | None, axes: MeshShape) -> dict[str, Prediction | str] | None:

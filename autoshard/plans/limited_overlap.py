@@ -2,64 +2,59 @@
 
 The problem charges a step its compute and its communication less a share of the latter that runs behind compute. Of a
 step of little compute that can be more than there is, and no problem of nodes and edges knows. Such a step takes as
-long as it communicates. So a step takes the larger of two costs: that of the problem, and its communication alone. Any
-mixture of the two is a problem again, and what it costs at least, any step takes at least. The best mixture lies where
-its cheapest choices change from those that hide too much to others. It is found by cutting planes (Kelley, 1960): the
-next mixture is that in which the last two such choices cost the same.
+long as it communicates. So a step takes the larger of two costs: that of the problem, and its communication alone
+(`solver/two_costs.py`). Mixtures of the two are solved as the problem is. The best mixture lies where its cheapest
+choices change from those that hide too much to others. It is found by cutting planes (Kelley, 1960): the next mixture
+is that in which the least cost of all known choices is largest. What mixtures leave open, integer programs of both
+costs close where few options are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from autoshard.model.formulation import Formulation
+from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.prediction import Prediction
-from autoshard.solver.problem import Edge, Problem, Solution
+from autoshard.solver.problem import Problem, Solution
+from autoshard.solver.run import count_options
+from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.settings import USUAL_SIZES
 from autoshard.solver.solve import with_bound
-from autoshard.solver.verify import OPTIMAL_GAP, verify
+from autoshard.solver.two_costs import TwoCosts
+from autoshard.solver.verify import OPTIMAL_GAP, fits
 
-ROUNDS = 6  # of solving a mixture, at most; most steps need two
+FIRST_SHARE = 0.75  # of the problem in the first mixture: where most steps have their best one
+ROUND_SHARE = 0.6  # of the work that is left: what one mixture may take
 
-Solve = Callable[[Problem], Solution | None]  # None: no time is left
+Solve = Callable[[Problem, Budget], Solution]
 
 
-def with_limited_overlap(formulation: Formulation, solution: Solution, solve: Solve) -> Solution:
+def with_limited_overlap(
+    formulation: Formulation,
+    solution: Solution,
+    solve: Solve,
+    budget: Budget,
+    limit: float | None = None,
+) -> Solution:
     """The cheapest solution found if no more is hidden than there is compute, at what it costs then.
 
     Args:
         formulation: the problem is its `problem`.
         solution: the cheapest solution of that.
-        solve: solves a problem of the same nodes, options and memory.
+        solve: solves a problem of the same nodes, options and memory, in so much work.
+        budget: what all of it may take.
+        limit: the most bytes that a choice may hold, reshardings included; None: as many as it takes.
     """
     best = at_its_price(solution, prediction_of(formulation, solution.choice))
     if best.cost <= solution.cost:
         return best
-    problem, waits = formulation.problem, formulation.waits()
-    behind, beside = _both(problem, waits, solution), None  # costs of choices that hide too much, and that do not
-    share, bound = 0.0, solution.bound
-    for _ in range(ROUNDS):
-        found = solve(mixed(problem, waits, share))
-        if found is None:
-            break
-        whole, communication = costs = _both(problem, waits, found)
-        bound = max(bound, found.bound)
-        if max(costs) < best.cost:
-            best = replace(found, cost=max(costs))
-        if whole >= communication:
-            beside = costs
-        else:
-            behind = costs
-        if beside is None or best.cost <= bound * (1 + OPTIMAL_GAP):
-            break
-        less, more = behind[1] - beside[1], beside[0] - behind[0]
-        before, share = share, less / (less + more) if less + more > 0 else share
-        if abs(share - before) <= OPTIMAL_GAP:
-            break
-    return with_bound(best, bound)
+    return _Search(formulation, best, solve, budget, limit).run(solution)
 
 
 def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
@@ -69,21 +64,85 @@ def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
     return with_bound(replace(solution, cost=predicted.communication_seconds), solution.bound)
 
 
-def mixed(problem: Problem, waits: Problem, share: float) -> Problem:
-    """The problem whose costs are such a share of those of the first, and the rest of those of the second.
+class _Search:
+    """The choices that are known, each with its two costs, and the best bound that some mixture has proven."""
 
-    What the first forbids is forbidden, however small its share is.
+    def __init__(self, formulation: Formulation, best: Solution, solve: Solve, budget: Budget, limit: float | None):
+        self.formulation, self.best, self.bound = formulation, best, best.bound
+        self.solve, self.budget, self.limit = solve, budget, limit
+        self.problems = TwoCosts(replace(formulation.problem, limit=limit, checked=True), formulation.waits())
+        self.known: dict[tuple[int, ...], tuple[float, float]] = {}
+        few = count_options(formulation.problem) <= USUAL_SIZES.few_options
+        self.close_gap = OPTIMAL_GAP if few else CLOSE_GAP  # relative, with which the best one is left alone
+
+    def run(self, solution: Solution) -> Solution:
+        self.learn(solution.choice)
+        share, solved = FIRST_SHARE, {}  # share of a mixture -> its bound
+        while share not in solved and not (self.budget.over or self.is_close):
+            mixture = replace(self.problems.mixed(share), limit=self.formulation.problem.limit, checked=True)
+            budget = Budget(ROUND_SHARE * self.budget.left, self.budget.until, whole=self.budget)
+            found = self.solve(mixture, budget)
+            solved[share] = found.bound
+            self.bound = max(self.bound, found.bound)
+            self.learn(found.choice)
+            share, reachable = best_mixture(list(self.known.values()))
+            if reachable == math.inf:
+                share = FIRST_SHARE * min(solved)
+            elif reachable <= (1 + self.close_gap) * self.bound:
+                break
+        if solved and not (self.budget.over or self.is_close):
+            self.close(max(solved, key=solved.__getitem__))
+        return with_bound(self.best, self.bound)
+
+    def close(self, share: float) -> None:
+        """Looks between the choices that are known, and among all that the bounds of a mixture leave."""
+        by_cost = sorted(self.known, key=lambda choice: max(self.known[choice]))
+        choice = self.problems.recombined(by_cost, gap=self.gap, budget=self.budget)
+        if choice is not None:
+            self.learn(choice)
+        if not (self.budget.over or self.is_close):
+            choice, bound = self.problems.solved(self.best.choice, share, gap=self.gap, budget=self.budget)
+            self.bound = max(self.bound, bound)
+            if choice is not None:
+                self.learn(choice)
+
+    @property
+    def is_close(self) -> bool:
+        return self.best.cost <= self.bound * (1 + self.close_gap)
+
+    @property
+    def gap(self) -> float:
+        """Cost by which an integer program may miss the best choice."""
+        return 0.5 * self.close_gap * self.bound
+
+    def learn(self, choice: Sequence[int]) -> None:
+        """Takes a choice into account, and as the best one where it is."""
+        choice = tuple(choice)
+        self.known[choice] = costs = self.problems.costs(choice)
+        if max(costs) < self.best.cost and self.fits(choice):
+            self.best = replace(self.best, choice=choice, cost=max(costs))
+
+    def fits(self, choice: Sequence[int]) -> bool:
+        return self.limit is None or fits(self.formulation.peak_bytes(choice), self.limit)
+
+
+def best_mixture(costs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The share of the first cost in a mixture in which the least cost of some choices is largest, and that cost.
+
+    No mixture proves more than that cost. It is inf, and the share 0, if the first cost of no choice is the larger one:
+    then it says nothing of choices that are not known.
+
+    >>> best_mixture([(5.0, 7.0), (8.0, 4.0)])
+    (0.5, 6.0)
     """
-
-    def scaled(costs: np.ndarray, share: float) -> np.ndarray:
-        return np.where(np.isinf(costs), np.inf, costs * share if share else 0.0)
-
-    pairs = zip(problem.costs, waits.costs, strict=True)
-    costs = tuple(scaled(first, share) + scaled(second, 1 - share) for first, second in pairs)
-    edges = [Edge(edge.i, edge.j, scaled(edge.costs, share)) for edge in problem.edges]
-    edges += [Edge(edge.i, edge.j, scaled(edge.costs, 1 - share)) for edge in waits.edges]
-    return replace(problem, costs=costs, edges=tuple(edge for edge in edges if edge.costs.any()), checked=True)
-
-
-def _both(problem: Problem, waits: Problem, solution: Solution) -> tuple[float, float]:
-    return verify(problem, solution.choice)[0], verify(waits, solution.choice)[0]
+    first, second = np.array(costs).T
+    slopes = first - second
+    if (slopes < 0).all():
+        return 0.0, math.inf
+    left, right = np.triu_indices(len(costs), 1)
+    apart = slopes[left] != slopes[right]
+    left, right = left[apart], right[apart]
+    crossings = (second[right] - second[left]) / (slopes[left] - slopes[right])
+    shares = np.array([0.0, 1.0, *crossings[(crossings > 0) & (crossings < 1)]])
+    least = (np.outer(shares, slopes) + second).min(axis=1)
+    return float(shares[least.argmax()]), float(least.max())

@@ -29,6 +29,7 @@ from autoshard.processes.group import PATIENCE, Group
 from autoshard.program import Equation, Program
 from autoshard.propagation import Rule
 from autoshard.report.units import bytes_text
+from autoshard.tactics import text_of_tactic
 from autoshard.user_plan import Plan
 
 _UNLIMITED = 0.0  # stands for any time limit in a key
@@ -73,6 +74,7 @@ class Claims:
             "fixed": _short({path: str(spec) for path, spec in options.fixed.items()}),
             "refine": str(options.refine),
             "ignore_constraints": str(options.ignore_constraints),
+            "tactics": _short(list(map(text_of_tactic, options.tactics))),
             "trips": _short(dict(options.trips)),
             "jit keywords": _short(dict(jit_keywords)),
             "plan": "found by the search" if given is None else f"given, {digest_of(given)}",

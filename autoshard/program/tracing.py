@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from autoshard.program.modules import ModuleArguments, ModuleChanges
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TracedStep:
     """A step that has been traced, and can be traced again for other shapes."""
 
@@ -38,9 +38,19 @@ class TracedStep:
     carried: Collection[int]  # arguments whose place a result takes
     is_explicit: bool  # whether types of explicit mode say how arrays lie
     again: Callable[[Sequence[Any]], ClosedJaxpr]  # flat ShapeDtypeStructs -> the step traced for these
+    read: Callable[[ClosedJaxpr], Program]  # a jaxpr from the same arguments to the same results -> its Program
+
+    def program(self) -> Program:
+        """The step as it was traced."""
+        return self.read(self.closed)
 
 
-def trace(
+def trace(fn: Callable, args: tuple, kwargs: Mapping[str, Any], **how: Any) -> Program:
+    """The Program of `fn` on arrays or ShapeDtypeStructs; `traced_step` says what else it takes."""
+    return traced_step(fn, args, kwargs, **how).program()
+
+
+def traced_step(
     fn: Callable,
     args: tuple,
     kwargs: Mapping[str, Any],
@@ -50,10 +60,9 @@ def trace(
     merges: bool = True,
     has_rule: Callable[[JaxprEqn], bool] = lambda eqn: True,
     trips: Mapping[str, int] | None = None,
-    rewritten: Callable[[TracedStep], ClosedJaxpr] | None = None,
     **jit_keywords: Any,
-) -> Program:
-    """The Program of `fn` on arrays or ShapeDtypeStructs.
+) -> TracedStep:
+    """The trace of `fn` on arrays or ShapeDtypeStructs.
 
     Args:
         fn: any function that `jax.jit` takes.
@@ -64,7 +73,6 @@ def trace(
         merges: whether equations that compute the same become one, as XLA makes them one.
         has_rule: whether an equation is known as it stands; any other is opened, if JAX can trace what it computes.
         trips: line, function or glob of a loop of unknown length -> how often it turns.
-        rewritten: what is read in the place of the traced step: a jaxpr from the same arguments to the same results.
         **jit_keywords: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames` as for `jax.jit`.
 
     Warns:
@@ -110,22 +118,24 @@ def trace(
     types = types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, places) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
-    if rewritten is not None:
 
-        def again(structs: Sequence[Any]) -> ClosedJaxpr:
-            others, _ = traced(boxes_of(structs))
-            return on_auto_axes(others, None, obey=obey)
+    def again(structs: Sequence[Any]) -> ClosedJaxpr:
+        others, _ = traced(boxes_of(list(structs)))
+        return on_auto_axes(others, None, obey=obey)
 
-        carried = _carried(closed, places)
-        untyped = rewritten(TracedStep(untyped, in_tree.array_paths, carried, types is not None, again))
-    taking, captured = with_captured(untyped)
-    if captured and types is not None:
-        types = replace(types, arguments=(*types.arguments, *[None] * len(captured)))
-    named = list(zip(captured, _names(fn, captured, closed, untyped), strict=True))
-    program = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips).program(in_tree, out_tree, places)
-    check_places(trips or {}, program.loops)
-    wishes = wishes_of(dynamic, in_tree, modules) if obey else {}
-    return replace(program, types=types, changes=changes, wishes=wishes)
+    def read(rewritten: ClosedJaxpr) -> Program:
+        taking, captured = with_captured(rewritten)
+        known = types
+        if captured and known is not None:
+            known = replace(known, arguments=(*known.arguments, *[None] * len(captured)))
+        named = list(zip(captured, _names(fn, captured, closed, rewritten), strict=True))
+        reader = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips)
+        program = reader.program(in_tree, out_tree, places)
+        check_places(trips or {}, program.loops)
+        wishes = wishes_of(dynamic, in_tree, modules) if obey else {}
+        return replace(program, types=known, changes=changes, wishes=wishes)
+
+    return TracedStep(untyped, in_tree.array_paths, _carried(closed, places), types is not None, again, read)
 
 
 def _boxes(dynamic: Arguments, in_tree: Tree, leaves: Sequence[Any] | None) -> list[Box]:

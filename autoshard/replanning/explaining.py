@@ -29,6 +29,7 @@ from autoshard.report.explanation import PricedLayout
 from autoshard.report.units import bytes_text, change_text, seconds_text
 from autoshard.solver import solve
 from autoshard.solver.problem import Problem, Solution
+from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
 _WHOLE = 5.0  # s, for the whole step, memory left aside
@@ -154,8 +155,8 @@ class ArgumentQuestion:
     def solved_freely(self, problem: Problem) -> Solution:
         """The cheapest solution of a problem without its memory limit."""
         free = replace(self.formulation, problem=replace(problem, limit=None, checked=True))
-        found = _unlimited(free.problem)
-        limited = with_limited_overlap(free, found, _unlimited)
+        found = _unlimited(free.problem, Budget.of(_WHOLE))
+        limited = with_limited_overlap(free, found, _unlimited, Budget.of(_WHOLE))
         return at_its_price(limited, prediction_of(free, limited.choice))
 
     # Reasons.
@@ -267,5 +268,5 @@ def _quick(problem: Problem) -> Solution:
     return solve(replace(problem, limit=None, lives=(), checked=True), time_limit=_QUICK, goal=goal)
 
 
-def _unlimited(problem: Problem) -> Solution:
-    return solve_for_plan(replace(problem, limit=None, checked=True), time_limit=_WHOLE)
+def _unlimited(problem: Problem, budget: Budget) -> Solution:
+    return solve_for_plan(replace(problem, limit=None, checked=True), time_limit=budget.seconds, budget=budget)

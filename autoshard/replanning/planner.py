@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -93,6 +92,7 @@ class Planner:
             chosen=question.chosen,
             others=others,
             reasons=(*self.said_of(argument, value.name), *question.reasons(others)),
+            axes=tuple(plan.mesh.shape),
             count=len(found),
         )
 
@@ -144,16 +144,17 @@ class Planner:
     def what_if(self, plan: Plan, wish: Mapping[str, Any]) -> Plan:
         """The plan under another wish, and what the wish costs."""
         other = self.under(wish)
-        moves = other.options.mesh.shape != self.options.mesh.shape or other.options.topology != self.options.topology
+        moves = any(
+            getattr(other.options, name) != getattr(self.options, name) for name in ("topology", "tactics")
+        ) or (other.options.mesh.shape != self.options.mesh.shape)
         formulation = other.formulation(other.fixed)
         solution = other.fresh(formulation) if moves else other.from_last(formulation, plan, self)
         made = make_plan(
             formulation, solution, other.options.mesh, remarks(formulation, dict(other.options.mesh.shape))
         )
         rules = checked_rules(other.program, dict(other.options.mesh.shape))
-        anew = functools.partial(formulated, other.program, rules, other.options, other.fixed)
         asked = replace(
-            Plan.of(made, comparison_of(anew)),
+            Plan.of(made, comparison_of(other.program, rules, other.options, other.fixed)),
             memory=other.options.memory,
             wish=Wish(_text_of(wish), plan.predicted),
         )
@@ -165,7 +166,7 @@ class Planner:
         Raises:
             ArgumentError: it is none that can be planned with.
         """
-        known = {"fixed", "memory", "mesh", "topology", "time_limit"}
+        known = {"fixed", "memory", "mesh", "topology", "time_limit", "tactics"}
         if unknown := sorted(wish.keys() - known):
             raise ArgumentError(f"what_if takes no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
         old = self.options
@@ -177,6 +178,7 @@ class Planner:
             time_limit=old.time_limit if wish.get("time_limit") is None else wish["time_limit"],
             ignore_constraints=old.ignore_constraints,
             trips=old.trips,
+            tactics=wish.get("tactics") or (),
         )
         is_moved = wish.get("mesh") is not None or wish.get("topology") is not None
         if is_moved and self.program.types is not None and dict(asked.mesh.shape) != dict(old.mesh.shape):
@@ -195,6 +197,7 @@ class Planner:
             cache=None,
             refine=1,
             like=old.like,
+            tactics=old.tactics if wish.get("tactics") is None else asked.tactics,
         )
         shape = dict(options.mesh.shape)
         fixed = fixed_layouts(self.program, asked.fixed, shape)

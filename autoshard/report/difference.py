@@ -13,6 +13,7 @@ from autoshard.mesh.collectives import Collective
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.report.folding import folded
+from autoshard.report.html.page import sections_html
 from autoshard.report.section import ArrayCount, Bytes, Change, Column, Names, Phrase, Row, Seconds, Section, Spec
 from autoshard.report.text import text_of
 
@@ -92,6 +93,9 @@ class Difference:
 
     def __str__(self) -> str:
         return text_of(difference_sections(self))
+
+    def _repr_html_(self) -> str:
+        return sections_html(difference_sections(self), {**self.meshes[0], **self.meshes[1]})
 
 
 def collective_changes(here: Prediction, there: Prediction) -> tuple[CollectiveChange, ...]:

@@ -10,6 +10,7 @@ from autoshard.layout import Layout, spec_of
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.report.difference import largest_difference
+from autoshard.report.html.page import sections_html
 from autoshard.report.section import Bytes, Change, Column, Phrase, Row, Seconds, Section, Spec
 from autoshard.report.text import text_of
 
@@ -47,10 +48,14 @@ class Explanation:
     chosen: PricedLayout
     others: tuple[PricedLayout, ...]  # the next best layouts, best first; each solved with the argument lying so
     reasons: tuple[str, ...]  # what forced the choice, a sentence or two each
+    axes: tuple[str, ...]  # of the mesh, in its order
     count: int = 1  # how many arguments the path that was asked for fits; this is the first
 
     def __str__(self) -> str:
         return text_of(explanation_sections(self))
+
+    def _repr_html_(self) -> str:
+        return sections_html(explanation_sections(self), self.axes)
 
 
 def explanation_sections(explanation: Explanation) -> list[Section]:

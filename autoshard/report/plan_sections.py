@@ -30,6 +30,7 @@ def plan_sections(plan: PlanData, alternatives: Alternatives) -> list[Section]:
         results(plan),
         *([activations(plan)] if plan.activations else []),
         comparison(plan, alternatives),
+        *([meshes(plan)] if plan.meshes else []),
         *([memory(plan.memory_use)] if plan.memory_use is not None else []),
         collectives(plan.predicted.collectives),
         *(Section(lines=(("Warning: ", warning),)) for warning in plan.warnings),
@@ -160,6 +161,17 @@ def _figures(name: str, predicted: Prediction, limit: float | None) -> Row:
     )
     over = limit is not None and predicted.peak_bytes > limit
     return name, *map(Seconds, seconds), Bytes(predicted.peak_bytes), "over the limit" if over else ""
+
+
+def meshes(plan: PlanData) -> Section:
+    """The meshes that the step was planned for, the one that was chosen first."""
+    rows: list[Row] = [
+        (" x ".join(f"{axis} {size}" for axis, size in shape.items()), Seconds(seconds), Bytes(peak))
+        for shape, seconds, peak in plan.meshes
+    ]
+    return Section(
+        ("Meshes",), (*(Column(name, is_number=True) for name in ("per step", "peak per device")),), tuple(rows)
+    )
 
 
 def collectives(found: Iterable[Collective], title: str = "Collectives per step") -> Section:

@@ -45,6 +45,7 @@ class Part:
     bounds_pay: bool  # whether bounds are likely to forbid options
     of_whole: bool  # whether it is a part of the problem that `solve` was called with, options included
     share: float  # of the time left that a large part may take
+    options_left: int  # of this part and all that come after it
 
     @property
     def problem(self) -> Problem:
@@ -137,10 +138,13 @@ class Run:
     def _solve_parts(self, incumbents: list[Incumbent], *, bounds_pay: bool, of_whole: bool) -> None:
         is_large = [self.is_large(part.problem) for part in incumbents]
         large = sum(is_large)
+        left = sum(count_options(part.problem) for part in incumbents)
         for part in sorted(incumbents, key=lambda part: len(part.problem.costs)):
             large_now = self.is_large(part.problem)
-            self._improve(Part(part, large_now, bounds_pay, of_whole=of_whole, share=1 / max(1, large)))
+            share = 1 / max(1, large)
+            self._improve(Part(part, large_now, bounds_pay, of_whole=of_whole, share=share, options_left=left))
             large -= large_now
+            left -= count_options(part.problem)
 
     def _incumbents(self, whole: Incumbent, small: Simplification) -> list[Incumbent]:
         """Those of the parts, from which the whole learns."""

@@ -20,6 +20,8 @@ from autoshard.solver.run import NoChoice, Run
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.clock import TimeUp
 from autoshard.solver.search.reduce_memory import leaner_choice
+from autoshard.solver.searches.search_run import Search
+from autoshard.solver.searches.table import algorithm_of
 from autoshard.solver.settings import PROVEN, Goal
 from autoshard.solver.verify import OPTIMAL_GAP, check
 
@@ -37,6 +39,7 @@ def solve(
     method: Method = USUAL,
     progress: Callable[[Progress], None] | None = None,
     budget: Budget | None = None,
+    search: str | Search | None = None,
 ) -> Solution:
     """The cheapest choice within the memory limit, and how far from it any other could be.
 
@@ -62,15 +65,20 @@ def solve(
         method: the search algorithms in their order, and the sizes of problems that they are for.
         progress: told what is known when that changes, when the solver turns to something else, and twice a second.
         budget: what may be spent, instead of a time limit, by this search and others.
+        search: one of the published searches, by its name in `SEARCHES`, or a function like them, instead of `method`.
+            Presolve comes before it all the same. Where it finds nothing that fits, the choice that holds the least is
+            returned, if that fits.
 
     Raises:
         InfeasibleError: nothing fits in memory; it carries the smallest limit that would do.
-        SolverError: every choice is forbidden, or none was found in time.
+        SolverError: every choice is forbidden, or none was found in time; or there is no search of that name.
         KeyboardInterrupt: Ctrl-C, before any choice was found.
     """
     if time_limit is None:
         time_limit = usual_limit(iterations)
-    counts_work = budget is not None
+    counts_work = budget is not None or search is not None
+    if search is not None:
+        method = Method(algorithms=(algorithm_of(search),))
     budget = budget or Budget.of(time_limit)
     run = Run(
         problem,

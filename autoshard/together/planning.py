@@ -29,12 +29,12 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, formulated, lowered, planned
-from autoshard.plans.limited_overlap import mixed
 from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.replanning.planner import Planner
 from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Problem, Solution
+from autoshard.solver.two_costs import TwoCosts
 from autoshard.solver.verify import verify
 from autoshard.specs import fitting
 from autoshard.together.joint_problem import JointProblem, Shared, homes_of, joint_problem
@@ -287,7 +287,9 @@ class _Shares:
 
     def problems(self) -> list[Problem]:
         pairs = zip(self.formulations, self.shares, strict=True)
-        return [one.problem if share == 1.0 else mixed(one.problem, one.waits(), share) for one, share in pairs]
+        return [
+            one.problem if share == 1.0 else TwoCosts(one.problem, one.waits()).mixed(share) for one, share in pairs
+        ]
 
     def changed(self, choices: Sequence[Sequence[int]]) -> bool:
         """Sets the shares by what was chosen under the last ones; whether any is another then."""

@@ -45,7 +45,7 @@ CASES = [
 def test_five_steps_equal_one_device(name, mesh, machine, memory):
     model, axes = SMALL[name](), MESHES[mesh]
     arguments = model.state, model.batches(0)
-    options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0, "time_limit": 10}
+    options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0, "time_limit": 2}
     step = autoshard(model.step, **options)
     if memory == "tight":
         free = step.plan(*arguments)

@@ -18,7 +18,7 @@ import autoshard
 from autoshard import MicrobatchError
 from autoshard.microbatches import relations
 from autoshard.microbatches.batch import in_microbatches
-from autoshard.program.tracing import trace
+from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule
 
 ROWS, FEATURES = 16, 12
@@ -26,14 +26,10 @@ ROWS, FEATURES = 16, 12
 
 def in_parts(step, args, count, groups=1):
     """The results of a step that runs in microbatches on one device."""
-    made = []
-
-    def rewritten(traced):
-        made.append(in_microbatches(traced, count, groups))
-        return made[-1]
-
-    trace(step, args, {}, has_rule=has_rule, rewritten=rewritten)
-    return jax.jit(core.jaxpr_as_fun(made[-1]))(*jax.tree.leaves(args))
+    traced = traced_step(step, args, {}, has_rule=has_rule)
+    split = in_microbatches(traced, count, groups)
+    traced.read(split)
+    return jax.jit(core.jaxpr_as_fun(split))(*jax.tree.leaves(args))
 
 
 def check(step, args, count=4, groups=1):

@@ -48,8 +48,16 @@ def assert_counted(formulation: Formulation, count: int) -> float:
     return float(np.median(shares))
 
 
-@pytest.mark.parametrize("backend", [CPU, H100, V5E], ids=["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("model", ["mlp", "cnn", "moe", "gpt scan"])
+BACKENDS = {"cpu": CPU, "gpu": H100, "tpu": V5E}
+CASES = [  # every model and every backend; the rest of the product is slow
+    pytest.param(model, backend, marks=() if usual else pytest.mark.slow, id=f"{model}-{name}")
+    for model, chosen in {"mlp": [*BACKENDS], "cnn": ["gpu"], "moe": ["cpu"], "gpt scan": ["tpu"]}.items()
+    for name, backend in BACKENDS.items()
+    for usual in [name in chosen]
+]
+
+
+@pytest.mark.parametrize("model, backend", CASES)
 def test_never_too_little(model, backend):
     program = model_program(model)
     formulation = formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=backend)

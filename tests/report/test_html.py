@@ -116,6 +116,15 @@ def test_a_loaded_plan_is_shown_alike():
     assert loaded._repr_html_() == plan()._repr_html_()
 
 
+def test_answers_of_a_plan_are_shown_as_the_plan_is():
+    other = plan().what_if(fixed={plan().arguments[0].name: jax.P("data")})
+    for answer in (plan().explain(plan().arguments[0].name), plan().diff(other)):
+        words = " ".join(" ".join(Elements(answer._repr_html_()).texts).split())
+        assert seconds_text(plan().predicted.step_seconds) in words
+        coloured = set(re.findall(r'class="axis axis(\d)">(\w+)<', answer._repr_html_()))
+        assert ("0", "data") in coloured and coloured <= {("0", "data"), ("1", "model")}
+
+
 def test_the_repr_is_one_line():
     assert repr(plan()).startswith("<Plan of 'mlp' on (data=2, model=2): 8 arguments, ") and len(repr(plan())) < 200
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from problems import answer, assert_same, hard_problem, random_problem
+from problems import answer, assert_same, every_choice, hard_problem, random_problem
 
 from autoshard.solver import Problem
 from autoshard.solver.exact import integer_program
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.exact.integer_program import cheapest, leanest
-from autoshard.solver.problem import Live
+from autoshard.solver.problem import Edge, Live
 from autoshard.solver.verify import verify
 
 
@@ -48,6 +48,51 @@ def test_cheapest_from_a_known_choice():
             limit = np.inf if problem.limit is None else problem.limit
             known = [c for c in tries if verify(problem, c)[0] < np.inf and verify(problem, c)[1] <= limit]
             assert_optimal(problem, first=known[0] if known else exhaustive(problem).choice)
+
+
+def beside_of(problem: Problem, seed: int) -> Problem:
+    """Other costs of the same options, on edges of their own, some of them forbidden."""
+    rng = np.random.default_rng(seed)
+    costs, _ = every_choice(problem)
+    scale = (np.median(costs[np.isfinite(costs)]) if np.isfinite(costs).any() else 1.0) / len(problem.costs)
+
+    def some(*shape: int) -> np.ndarray:
+        return np.where(rng.random(shape) < 0.05, np.inf, rng.random(shape) * scale)
+
+    sizes = list(map(len, problem.costs))
+    pairs = [rng.choice(len(sizes), 2, replace=False) for _ in sizes[1:]]
+    edges = tuple(Edge(int(i), int(j), some(sizes[i], sizes[j])) for i, j in pairs)
+    return Problem(tuple(map(some, sizes)), edges, (), None)
+
+
+def assert_larger_is_least(seeds: range) -> None:
+    """The least of the larger of two costs is that of every choice."""
+    for seed in seeds:
+        problem = random_problem(seed, nodes=5)
+        beside = beside_of(problem, seed)
+        cost, peak = every_choice(problem)
+        larger = np.maximum(cost, every_choice(beside)[0])
+        larger[peak > (np.inf if problem.limit is None else problem.limit)] = np.inf
+        outcome = cheapest(problem, None, time_limit=60, seed=0, beside=beside)
+        if np.isinf(larger).all():
+            assert outcome.choice is None and outcome.bound == np.inf
+            continue
+        found = max(verify(one, outcome.choice)[0] for one in (problem, beside))
+        np.testing.assert_allclose([found, outcome.bound], larger.min(), rtol=1e-6)
+        first = list(np.unravel_index(int(larger.argmin()), list(map(len, problem.costs))))
+        outcome = cheapest(problem, first, time_limit=60, seed=0, beside=beside)
+        np.testing.assert_allclose(outcome.bound, larger.min(), rtol=1e-6)
+
+
+def test_the_larger_of_two_costs():
+    assert_larger_is_least(range(100))
+
+
+def test_a_second_cost_that_is_forgotten_is_caught(monkeypatch):
+    totals = integer_program._Program.totals
+    monkeypatch.setattr(integer_program._Program, "totals", lambda *args: totals(*args)[:1])
+    with pytest.raises(AssertionError):
+        assert_larger_is_least(range(20))
 
 
 @pytest.mark.parametrize("few_entries", [integer_program.PROGRAM.few_entries, 0])

@@ -17,13 +17,14 @@ from autoshard.mesh.compute import flops
 from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
+from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.regions.pricing import REGIONS, Region, Regions
 from autoshard.model.regions.strategies import is_call, operation_strategies
-from autoshard.model.strategies import Finish, Strategy, strategies_of
+from autoshard.model.strategies import Choices, Finish, Strategy, every_choice, strategies_of
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
@@ -89,12 +90,14 @@ class Prices:
         images: Mapping[int, ImageDims] | None = None,
         waits_only: bool = False,
         steps: dict[int, ReshardingSteps] | None = None,
+        offered: OptionSet | None = None,
         regions: Regions | None = None,
     ):
         """
         Args:
             regions: what devices run on their own shards; not needed where nothing does.
             steps: rank of arrays -> steps between their layouts, as other prices for this mesh and backend know them.
+            offered: the strategies and homes that are priced; None: all.
             waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
         """
         topology.check(mesh)
@@ -102,7 +105,7 @@ class Prices:
             backend = replace(backend, overlap=Overlap(), operations=Operations())
         self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
-        self.backend = backend
+        self.backend, self.offered = backend, offered
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
         self.between = axes_between_slices(self.mesh, backend.slices)
@@ -121,11 +124,16 @@ class Prices:
 
     def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
-        key = self._signature(group)
+        key: tuple = self._signature(group)
+        choices: Choices = every_choice
+        if self.offered is not None:
+            key, choices = (key, self.offered.key(group)), self.offered.choices
         if key not in self._groups:
             call = is_call(group)
             strategies = tuple(
-                operation_strategies(group, self.mesh) if call else strategies_of(group, self.mesh, self.backend)
+                operation_strategies(group, self.mesh)
+                if call
+                else strategies_of(group, self.mesh, self.backend, choices)
             )
             wants = tuple(map(self.memo.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
             leaves = tuple(map(self.memo.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))

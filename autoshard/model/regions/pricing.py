@@ -101,7 +101,7 @@ class Regions:
     ):
         """
         Args:
-            formulate: a program and its rules to the problem of one device, by `topology=` and `backend=`.
+            formulate: a program, its rules and a mesh to their problem, by `topology=` and `backend=`.
         """
         self.mesh, self.topology = dict(mesh), topology
         self.formulate = functools.partial(formulate, topology=topology, backend=backend)
@@ -203,7 +203,7 @@ class Regions:
 
     def _read_one(self, jaxpr: ClosedJaxpr) -> Region:
         program = program_of(jaxpr)
-        formulation = self.formulate(program, _rules(program))
+        formulation = self.formulate(program, _rules(program), {})  # a mesh of one device
         choice = [0] * len(formulation.problem.costs)
         compute = sum(
             priced.seconds[0].compute

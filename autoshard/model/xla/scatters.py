@@ -26,6 +26,7 @@ class Scatters:
 
     from_all_reduces: bool = True  # whether an all_reduce and a slice become a reduce_scatter
     over_all_devices: bool = True  # whether there are some over all devices of a program; or it all_reduces, and slices
+    over_some_axes: bool = False  # whether one over some axes of a sum, and an all_reduce over the others, are a choice
 
 
 def merges_slices(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:

@@ -43,6 +43,17 @@ def plan_html(
     return joined(element("style", Html(STYLE)), element("div", *parts, class_="autoshard"))
 
 
+def sections_html(sections: Iterable[Section], axes: Iterable[str]) -> Html:
+    """Any sections as a fragment, with its style.
+
+    Args:
+        axes: of the mesh, in its order: each has the colour that it has in the report of a plan.
+    """
+    colours = {axis: i for i, axis in enumerate(axes)}
+    shown = [section_html(section, colours) for section in sections]
+    return joined(element("style", Html(STYLE)), element("div", *shown, class_="autoshard"))
+
+
 def page(title: str, body: Html) -> str:
     """One HTML file that shows a fragment."""
     head = element(

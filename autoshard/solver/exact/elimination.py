@@ -30,7 +30,7 @@ BLOCK_ENTRIES = 1 << 18  # of a table that are added up at once, 8 bytes each: w
 FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
 
 
-_Factor = tuple[tuple[int, ...], np.ndarray]  # nodes, and a table over their options
+Factor = tuple[tuple[int, ...], np.ndarray]  # nodes, and a table over their options
 
 
 def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
@@ -43,13 +43,13 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     (1, 0)
     """
     place = {node: step for step, node in enumerate(order.nodes)}
-    factors: list[list[_Factor]] = [[] for _ in order.nodes]
+    factors: list[list[Factor]] = [[] for _ in order.nodes]
     for node, costs in enumerate(problem.costs):
         factors[place[node]].append(((node,), costs))
     for (i, j), table in summed(problem.edges).items():
         factors[min(place[i], place[j])].append(((i, j), table))
     for step, (node, scope) in enumerate(zip(order.nodes, order.scopes, strict=True)):
-        others, table = _least(factors[step], (node, *scope), problem)
+        others, table = minimised(factors[step], (node, *scope), problem)
         if others:
             factors[min(place[other] for other in others)].append((others, table))
         elif not math.isfinite(float(table)):
@@ -62,14 +62,14 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     return tuple(chosen[node] for node in range(len(problem.costs)))
 
 
-def _least(factors: Sequence[_Factor], nodes: tuple[int, ...], problem: Problem) -> _Factor:
+def minimised(factors: Sequence[Factor], nodes: tuple[int, ...], problem: Problem) -> Factor:
     """The least over the options of the first node of a sum of tables, for all options of the others.
 
     The others are put in an order in which those of the same tables follow each other, so that NumPy adds along all of
     them in one loop; and the sums are of a size that a core's cache holds. The two together halve the time.
     """
     whole = math.prod(len(problem.costs[node]) for node in nodes)
-    sums: list[_Factor] = []
+    sums: list[Factor] = []
     for own, table in sorted(factors, key=lambda factor: factor[1].size):
         if sums:
             both = (*sums[-1][0], *(node for node in own if node not in sums[-1][0]))

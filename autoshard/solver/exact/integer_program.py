@@ -12,6 +12,9 @@ only are one class):
                 sum_n usage[t, n, a] s[n, a] <= limit       at every pressure point t
                 s binary, x >= 0
 
+A second problem of the same nodes and options may stand beside the first. Then a choice costs the larger of what the
+two say, ``t >= c1 s + w1 x`` and ``t >= c2 s + w2 x``, and options of one class are alike in the tables of both.
+
 The relaxation is the local polytope, which is tight on trees. Where pressure points are many, few of them bind: their
 rows are added as solutions violate them, first those of the relaxation.
 """
@@ -31,7 +34,7 @@ from scipy import sparse
 
 from autoshard.solver.exact.highs import Highs
 from autoshard.solver.problem import Problem
-from autoshard.solver.tables import classes, split
+from autoshard.solver.tables import classes, split, summed
 from autoshard.solver.verify import ROUNDING, verify
 
 
@@ -67,6 +70,7 @@ def cheapest(
     time_limit: float,
     seed: int,
     gap: float = 0.0,
+    beside: Problem | None = None,
     stop: threading.Event | None = None,
     look: Callable[[], bool] = lambda: False,
     spend: Callable[[float], bool] = lambda seconds: False,
@@ -74,6 +78,8 @@ def cheapest(
     """The cheapest choice, or the best one found in time; `first` is a feasible one, if known.
 
     Args:
+        beside: a problem of the same nodes and options: a choice costs what the one says that makes it dearer. The
+            memory is that of `problem`.
         time_limit: seconds.
         gap: cost by which the choice may miss the cheapest one.
         stop: ends it as Ctrl-C does, where another thread than the main one, which does not hear that, is in here.
@@ -81,10 +87,11 @@ def cheapest(
         spend: called then, too, with about the seconds of a quiet core that it took since; ends it by returning True.
     """
     start_time = time.monotonic()
-    known = np.inf if first is None else verify(problem, first)[0]
-    program = _encode(problem, known)
+    problems = (problem,) if beside is None else (problem, beside)
+    known = np.inf if first is None else max(verify(one, first)[0] for one in problems)
+    program = _encode(problems, known)
     time_limit -= time.monotonic() - start_time
-    compiling = PROGRAM.seconds_per_flow * len(program.flow_costs)
+    compiling = PROGRAM.seconds_per_flow * program.flow_costs.shape[1]
     if spend(compiling + PROGRAM.setup_seconds) or time_limit < compiling:
         return Outcome(None, program.constant, interrupted=False)
     memory = _Memory(problem if problem.limit is not None else replace(problem, lives=()))
@@ -94,14 +101,22 @@ def cheapest(
     scale = 1 / np.where(room > 0, room, 1.0)
     s, x = program.variables()
     unit = program.span / PROGRAM.magnitude
-    objective = cp.Minimize((program.costs / unit) @ s + (program.flow_costs / unit) @ x)
-    constraints = program.constraints(s, x)
+    totals = program.totals(s, x, unit)
+    variables, constraints = [s, x], program.constraints(s, x)
+    if len(totals) == 1:
+        cost = totals[0]
+    else:
+        cost = cp.Variable(nonneg=True)
+        variables.append(cost)
+        constraints += [total <= cost for total in totals]
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
     gap = max(gap, PROGRAM.gap * abs(program.constant if first is None else known)) / unit
-    whole = cp.Problem(objective, constraints)
-    highs = Highs(whole, [s, x], time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look, spend=spend)
+    whole = cp.Problem(cp.Minimize(cost), constraints)
+    highs = Highs(whole, variables, time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look, spend=spend)
     start = None if first is None else program.point(first)
+    if start is not None and len(variables) > 2:
+        start = np.append(start, (known - program.constant) / unit)
     bound, relaxed = program.constant, not memory.complete
     while True:
         highs.run(start, relaxed=relaxed)
@@ -134,7 +149,7 @@ def leanest(
     spend: Callable[[float], bool] = lambda seconds: False,
 ) -> Outcome:
     """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
-    program, memory = _encode(problem, np.inf), _Memory(problem)
+    program, memory = _encode((problem,), np.inf), _Memory(problem)
     unit = (memory.most.max(initial=0.0) or 1.0) / PROGRAM.magnitude
     scale = np.full(len(memory.least), 1 / unit)
     s, x = program.variables()
@@ -171,10 +186,10 @@ class _Program:
     """The rows that have nothing to do with memory, over stacked options s and flows x; and the way there and back."""
 
     offsets: np.ndarray  # node -> where its options start in s; one more at the end
-    costs: np.ndarray  # of s; 0 where forbidden
+    costs: np.ndarray  # [problem, option of s]; 0 where forbidden
     forbidden: np.ndarray  # of s
-    flow_costs: np.ndarray  # of x
-    constant: float  # paid on top, whatever is chosen
+    flow_costs: np.ndarray  # [problem, flow of x]
+    constants: np.ndarray  # problem -> paid on top, whatever is chosen
     span: float  # about what the choice decides on
     marginals: sparse.csr_array  # [row, option of s]: row by row, these sums agree with those of `flows`
     flows: sparse.csr_array  # [row, flow of x]
@@ -182,10 +197,24 @@ class _Program:
     cells: tuple[tuple[int, int, np.ndarray], ...]  # edges with flows: i, j, [option of i, option of j] -> flow or -1
 
     def variables(self) -> tuple[cp.Variable, cp.Variable]:
-        return cp.Variable(len(self.costs), boolean=True), cp.Variable(len(self.flow_costs), nonneg=True)
+        return cp.Variable(self.costs.shape[1], boolean=True), cp.Variable(self.flow_costs.shape[1], nonneg=True)
+
+    @property
+    def constant(self) -> float:
+        """What any choice costs at least."""
+        return float(self.constants.max())
+
+    def totals(self, s: cp.Variable, x: cp.Variable, unit: float) -> list[cp.Expression]:
+        """Per problem, what a choice costs more than `constant`, in units of so many seconds."""
+        less = (self.constants - self.constant) / unit
+        alone = [
+            (costs / unit) @ s + (flows / unit) @ x for costs, flows in zip(self.costs, self.flow_costs, strict=True)
+        ]
+        return [total + rest if rest else total for total, rest in zip(alone, less.tolist(), strict=True)]
 
     def constraints(self, s: cp.Variable, x: cp.Variable) -> list[cp.Constraint]:
-        one = sparse.csr_array((np.ones(len(self.costs)), np.arange(len(self.costs)), self.offsets))
+        count = self.costs.shape[1]
+        one = sparse.csr_array((np.ones(count), np.arange(count), self.offsets))
         rows = [one @ s == 1, x[0] == 0]
         if self.marginals.shape[0]:
             rows.append(self.marginals @ s == self.flows @ x)
@@ -197,13 +226,13 @@ class _Program:
 
     def chosen(self, choice: Sequence[int]) -> np.ndarray:
         """s of a choice."""
-        s = np.zeros(len(self.costs))
+        s = np.zeros(self.costs.shape[1])
         s[self.offsets[:-1] + np.asarray(choice, dtype=np.int64)] = 1
         return s
 
     def point(self, choice: Sequence[int]) -> np.ndarray:
         """s and x of a choice."""
-        x = np.zeros(len(self.flow_costs))
+        x = np.zeros(self.flow_costs.shape[1])
         for i, j, cells in self.cells:
             x[cells[choice[i], choice[j]]] = 1
         return np.concatenate([self.chosen(choice), x])
@@ -223,59 +252,75 @@ def _offsets(problem: Problem) -> np.ndarray:
     return np.cumsum([0, *(len(costs) for costs in problem.costs)])
 
 
-def _encode(problem: Problem, known: float) -> _Program:
-    """The program of a problem with a choice of cost `known`; options and pairs that alone cost more are left out."""
-    offsets = _offsets(problem)
-    costs, rests = np.concatenate(problem.costs), []
-    for edge in problem.edges:
-        rows, columns, rest = split(edge.costs)
-        costs[offsets[edge.i] : offsets[edge.i + 1]] += rows
-        costs[offsets[edge.j] : offsets[edge.j + 1]] += columns
-        rests.append(rest)
-    least = np.minimum.reduceat(costs, offsets[:-1])
+def _tables(problems: Sequence[Problem]) -> list[tuple[int, int, list[np.ndarray]]]:
+    """Edges, with a table per problem."""
+    if len(problems) == 1:
+        return [(edge.i, edge.j, [edge.costs]) for edge in problems[0].edges]
+    sums = [summed(problem.edges) for problem in problems]
+    sizes = list(map(len, problems[0].costs))
+    pairs = sorted({pair for tables in sums for pair in tables})
+    return [(i, j, [tables.get((i, j), np.zeros((sizes[i], sizes[j]))) for tables in sums]) for i, j in pairs]
+
+
+def _encode(problems: Sequence[Problem], known: float) -> _Program:
+    """The program of problems with a choice of cost `known`; options and pairs that alone cost more are left out."""
+    offsets = _offsets(problems[0])
+    costs = np.array([np.concatenate(problem.costs) for problem in problems])
+    edges = [(i, j, [split(table) for table in tables]) for i, j, tables in _tables(problems)]
+    for i, j, parts in edges:
+        for own, (rows, columns, _) in zip(costs, parts, strict=True):
+            own[offsets[i] : offsets[i + 1]] += rows
+            own[offsets[j] : offsets[j + 1]] += columns
+    least = np.minimum.reduceat(costs, offsets[:-1], axis=1)
     least[np.isinf(least)] = 0.0
-    costs -= np.repeat(least, np.diff(offsets))
-    constant = math.fsum(least)
-    ceiling = max(known - constant, 0.0) + ROUNDING * abs(known)
-    forbidden = np.isinf(costs) | (costs > ceiling)
+    costs -= np.repeat(least, np.diff(offsets), axis=1)
+    constants = np.array(list(map(math.fsum, least)))
+    ceilings = np.maximum(known - constants, 0.0) + ROUNDING * abs(known)
+    forbidden = (np.isinf(costs) | (costs > ceilings[:, None])).any(axis=0)
     marginals, flows, blocks, cells = _Rows(), _Rows(), _Rows(), []
-    flow_costs = [0.0]  # a flow of no edge, since x may not be empty
-    for edge, rest in zip(problem.edges, rests, strict=True):
-        rest[rest > ceiling] = np.inf
-        row, column = classes(rest), classes(rest.T)
-        table = np.empty((row.max() + 1, column.max() + 1))
-        table[row[:, None], column[None, :]] = rest
-        finite = np.isfinite(table)
-        in_row = [offsets[edge.i] + np.flatnonzero(row == r) for r in range(len(table))]
-        in_column = [offsets[edge.j] + np.flatnonzero(column == q) for q in range(len(table.T))]
+    flow_costs = [np.zeros((len(problems), 1))]  # a flow of no edge, since x may not be empty
+    count = 1  # of flows
+    for i, j, parts in edges:
+        rests = np.array([rest for _, _, rest in parts])
+        rests[:, (np.isinf(rests) | (rests > ceilings[:, None, None])).any(axis=0)] = np.inf
+        row, column = classes(np.concatenate(rests, axis=1)), classes(np.concatenate(rests, axis=0).T)
+        tables = np.empty((len(problems), row.max() + 1, column.max() + 1))
+        tables[:, row[:, None], column[None, :]] = rests
+        finite = np.isfinite(tables[0])
+        in_row = [offsets[i] + np.flatnonzero(row == r) for r in range(finite.shape[0])]
+        in_column = [offsets[j] + np.flatnonzero(column == q) for q in range(finite.shape[1])]
         for r in np.flatnonzero(~finite.any(axis=1)):
             forbidden[in_row[r]] = True
         for q in np.flatnonzero(~finite.any(axis=0)):
             forbidden[in_column[q]] = True
-        if (finite.sum(axis=0) <= 1).all() and (finite.sum(axis=1) <= 1).all():
-            if table.size > 1:
+        goes_with_one = (finite.sum(axis=0) <= 1).all() and (finite.sum(axis=1) <= 1).all()
+        if goes_with_one and not tables[:, finite].any():
+            if finite.size > 1:
                 for r, q in zip(*np.nonzero(finite), strict=True):
                     blocks.add((in_row[r], 1.0), (in_column[q], -1.0))
             continue
-        cell = np.full(table.shape, -1)
-        cell[finite] = len(flow_costs) + np.arange(finite.sum())
-        flow_costs.extend(table[finite])
-        cells.append((edge.i, edge.j, cell[row[:, None], column[None, :]]))
+        cell = np.full(finite.shape, -1)
+        cell[finite] = count + np.arange(finite.sum())
+        flow_costs.append(tables[:, finite])
+        count += int(finite.sum())
+        cells.append((i, j, cell[row[:, None], column[None, :]]))
         for options, flow in [*zip(in_row, cell, strict=True), *zip(in_column, cell.T, strict=True)]:
             marginals.add((options, 1.0))
             flows.add((flow[flow >= 0], 1.0))
-    costs[forbidden] = 0.0
-    dearest = max(costs.max(initial=0.0), max(flow_costs))
+    costs[:, forbidden] = 0.0
+    all_flows = np.concatenate(flow_costs, axis=1)
+    dearest = max(costs.max(initial=0.0), all_flows.max())
+    ceiling = float(ceilings.min())
     return _Program(
         offsets=offsets,
         costs=costs,
         forbidden=forbidden,
-        flow_costs=np.array(flow_costs),
-        constant=constant,
+        flow_costs=all_flows,
+        constants=constants,
         span=(ceiling if np.isfinite(ceiling) and ceiling > 0 else dearest) or 1.0,
-        marginals=marginals.matrix(len(costs)),
-        flows=flows.matrix(len(flow_costs)),
-        blocks=blocks.matrix(len(costs)),
+        marginals=marginals.matrix(costs.shape[1]),
+        flows=flows.matrix(count),
+        blocks=blocks.matrix(costs.shape[1]),
         cells=tuple(cells),
     )
 

@@ -1,0 +1,124 @@
+"""`fewest_devices`: a step and a chip in, the smallest machine on which it fits out, by bisection."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh
+
+from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.frontiers.traced_step import TracedStep
+from autoshard.mesh.chips import CHIPS
+from autoshard.user_plan import Plan
+
+_HOST = 8  # devices of one host, of chips that no torus joins
+
+
+def fewest_devices(
+    fn: Callable[..., Any],
+    *args: Any,
+    chip: str,
+    axes: Sequence[str] = ("data", "model"),
+    most: int = 1024,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan on the fewest devices with which a step fits: `plan.mesh` has them.
+
+    Numbers of devices are powers of two. It is taken for granted that more devices hold no more each, so they are
+    bisected. Of one number, every mesh of these axes is tried, and the fastest plan returned.
+
+    >>> fewest_devices(train_step, state, batch, chip="v5e").mesh.size  # doctest: +SKIP
+    16
+
+    Args:
+        fn: any function that `jax.jit` takes.
+        *args: its positional arguments: pytrees of arrays or ShapeDtypeStructs.
+        chip: the kind of device, as the names of machines have it: "v5e", "v5p", "h100". Those of a torus are laid out
+            as near to a square or cube as they can, others in hosts of 8.
+        axes: names of the mesh axes, one or two.
+        most: devices, beyond which nothing is tried.
+        kwargs: keyword arguments of `fn`.
+        **options: those of `autoshard`, and keywords of `jax.jit`. `memory` is the limit; by default the chip's.
+
+    Raises:
+        MemoryLimitError: the step does not fit on `most` devices either.
+        ArgumentError: an option is of the wrong kind.
+    """
+    if chip not in CHIPS:
+        raise ArgumentError(f"chip={chip!r}; one of {', '.join(CHIPS)} is needed")
+    if isinstance(axes, str) or not 1 <= len(axes) <= 2:
+        raise ArgumentError(f"axes={axes!r}; the names of one or two mesh axes are needed, as in ('data', 'model')")
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ArgumentError(f"most={most!r}; a number of devices is needed, 1 or more")
+
+    def fitting(power: int) -> Iterator[Plan]:
+        """The plans on so many devices that fit.
+
+        Raises:
+            MemoryLimitError: there is none.
+        """
+        refused = None
+        for mesh in _meshes(2**power, axes):
+            step = TracedStep.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
+            try:
+                solution = step.solution(step.options.memory)
+            except MemoryLimitError as error:
+                if refused is None or error.needed < refused.needed:
+                    refused = error
+            else:
+                refused = None
+                yield step.plan(solution, step.options.memory, solution.bound)
+        if refused is not None:
+            raise refused
+
+    def fits(power: int) -> bool:
+        try:
+            next(fitting(power))
+        except (MemoryLimitError, StopIteration):
+            return False
+        return True
+
+    low, high = 0, int(math.log2(most))
+    if not fits(high):
+        list(fitting(high))
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return min(_those(fitting(high)), key=lambda plan: plan.cost)
+
+
+def _those(plans: Iterator[Plan]) -> Iterator[Plan]:
+    """The plans that come before an error."""
+    try:
+        yield from plans
+    except MemoryLimitError:
+        return
+
+
+def _meshes(devices: int, axes: Sequence[str]) -> Iterator[AbstractMesh]:
+    """Every mesh of so many devices, the most even ones first."""
+    factors = [2**power for power in range(int(math.log2(devices)) + 1)]
+    shapes = [shape for shape in itertools.product(factors, repeat=len(axes)) if math.prod(shape) == devices]
+    for shape in sorted(shapes, key=max):
+        yield AbstractMesh(shape, tuple(axes))
+
+
+def machine_of(chip: str, devices: int) -> str:
+    """The name of a machine of so many chips, a power of two.
+
+    >>> machine_of("v5e", 8), machine_of("v5p", 16), machine_of("h100", 4), machine_of("h100", 32)
+    ('v5e:2x4', 'v5p:2x2x4', 'h100:4', 'h100:4x8')
+    """
+    dims = CHIPS[chip].torus_dims
+    power = int(math.log2(devices))
+    if not dims:
+        return f"{chip}:{devices}" if devices <= _HOST else f"{chip}:{devices // _HOST}x{_HOST}"
+    powers = [(power + i) // dims for i in range(dims)]
+    return f"{chip}:{'x'.join(str(2**one) for one in powers)}"

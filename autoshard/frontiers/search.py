@@ -1,0 +1,149 @@
+"""`frontier`: a step in, plans between the fastest and the smallest out.
+
+The ends come first: the plan without a limit, and the one under the smallest limit that is found. Then the widest gap
+between two neighbours, as a ratio of their peaks, is halved as long as that finds plans. What is known of one limit
+serves the others: a solution fits every limit above its peak, and a bound holds for every limit below. So a limit is
+solved for only where no known solution is as good as what is proven.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.frontiers.frontier import Frontier
+from autoshard.frontiers.traced_step import TracedStep
+from autoshard.mesh.topology import Topology
+from autoshard.plans.chosen import prediction_of
+from autoshard.solver.problem import Solution
+from autoshard.solver.verify import OPTIMAL_GAP
+
+_ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
+_FURTHER = 2  # searches beyond one per plan: one for the smallest limit, and one between two plans that finds no third
+_CLOSE = 1.02  # ratio of peaks of two neighbours between which no third is looked for
+
+
+def frontier(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    topology: Topology | str | None = None,
+    points: int = 6,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Frontier:
+    """Seconds per step against bytes per device: plans from the fastest to the smallest.
+
+    The step is traced and formulated once, and solved for each plan.
+
+    >>> found = frontier(train_step, state, batch, mesh=mesh, topology="v5e:4x4")  # doctest: +SKIP
+    >>> print(found)  # doctest: +SKIP
+    >>> found.within("8GiB").in_shardings  # doctest: +SKIP
+
+    Args:
+        fn: any function that `jax.jit` takes.
+        *args: its positional arguments: pytrees of arrays or ShapeDtypeStructs.
+        mesh: the devices, as for `autoshard`.
+        topology: what the machine costs, as for `autoshard`.
+        points: the most plans to find, 2 or more. There are fewer where no others are found between them.
+        kwargs: keyword arguments of `fn`.
+        **options: those of `autoshard`, and keywords of `jax.jit`. `memory` is the limit of the fastest plan; without
+            it that plan is sought without a limit, even if it fits no device. `time_limit` is that of all searches
+            together, each of which gets an equal part.
+
+    Returns:
+        The plans, fastest first: seconds go up, bytes go down. Each has the bound of its own memory limit.
+
+    Raises:
+        ArgumentError: an option is of the wrong kind.
+        MemoryLimitError: nothing fits into the `memory` that is given.
+    """
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
+    step = TracedStep.of(fn, args, kwargs or {}, mesh, topology, options)
+    searches = points + _FURTHER
+    step = replace(step, options=replace(step.options, time_limit=step.options.time_limit / searches))
+    search = _Search(step)
+    search.find(points, searches)
+    return Frontier(step.program.name, search.plans(), free=not step.options.is_memory_given)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A solution, and what it holds."""
+
+    solution: Solution
+    seconds: float  # per step, predicted
+    peak: int  # bytes per device, predicted
+
+
+@dataclass(eq=False)
+class _Search:
+    """What is known of a step under its limits."""
+
+    step: TracedStep
+    known: list[_Point] = field(default_factory=list)
+    proven: dict[float, float] = field(default_factory=dict)  # limit -> the least seconds of plans under it
+
+    def find(self, points: int, searches: int) -> None:
+        """Looks for so many plans in no more searches."""
+        least = self.step.least_memory()
+        self.solve(self.step.ample_memory)
+        if least < self.step.ample_memory:
+            self.solve(least)
+        closed = set[tuple[int, int]]()
+        for _ in range(searches - _ENDS):
+            peaks = [point.peak for point in self.front()]
+            gaps = [
+                gap for gap in zip(peaks, peaks[1:], strict=False) if gap not in closed and gap[0] > _CLOSE * gap[1]
+            ]
+            if len(peaks) >= points or not gaps:
+                return
+            high, low = max(gaps, key=lambda gap: gap[0] / gap[1])
+            self.solve(math.sqrt(high) * math.sqrt(low) / self.step.usable)
+            if [point.peak for point in self.front() if low < point.peak < high] == []:
+                closed.add((high, low))
+
+    def solve(self, memory: float) -> None:
+        """The best solution under a limit joins what is known, unless it is known."""
+        best = self.best(memory)
+        if best is not None and best.solution.cost <= self.bound(memory) * (1 + OPTIMAL_GAP):
+            return
+        try:
+            solution = self.step.solution(memory)
+        except MemoryLimitError:
+            if not self.known and self.step.options.is_memory_given:
+                raise
+            return
+        predicted = prediction_of(self.step.formulation, solution.choice)
+        self.known.append(_Point(solution, predicted.step_seconds, predicted.peak_bytes))
+        self.proven[memory] = max(solution.bound, self.proven.get(memory, 0.0))
+
+    def best(self, memory: float) -> _Point | None:
+        """The cheapest known solution that fits a limit."""
+        fitting = [point for point in self.known if point.peak <= memory * self.step.usable]
+        return min(fitting, key=lambda point: (point.solution.cost, point.peak), default=None)
+
+    def bound(self, memory: float) -> float:
+        """What is proven of all plans under a limit."""
+        return max((bound for limit, bound in self.proven.items() if limit >= memory), default=0.0)
+
+    def front(self) -> list[_Point]:
+        """The known solutions of which none is as fast and holds less, fastest first."""
+        front: list[_Point] = []
+        for point in sorted(self.known, key=lambda point: (point.seconds, point.peak)):
+            if not front or point.peak < front[-1].peak:
+                front.append(point)
+        return front
+
+    def plans(self) -> tuple[Any, ...]:
+        """The front as plans, each under the smallest limit that gives it."""
+        return tuple(
+            self.step.plan(point.solution, memory := point.peak / self.step.usable, self.bound(memory))
+            for point in self.front()
+        )

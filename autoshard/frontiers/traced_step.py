@@ -1,0 +1,114 @@
+"""A function and its options in, plans of it under memory limits out; the function is traced and formulated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.decorated import ShardedFunction
+from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.model.formulation import Formulation
+from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
+from autoshard.planning import checked_rules, comparison_of, formulated, lowered, remarks, solved
+from autoshard.plans.making import make_plan
+from autoshard.program import Program
+from autoshard.replanning.planner import Planner
+from autoshard.solver.problem import Solution
+from autoshard.solver.solve import with_bound
+from autoshard.user_plan import Plan
+
+_OPTIONS = ("memory", "fixed", "time_limit", "ignore_constraints", "trips", "microbatches", "tactics")
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """A step, traced, of which plans are made under memory limits."""
+
+    program: Program
+    options: Options
+    jit_keywords: Mapping[str, Any]  # that count when it is compiled
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        mesh: Mesh | AbstractMesh | None,
+        topology: Any,
+        given: Mapping[str, Any],
+    ) -> TracedStep:
+        """
+        Args:
+            given: options of `autoshard` and keywords of `jax.jit`, as a user writes them.
+
+        Raises:
+            ArgumentError: there is no such option, or one is of the wrong kind.
+        """
+        keywords = {name: value for name, value in given.items() if name not in _OPTIONS}
+        check_jit_keywords(keywords)
+        if given.get("microbatches") == "auto":
+            raise ArgumentError(
+                "microbatches='auto' looks for what fits one limit, a frontier has several: give the number"
+            )
+        known = {name: value for name, value in given.items() if name in _OPTIONS}
+        options = options_of(mesh, topology=topology, **known)
+        program = ShardedFunction(fn, options=options, jit_keywords=keywords).trace(*args, **kwargs)
+        return cls(program, options, compile_keywords(keywords))
+
+    @cached_property
+    def formulation(self) -> Formulation:
+        """The problem, whatever its limit."""
+        return formulated(self.program, checked_rules(self.program, dict(self.options.mesh.shape)), self.options)
+
+    @property
+    def usable(self) -> float:
+        """The share of a limit that plans are predicted to fill at most."""
+        return self.options.backend.usable
+
+    @property
+    def ample_memory(self) -> float:
+        """A limit that no choice passes, in bytes; the user's where there is one."""
+        if self.options.is_memory_given:
+            return self.options.memory
+        lives = self.formulation.problem.lives
+        most = sum(float(live.usage.max()) for live in lives)
+        return max(1.0, 2 * most) / self.usable  # reshardings hold no more than what they reshard
+
+    def solution(self, memory: float) -> Solution:
+        """The cheapest solution found under a limit, in bytes per device.
+
+        Raises:
+            MemoryLimitError: there is none; it carries the smallest limit found that would do.
+        """
+        limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
+        return solved(self.program, limited, replace(self.options, memory=memory))
+
+    def least_memory(self) -> float:
+        """The smallest limit under which a solution was found, in bytes per device."""
+        try:
+            self.solution(0.0)
+        except MemoryLimitError as error:
+            return float(math.ceil(error.needed))
+        return 0.0
+
+    def plan(self, solution: Solution, memory: float, bound: float) -> Plan:
+        """What a solution says.
+
+        Args:
+            memory: the limit under which it was sought.
+            bound: proven of every plan under this limit, in seconds.
+        """
+        options = replace(self.options, memory=memory, is_memory_given=True)
+        rules = checked_rules(self.program, dict(options.mesh.shape))
+        said = remarks(self.formulation, dict(options.mesh.shape))
+        limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
+        made = make_plan(limited, with_bound(solution, bound), options.mesh, said)
+        compared = Plan.of(replace(made, memory=memory), comparison_of(self.program, rules, options))
+        planner = Planner.of(self.program, options, self.jit_keywords, is_given=False)
+        return planner.bound(lowered(self.program, compared, self.jit_keywords))

@@ -1,0 +1,1 @@
+"""`mesh="auto"`: devices in, the mesh over them on which the step is the fastest out."""

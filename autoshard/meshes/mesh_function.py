@@ -1,0 +1,210 @@
+"""`autoshard(mesh="auto")`: a decorated function that chooses the mesh it runs on."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from autoshard.decorated import Parameters, Result, ShardedFunction
+from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError
+from autoshard.layout import MeshShape
+from autoshard.meshes.cutoff import SlowMesh
+from autoshard.options import Options
+from autoshard.program import Program
+from autoshard.program.flattening import flattened
+from autoshard.propagation import rules_for
+from autoshard.user_plan import Plan
+from autoshard.variants.variant import StepVariants, Variant
+
+RANKED = 2  # of the ranking's first meshes, none is left out because another is faster
+
+
+@dataclass(frozen=True)
+class PlannedMesh:
+    """A mesh that the step was planned for, and what a step takes there."""
+
+    shape: MeshShape
+    seconds: float  # per step
+    peak_bytes: int  # per device
+
+    @property
+    def place(self) -> tuple[float, int, int]:
+        """What orders meshes: of equally fast ones, those of fewer axes first."""
+        return self.seconds, len(self.shape), self.peak_bytes
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Meshes, the fastest first, and those that were not planned for."""
+
+    planned: tuple[PlannedMesh, ...]
+    slower: int = 0  # how many are proven to be slower than the first two
+    untried: tuple[MeshShape, ...] = ()  # for want of time
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a plan says of the meshes that are not in its table."""
+        slow = (
+            f"{self.slower} other meshes are proven to be slower than the first two, and were not planned to the end."
+        )
+        late = f"the time limit left {len(self.untried)} meshes untried: {', '.join(map(_text, self.untried))}."
+        return (f"mesh='auto': {slow}",) * bool(self.slower) + (f"mesh='auto': {late}",) * bool(self.untried)
+
+    def dumps(self) -> str:
+        """The ranking as JSON, for other processes."""
+        planned = [[dict(one.shape), one.seconds, one.peak_bytes] for one in self.planned]
+        return json.dumps([planned, self.slower, list(map(dict, self.untried))])
+
+    @classmethod
+    def loads(cls, text: str) -> Ranking:
+        planned, slower, untried = json.loads(text)
+        return cls(tuple(PlannedMesh(*one) for one in planned), slower, tuple(untried))
+
+
+class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
+    """A function that runs on the fastest of several meshes.
+
+    The mesh is chosen when arguments first come, and stays: the state lies on it. All else is done by a
+    `ShardedFunction` for this mesh.
+    """
+
+    def __init__(
+        self,
+        fn: Any,
+        *,
+        options: Sequence[Options],
+        jit_keywords: Mapping[str, Any],
+        kind: type[ShardedFunction[..., Any]] = ShardedFunction,
+    ) -> None:
+        """
+        Args:
+            options: those for each mesh, in the order in which meshes are tried.
+            kind: of the functions that run on a mesh.
+        """
+        super().__init__(fn, options=options[0], jit_keywords=jit_keywords)
+        self._options_of_meshes, self._kind, self._all_keywords = tuple(options), kind, dict(jit_keywords)
+        self._chosen: ShardedFunction[..., Any] | None = None
+        self._ranking = Ranking(())
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        result: Result = self._on_best(args, kwargs, runs=True)(*args, **kwargs)
+        return result
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """How the step is sharded for arguments like these, on the mesh that was chosen."""
+        made = self._on_best(args, kwargs).plan(*args, **kwargs)
+        meshes = tuple((dict(one.shape), one.seconds, one.peak_bytes) for one in self._ranking.planned)
+        return replace(made, meshes=meshes, warnings=(*made.warnings, *self._ranking.remarks))
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The annotated step on the mesh that was chosen, lowered."""
+        return self._on_best(args, kwargs).lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Program:
+        """The step's program on the mesh that was chosen; on the first one, if none has been chosen yet."""
+        chosen = self._chosen or self._on(self._options_of_meshes[0])
+        return chosen.trace(*args, **kwargs)
+
+    def _on_best(self, args: Any, kwargs: Any, *, runs: bool = False) -> ShardedFunction[..., Any]:
+        """The function on the best mesh for these arguments, or on the one that was chosen before."""
+        if self._chosen is not None:
+            return self._chosen
+        with self._lock if self._group is None else self._group.joined(runs=runs):
+            if self._chosen is None:
+                if self._group is None:
+                    self._ranking, best = self._ranked(args, kwargs)
+                else:
+                    key = f"mesh/{super().trace(*args, **kwargs).fingerprint}"
+                    text = self._group.leader_says(key, lambda: self._ranked(args, kwargs)[0].dumps())
+                    self._ranking, best = Ranking.loads(text), None
+                self._chosen = best or self._on(self._options_for(self._ranking.planned[0].shape))
+            return self._chosen
+
+    def _on(self, options: Options) -> ShardedFunction[..., Any]:
+        return self._kind(self._fn, options=options, jit_keywords=self._all_keywords)
+
+    def _options_for(self, shape: MeshShape) -> Options:
+        return next(one for one in self._options_of_meshes if dict(one.mesh.shape) == dict(shape))
+
+    def _ranked(self, args: Any, kwargs: Any) -> tuple[Ranking, ShardedFunction[..., Any]]:
+        """The meshes in order, and the function on the first of them.
+
+        A mesh whose bound is above the second best found so far is left.
+
+        Raises:
+            AutoshardError: there is no plan on any mesh.
+        """
+        found: list[tuple[PlannedMesh, ShardedFunction[..., Any]]] = []
+        errors: list[AutoshardError] = []
+        until = time.monotonic() + self._options_of_meshes[0].time_limit
+        slower, untried = 0, []
+        shared: StepVariants | None = None
+
+        def enough() -> float:
+            return found[RANKED - 1][0].seconds if len(found) >= RANKED else math.inf
+
+        for options in self._options_of_meshes:
+            if found and time.monotonic() > until:
+                untried.append(dict(options.mesh.shape))
+                continue
+            step = self._on(replace(options, enough=enough, refine=1, is_memory_given=False))
+            try:
+                shared = shared or self._traced_for_all(step, args, kwargs)
+                if shared is not None:
+                    vars(step)["_traced"] = functools.partial(_already_traced, shared)
+                made = step.plan(*args, **kwargs)
+            except SlowMesh:
+                slower += 1
+                continue
+            except (MemoryLimitError, ConflictError, MeshError) as error:
+                errors.append(error)
+                continue
+            except ValueError as error:
+                if "not found in mesh" not in str(error):  # what JAX says of axes that the step names
+                    raise
+                shape = _text(options.mesh.shape)
+                errors.append(MeshError(f"the step names axes that no mesh here has, as {shape}: {error}"))
+                continue
+            predicted = made.predicted
+            one = PlannedMesh(dict(options.mesh.shape), predicted.step_seconds, predicted.peak_bytes)
+            found = sorted([*found, (one, step)], key=lambda pair: pair[0].place)
+        if not found:
+            raise min(errors, key=lambda error: error.needed if isinstance(error, MemoryLimitError) else math.inf)
+        ranking = Ranking(tuple(one for one, _ in found), slower, tuple(untried))
+        best, options = found[0][1], self._options_for(found[0][0].shape)
+        fastest = self._on(options)
+        if options.refine == 1:
+            fastest._planned_before = best._planned_before
+        return ranking, fastest
+
+    def _traced_for_all(self, step: ShardedFunction[..., Any], args: Any, kwargs: Any) -> StepVariants | None:
+        """The step traced, if it is the same on every mesh."""
+        if self._kind is not ShardedFunction:
+            return None
+        static, dynamic = step._static.split(args, kwargs)
+        traced = step._traced(static, dynamic, step._types(flattened(dynamic).arrays, static, dynamic))
+        return traced if _is_same_on_every_mesh(traced.program(Variant())) else None
+
+
+def _already_traced(traced: StepVariants, *call: Any) -> StepVariants:
+    return traced
+
+
+def _is_same_on_every_mesh(program: Program) -> bool:
+    """Whether nothing in the step names axes of a mesh."""
+    if program.ordered_arguments or program.wishes or program.types is not None or program.closes_over_tracers:
+        return False
+    if any(equation.primitive == "shard_map" for equation in program.equations):
+        return False
+    return not any(rule.given or rule.beside for rule in rules_for(program))
+
+
+def _text(shape: MeshShape) -> str:
+    return "(" + ", ".join(f"{axis}={size}" for axis, size in shape.items()) + ")"

@@ -1,0 +1,103 @@
+"""A problem too large to be priced whole in; a part of it that holds good choices out.
+
+The first part has the axes of the mesh taken together in blocks. Each further part offers what lies near the best
+choice of the one before, with that choice itself. That no other part holds a better choice is not proven: what is
+proven is `least_seconds`, which holds for every strategy there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autoshard.errors import SolverError
+from autoshard.layout import MeshShape
+from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.model.formulation import Formulation
+from autoshard.model.option_sets.option_set import OptionSet, Partition, place_of
+from autoshard.model.pricing.roofline import compute_dtype
+from autoshard.program import Program
+from autoshard.solver.problem import Solution
+
+AXES = 4  # from so many on, a problem may be too large
+WHOLE = 4_000  # layouts, of all shapes in the step, that are still priced whole
+ROUNDS = 2  # of parts near a choice
+CHANGES = 1  # axes in which an option near a choice may differ from it
+
+
+def is_too_large(program: Program, mesh: MeshShape) -> bool:
+    """Whether a problem is formulated in parts."""
+    axes = sum(size > 1 for size in mesh.values())
+    shapes = {value.shape for value in program.values}
+    return axes >= AXES and sum((len(shape) + 1) ** axes for shape in shapes) > WHOLE
+
+
+def coarse_partitions(axes: Sequence[str]) -> tuple[Partition, ...]:
+    """The ways to take axes that follow each other for one or two.
+
+    >>> coarse_partitions("abc")
+    ((('a', 'b', 'c'),), (('a',), ('b', 'c')), (('a', 'b'), ('c',)))
+    """
+    whole = tuple(axes)
+    return ((whole,), *((whole[:i], whole[i:]) for i in range(1, len(whole))))
+
+
+def in_parts(
+    axes: Sequence[str],
+    formulated: Callable[[OptionSet], Formulation],
+    solve: Callable[[Formulation], Solution],
+) -> Formulation:
+    """The part of a problem that lies near the best choice found, with the seconds that no choice goes below.
+
+    Args:
+        axes: of the mesh, those of one device left out.
+        formulated: makes the problem of a part.
+        solve: finds a good choice of one.
+    """
+    partitions = coarse_partitions(axes)
+    part = formulated(OptionSet(partitions))
+    with contextlib.suppress(SolverError):  # whoever solves the part says what is wrong
+        for _ in range(ROUNDS):
+            choice = solve(part).choice
+            part = formulated(near_choice(part, choice, _partitions_used(part, choice, partitions)))
+    return replace(part, least=least_seconds(part))
+
+
+def near_choice(formulation: Formulation, choice: Sequence[int], partitions: tuple[Partition, ...]) -> OptionSet:
+    """What lies near a choice, and some partitions."""
+    groups = {}
+    for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+        strategy = priced.strategies[choice[formulation.group_node(group)]]
+        groups[group.index] = {axis: factor for factor, split in strategy.assignment for axis in split}
+    homes = {i: place_of(options[choice[i]].home) for i, options in enumerate(formulation.arguments)}
+    return OptionSet(partitions, groups, homes, CHANGES)
+
+
+def _partitions_used(
+    formulation: Formulation, choice: Sequence[int], partitions: Sequence[Partition]
+) -> tuple[Partition, ...]:
+    """The partition into one block, and of the others the one that most of a choice's seconds respect."""
+    whole, *others = partitions
+    if not others:
+        return (whole,)
+    respected = [0.0] * len(others)
+    for group, priced in zip(formulation.groups, formulation.priced, strict=True):
+        option = choice[formulation.group_node(group)]
+        place = {axis: factor for factor, split in priced.strategies[option].assignment for axis in split}
+        for i, partition in enumerate(others):
+            if all(len({place.get(axis) for axis in block}) == 1 for block in partition):
+                respected[i] += priced.seconds[option].total
+    return whole, others[max(range(len(others)), key=respected.__getitem__)]
+
+
+def least_seconds(part: Formulation) -> float:
+    """Seconds that no choice of the whole problem goes below: its FLOPs, shared out over all devices."""
+    devices = math.prod(part.mesh.values())
+    total = []
+    for group, priced in zip(part.groups, part.priced, strict=True):
+        shared = sum(map(flops, group.equations)) / devices
+        seconds = compute_seconds(shared, 0.0, compute_dtype(group.equations), part.prices.topology) * group.trips
+        total.append(min([seconds, *(one.compute for one in priced.seconds)]))  # some groups compute nothing
+    return math.fsum(total)

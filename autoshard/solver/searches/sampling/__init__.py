@@ -1,0 +1,1 @@
+"""Searches that try choices: random walks, trees, populations, relief of bottlenecks."""

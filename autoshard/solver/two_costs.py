@@ -1,0 +1,135 @@
+"""Two problems of the same nodes and options in, the choice out for which the larger of the two costs is least.
+
+Any mixture of the two costs is a problem again, and what it costs at least, the larger of the two costs at least. So
+mixtures give bounds (Lagrangian relaxation). What they leave open is the integer program with a row per cost. It is
+solved twice: over the options of choices that are known, whose recombination lies between them; and over the options
+that the bounds of a mixture do not rule out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autoshard.solver.bounds.message_passing import Relaxation, finite
+from autoshard.solver.problem import Edge, Problem
+from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.settings import USUAL_SIZES
+from autoshard.solver.tables import summed
+from autoshard.solver.verify import ROUNDING, verify
+
+BUILD_SWEEPS = 10.0  # what it takes to build a relaxation
+
+
+@dataclass(frozen=True)
+class TwoCosts:
+    """Problems of the same nodes, options and memory; a choice costs the larger of what they say."""
+
+    first: Problem  # has the memory of a choice, and its limit
+    second: Problem
+
+    def costs(self, choice: Sequence[int]) -> tuple[float, float]:
+        return verify(self.first, choice)[0], verify(self.second, choice)[0]
+
+    def mixed(self, share: float) -> Problem:
+        """The problem whose costs are such a share of those of the first, and the rest of those of the second.
+
+        What the first forbids is forbidden, however small its share is.
+        """
+        made: dict[tuple[int, int], np.ndarray] = {}  # equal layers have the same tables before and after
+
+        def mixture(first: np.ndarray | None, second: np.ndarray | None) -> np.ndarray:
+            key = id(first), id(second)
+            if key not in made:
+                one, other = (np.zeros(1) if costs is None else costs for costs in (first, second))
+                made[key] = _scaled(one, share) + _scaled(other, 1 - share)
+            return made[key]
+
+        pairs = zip(self.first.costs, self.second.costs, strict=True)
+        costs = tuple(mixture(first, second) for first, second in pairs)
+        tables, others = summed(self.first.edges), summed(self.second.edges)
+        edges = (Edge(i, j, mixture(tables.get((i, j)), others.get((i, j)))) for i, j in sorted(tables | others))
+        return replace(self.first, costs=costs, edges=tuple(edge for edge in edges if edge.costs.any()), checked=True)
+
+    def recombined(self, choices: Sequence[Sequence[int]], *, gap: float, budget: Budget) -> tuple[int, ...] | None:
+        """The cheapest choice found, within the memory, whose every option is that of one of these choices.
+
+        None where there is no time to find one.
+
+        Args:
+            choices: the cheapest one first.
+            gap: cost by which the choice may miss the cheapest one.
+        """
+        options = [np.array(sorted(set(own))) for own in zip(*choices, strict=True)]
+        return _cheapest(self, options, choices[0], gap, budget)[0]
+
+    def solved(
+        self, choice: Sequence[int], share: float, *, gap: float, budget: Budget
+    ) -> tuple[tuple[int, ...] | None, float]:
+        """The cheapest choice found, memory aside, and a bound; None and -inf where it takes too long.
+
+        Args:
+            choice: the best one known.
+            share: of the first problem in the mixture whose bounds rule out options.
+            gap: cost by which the choice may miss the cheapest one.
+        """
+        cost = max(self.costs(choice))
+        mixture = replace(self.mixed(share), lives=(), limit=None, checked=True)
+        relaxation = Relaxation(finite(mixture, cost))
+        budget.spend(BUILD_SWEEPS * relaxation.seconds)
+        for _, _ in relaxation.rounds(lambda: cost):
+            budget.spend(relaxation.seconds)
+            if budget.over:
+                return None, -math.inf
+        least = map(np.maximum, relaxation.least(forward=False), relaxation.least(forward=True))
+        allowed = [own < cost * (1 + ROUNDING) for own in least]
+        options = [
+            np.flatnonzero(np.isfinite(costs) & (own | (np.arange(len(own)) == chosen)))
+            for costs, own, chosen in zip(mixture.costs, allowed, choice, strict=True)
+        ]
+        if sum(map(len, options)) > USUAL_SIZES.few_options:
+            return None, -math.inf
+        free = replace(self, first=replace(self.first, lives=(), limit=None, checked=True))
+        found, bound = _cheapest(free, options, choice, gap, budget)
+        return found, min(bound, cost)
+
+
+def _cheapest(
+    costs: TwoCosts, options: Sequence[np.ndarray], choice: Sequence[int], gap: float, budget: Budget
+) -> tuple[tuple[int, ...] | None, float]:
+    """The integer program over these options, from a choice among them; and what any of them costs at least."""
+    start = [int(np.searchsorted(own, chosen)) for own, chosen in zip(options, choice, strict=True)]
+    program = importlib.import_module("autoshard.solver.exact.integer_program")  # imports for a second
+
+    def spend(seconds: float) -> bool:
+        budget.spend(seconds)
+        return budget.over
+
+    first, second = restricted(costs.first, options), restricted(costs.second, options)
+    outcome = program.cheapest(first, start, beside=second, seed=0, gap=gap, time_limit=budget.seconds, spend=spend)
+    if outcome.interrupted:
+        budget.interrupt()
+    if outcome.choice is None:
+        return None, outcome.bound
+    return tuple(int(own[at]) for own, at in zip(options, outcome.choice, strict=True)), outcome.bound
+
+
+def restricted(problem: Problem, options: Sequence[np.ndarray]) -> Problem:
+    """The problem of only these options of each node, which get new numbers.
+
+    >>> restricted(Problem((np.array([1.0, 2.0, 3.0]),), (), (), None), [np.array([0, 2])]).costs
+    (array([1., 3.]),)
+    """
+    costs = tuple(own[kept] for own, kept in zip(problem.costs, options, strict=True))
+    edges = tuple(Edge(e.i, e.j, e.costs[np.ix_(options[e.i], options[e.j])]) for e in problem.edges)
+    lives = tuple(replace(live, usage=live.usage[options[live.node]]) for live in problem.lives)
+    return replace(problem, costs=costs, edges=edges, lives=lives, checked=True)
+
+
+def _scaled(costs: np.ndarray, share: float) -> np.ndarray:
+    """So much of these costs; what is forbidden remains so."""
+    return np.where(np.isinf(costs), np.inf, costs * share if share else 0.0)

@@ -1,0 +1,151 @@
+"""A traced step and a mesh in, the best pipeline found for it out: searched on tables, then planned stage by stage."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from autoshard.layout import MeshShape
+from autoshard.mesh.topology import Topology
+from autoshard.microbatches.batch import batch_of
+from autoshard.model.xla.backends import Backend
+from autoshard.program import Program
+from autoshard.program.tracing import TracedStep
+from autoshard.stage_planning.cut_step import CutStep
+from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
+from autoshard.stage_planning.space import SCHEDULES, SpaceRequest, microbatch_counts, planned_space
+from autoshard.stage_planning.sub_meshes import SubMeshShape
+from autoshard.stage_planning.unit_costs import UnitCut
+from autoshard.stage_search import SearchSettings, StageSearchResult, search_stages
+from autoshard.stages.cutting import CuttableStep, cut
+
+PLANNED_EXACTLY = 3  # of the choices of the search: those that are planned stage by stage
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step is planned for."""
+
+    mesh_shape: MeshShape
+    topology: Topology
+    backend: Backend
+    memory: float  # bytes per device
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenPipeline:
+    """The best pipeline found."""
+
+    pipeline: ExactPipeline
+    shapes: Mapping[str, SubMeshShape]  # by the names of its stages' sub-meshes
+    units: tuple[str, ...]  # what each unit is called: the user's line
+    search: StageSearchResult
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.pipeline.simulated.seconds
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no pipeline of the search takes less than, by costs of units."""
+        return min(self.search.bound, self.seconds)
+
+
+class CuttableSteps:
+    """A traced step in any number of microbatches, cut in any places."""
+
+    def __init__(self, traced: TracedStep, program: Program, mesh: AbstractMesh) -> None:
+        """
+        Args:
+            program: the step as it was traced.
+            mesh: under which the step was traced.
+        """
+        self.traced, self.carried, self.name, self._mesh = traced, program.carried, program.name, mesh
+        self.donated = program.donated
+        self.rows = batch_of(traced, 1).batch
+        self.in_microbatches = functools.cache(self._in_microbatches)
+
+    def _in_microbatches(self, count: int) -> CuttableStep:
+        with jax.sharding.use_abstract_mesh(self._mesh):
+            return CuttableStep.of(self.traced, count, self.carried, self.name)
+
+    def units_of(self, count: int) -> Any:
+        """Where the step may be cut."""
+        return self.in_microbatches(count).units()
+
+    def cut_at(self, count: int, firsts: Sequence[int], weight_programs: bool) -> CutStep:
+        """The step cut before these units."""
+        step = self.in_microbatches(count)
+        made = cut(step, step.units().boundaries(firsts), weight_programs=weight_programs)
+        return CutStep(made, self.donated)
+
+    def cut_into_units(self, count: int) -> UnitCut:
+        """The step with one unit of each kind as a stage of its own."""
+        return UnitCut.of(self.units_of(count), lambda firsts: self.cut_at(count, firsts, True))
+
+
+def choose_pipeline(
+    steps: CuttableSteps,
+    machine: Machine,
+    *,
+    counts: Sequence[int] | None = None,
+    schedules: Sequence[tuple[str, int]] = SCHEDULES,
+    least_task_seconds: float | None = None,
+    least_stages: int = 2,
+    settings: SearchSettings | None = None,
+) -> ChosenPipeline | None:
+    """The pipeline of the fewest predicted seconds that was found, with every stage planned; None if none fits.
+
+    Args:
+        counts: numbers of microbatches to choose from; by default those that `microbatch_counts` names.
+        schedules: names and chunks to choose from.
+        least_task_seconds: that dispatching a task takes.
+        least_stages: a pipeline of fewer stages does not count.
+
+    Raises:
+        MicrobatchError: the step cannot run in microbatches, with the line.
+        StageError: it cannot be cut.
+    """
+    counts = microbatch_counts(steps.rows) if counts is None else list(counts)
+    if not counts:
+        return None
+    planned = sorted({counts[0], counts[-1]})
+    more: dict[str, Any] = {} if least_task_seconds is None else {"least_task_seconds": least_task_seconds}
+    request = SpaceRequest(
+        steps.cut_into_units,
+        machine.mesh_shape,
+        machine.topology,
+        machine.backend,
+        machine.memory,
+        counts,
+        planned,
+        schedules,
+        least_stages=least_stages,
+        **more,
+    )
+    found = planned_space(request)
+    if found is None:
+        return None
+    result = search_stages(found.space, settings)
+    best: ExactPipeline | None = None
+    for one in ([result.best] if result.best else []) + list(result.others)[: PLANNED_EXACTLY - 1]:
+        if best is not None and one.seconds >= best.simulated.seconds:
+            continue
+        exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend, machine.memory)
+        if exact is not None and exact.simulated.fits and exact.simulated.seconds < _seconds(best):
+            best = exact
+    if best is None:
+        return None
+    names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
+    return ChosenPipeline(best, found.shapes, names, result)
+
+
+def _seconds(pipeline: ExactPipeline | None) -> float:
+    return math.inf if pipeline is None else pipeline.simulated.seconds

@@ -1,0 +1,90 @@
+"""A step cut into stages, as the planner takes it: programs of each stage, planned together, those that are alike once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from autoshard.program import Program
+from autoshard.stage_planning.costs import StageCost, SubMeshModel, stage_cost
+from autoshard.stage_search.tables import Numbers
+from autoshard.stages.programs import Key, StageProgram, StagePrograms
+from autoshard.stages.traced import program_of
+
+
+@dataclass(frozen=True, eq=False)
+class CutStep:
+    """A step cut into stages."""
+
+    programs: StagePrograms
+    donated: Collection[int]  # arguments of the step
+    _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
+
+    def of_stage(self, stage: int) -> list[StageProgram]:
+        """The programs of one stage."""
+        return [program for program in self.programs.programs if program.stage == stage]
+
+    def traced(self, stage: int) -> list[Program]:
+        """The same for the planner."""
+        if stage not in self._traced:
+            self._traced[stage] = [
+                program_of(program, self.programs.name, self.programs.carried, self._given)
+                for program in self.of_stage(stage)
+            ]
+        return self._traced[stage]
+
+    @cached_property
+    def _given(self) -> list[Key]:
+        """Arguments and pieces whose memory the values may take that take their places."""
+        pieces = enumerate(self.programs.pieces)
+        keys = [Key("argument", i) for i in self.donated]
+        keys += [Key("piece", n) for n, piece in pieces if piece.argument in self.donated]
+        late = {key: [one for one in several if one.kind == "after"] for key, several in self.programs.readers.items()}
+        return [key for key in keys if len(late.get(key, ())) == 1]
+
+    def cost(self, stage: int, where: SubMeshModel, in_flight: float, *, or_leanest: bool = False) -> StageCost | None:
+        """One stage planned on a sub-mesh, as `stage_cost` does it."""
+        return stage_cost(
+            self.of_stage(stage),
+            self.traced(stage),
+            where,
+            microbatches=self.programs.microbatches,
+            kept=frozenset(self.programs.kept[stage]),
+            between=frozenset(key for key, home in self.programs.homes.items() if home == stage),
+            in_flight=in_flight,
+            or_leanest=or_leanest,
+        )
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Per stage, the first stage that is like it: of the same programs, which hand each other the same values."""
+        first: dict[Any, int] = {}
+        return [first.setdefault(self._look(stage), stage) for stage in range(self.programs.stages)]
+
+    def _look(self, stage: int) -> Any:
+        own, kept = self.of_stage(stage), set(self.programs.kept[stage])
+        number: dict[Key, int] = {}
+        names = [
+            [(number.setdefault(key, len(number)), key.kind, key in kept) for key in (*one.inputs, *one.outputs)]
+            for one in own
+        ]
+        prints = tuple((one.kind, program.fingerprint) for one, program in zip(own, self.traced(stage), strict=True))
+        homes = tuple(self.programs.homes.get(key) == stage for key in number)
+        return prints, str(names), homes
+
+    def crossing(self) -> tuple[Numbers, Numbers]:
+        """Bytes of one microbatch that cross the cut before each stage, forward and backward; 0 at both ends."""
+        found = np.zeros((2, self.programs.stages + 1))
+        seen: set[tuple[Key, int]] = set()
+        for (source, target), keys in self.programs.sends.items():
+            low, high = sorted((source, target))
+            for key in keys:
+                for k in range(low + 1, high + 1):
+                    if (key, k) not in seen:
+                        seen.add((key, k))
+                        found[int(source > target), k] += self.programs.bytes_of(key)
+        return found[0], found[1]

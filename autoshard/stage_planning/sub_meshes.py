@@ -1,0 +1,117 @@
+"""A mesh and what its machine costs, in; its devices in a row and the sub-meshes that stages may have, out.
+
+The row is the mesh's devices in their order, outermost axis first. A sub-mesh has a part of one axis and all of the
+axes inside it, so its devices are neighbours in the row. It keeps the names of all axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.layout import MeshShape
+from autoshard.mesh.links import Link
+from autoshard.mesh.topology import Topology
+from autoshard.stage_search import Channel, DeviceRow, SubMesh
+
+STAGE_AXES = ("stage", "pipe")  # names of a mesh axis that say that it is for stages, and for nothing else
+
+
+@dataclass(frozen=True)
+class SubMeshShape:
+    """One shape of a stage's devices, as the planner sees it and as the search of stages does."""
+
+    axes: MeshShape  # those of the whole mesh, with the devices that a stage has along each
+    topology: Topology
+    in_row: SubMesh
+
+    @property
+    def mesh(self) -> AbstractMesh:
+        """The same without devices."""
+        return AbstractMesh(tuple(self.axes.values()), tuple(self.axes))
+
+    def on(self, mesh: Mesh | AbstractMesh, start: int) -> Mesh | AbstractMesh:
+        """The part of a mesh that begins at a position of its row."""
+        if isinstance(mesh, AbstractMesh):
+            return self.mesh
+        devices = mesh.devices.reshape(-1)[start : start + self.in_row.devices]
+        return Mesh(devices.reshape(tuple(self.axes.values())), tuple(self.axes))
+
+
+def sub_mesh_shapes(mesh_shape: MeshShape, topology: Topology, memory: float) -> list[SubMeshShape]:
+    """Every shape of a stage's devices, from one device to the whole mesh.
+
+    With an axis named "stage" or "pipe" there is one shape: a stage has all other axes.
+    """
+    named = [axis for axis in mesh_shape if axis in STAGE_AXES]
+    if named:
+        return [_shape({**mesh_shape, named[0]: 1}, mesh_shape, topology, memory)]
+    return [_shape(axes, mesh_shape, topology, memory) for axes in _parts(mesh_shape)]
+
+
+def _parts(mesh_shape: MeshShape) -> Iterator[dict[str, int]]:
+    """Sizes of axes: a divisor of one axis, all of those inside it, one of those outside."""
+    names = list(mesh_shape)
+    yield dict.fromkeys(names, 1)
+    for at in range(len(names) - 1, -1, -1):
+        size = mesh_shape[names[at]]
+        for part in range(2, size + 1):
+            if size % part == 0:
+                inside = {name: mesh_shape[name] for name in names[at + 1 :]}
+                yield {**dict.fromkeys(names[:at], 1), names[at]: part, **inside}
+
+
+def _shape(axes: MeshShape, mesh_shape: MeshShape, topology: Topology, memory: float) -> SubMeshShape:
+    links = {
+        axis: part_of_link(topology.links[axis], mesh_shape[axis], size) for axis, size in axes.items() if size > 1
+    }
+    devices = math.prod(axes.values())
+    name = "x".join(str(size) for size in axes.values() if size > 1) or "1"
+    in_row = SubMesh.anywhere(name, devices, math.prod(mesh_shape.values()), memory)
+    return SubMeshShape(axes, replace(topology, links=links), in_row)
+
+
+def part_of_link(link: Link, whole: int, part: int) -> Link:
+    """What neighbouring devices of an axis talk over: some of its inner links, and no ring that they do not close.
+
+    >>> part_of_link(Link(1e-6, 1e11, torus=True, ring=True), 16, 4)
+    Link(latency=1e-06, bandwidth=50000000000.0, torus=True, ring=False, shared=False, parts=())
+    """
+    if part == whole:
+        return link
+    if not link.parts:
+        # Both ways round the ring count in its bandwidth; a line has one.
+        return replace(link, ring=False, bandwidth=link.bandwidth / 2) if link.ring else link
+    found: list[tuple[int, Link]] = []
+    left = part
+    for devices, inner in reversed(link.parts):
+        taken = math.gcd(left, devices)
+        if taken > 1:
+            found.append((taken, part_of_link(inner, devices, taken)))
+        left //= taken
+        if taken < devices:
+            break
+    return Link.join(found[::-1])
+
+
+def device_row(mesh_shape: MeshShape, topology: Topology) -> DeviceRow:
+    """The devices of a mesh in a row: two neighbours talk over the outermost link that is between them."""
+    levels: list[tuple[int, Link]] = []  # outermost first: devices, link
+    for axis, size in mesh_shape.items():
+        if size > 1:
+            levels += topology.links[axis].over(size)
+    strides = np.cumprod([1, *[devices for devices, _ in reversed(levels)]])[:-1][::-1]
+    channels = []
+    for position in range(1, math.prod(mesh_shape.values())):
+        link = next(link for stride, (_, link) in zip(strides, levels, strict=True) if position % stride == 0)
+        channels.append(Channel(link.latency, one_way(link)))
+    return DeviceRow(tuple(channels))
+
+
+def one_way(link: Link) -> float:
+    """Bytes/s from a device to one neighbour."""
+    return link.bandwidth / 2 if link.ring else link.bandwidth

@@ -1,0 +1,110 @@
+"""The units of a step, each planned on each sub-mesh: what the tables of the search are made of.
+
+Units that look alike are planned once. Seconds and bytes of a microbatch are taken as affine in its rows: they are
+planned for a few numbers of rows, and interpolated between these.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoshard.model.xla.backends import Backend
+from autoshard.stage_planning.costs import StageCost, SubMeshModel
+from autoshard.stage_planning.cut_step import CutStep
+from autoshard.stage_planning.sub_meshes import SubMeshShape
+from autoshard.stage_search import LayerCosts
+from autoshard.stage_search.tables import Numbers
+from autoshard.stages.units import Unit, Units
+
+FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
+
+
+@dataclass(frozen=True, eq=False)
+class UnitCut:
+    """A step cut so that one unit of each kind is a stage of its own; nobody plans the stages between."""
+
+    cut: CutStep
+    planned: tuple[int, ...]  # per unit, the stage that is the unit of its kind
+    crossing: Numbers  # bytes of one microbatch that cross the cut before each unit, one way; 0 at both ends
+
+    @classmethod
+    def of(cls, units: Units, cut_at: Callable[[Sequence[int]], CutStep]) -> UnitCut:
+        """
+        Args:
+            cut_at: first units of all stages but the first -> the step cut so.
+        """
+        found: dict[Any, list[int]] = {}
+        for number, unit in enumerate(units.units):
+            found.setdefault(_kind(unit), []).append(number)
+        # The first of several units may differ from the others in what it reads.
+        chosen = {kind: numbers[min(1, len(numbers) - 1)] for kind, numbers in found.items()}
+        firsts = sorted({first for number in chosen.values() for first in (number, number + 1)} - {0, len(units.units)})
+        stage_of = {number: bisect.bisect_right(firsts, number) for number in chosen.values()}
+        crossing = [0.0, *(float(unit.crossing_bytes) for unit in units.units[1:]), 0.0]
+        planned = tuple(stage_of[chosen[_kind(unit)]] for unit in units.units)
+        return cls(cut_at(firsts), planned, np.array(crossing))
+
+
+def _kind(unit: Unit) -> tuple[Any, ...]:
+    """What units have in common that cost the same."""
+    return unit.forward_flops, unit.parameter_bytes, unit.made_bytes, unit.crossing_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class UnitCosts:
+    """Costs of every unit on one sub-mesh for one number of microbatches, [field, unit], as `FIELDS` has them."""
+
+    values: Numbers
+
+    def layer_costs(self) -> LayerCosts:
+        """The same for the search of stages."""
+        return LayerCosts(**dict(zip(FIELDS, self.values, strict=True)))
+
+
+def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend) -> UnitCosts | None:
+    """Every unit of a step planned on one sub-mesh for speed alone; None if some unit was not planned."""
+    where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
+    return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0))
+
+
+def lean_unit_costs(
+    units: UnitCut, shape: SubMeshShape, backend: Backend, fast: UnitCosts, stages: int, in_flight: float
+) -> UnitCosts | None:
+    """The same within the memory of a pipeline of so many equal stages; `fast` itself if that fits.
+
+    Every unit gets a part of the memory: as large a part as it takes of the fast choice. One that does not fit takes
+    about the least that it can.
+    """
+    fixed, left, working = (fast.values[FIELDS.index(name)] for name in FIELDS[-3:])
+    held = fixed + in_flight * left
+    room = shape.in_row.memory_bytes
+    if held.sum() / stages + working.max() <= room:
+        return fast
+    share = stages * room / held.sum()
+
+    def cost(stage: int) -> StageCost | None:
+        unit = units.planned.index(stage)
+        limit = (held[unit] * share + working[unit]) / backend.usable
+        where = SubMeshModel(shape.mesh, shape.topology, backend, limit)
+        return units.cut.cost(stage, where, in_flight=in_flight, or_leanest=True)
+
+    return _of_units(units, cost)
+
+
+def _of_units(units: UnitCut, cost_of: Callable[[int], StageCost | None]) -> UnitCosts | None:
+    values = np.zeros((len(FIELDS), len(units.planned)))
+    known: dict[int, StageCost] = {}
+    for unit, stage in enumerate(units.planned):
+        if stage not in known:
+            found = cost_of(stage)
+            if found is None:
+                return None
+            known[stage] = found
+        values[:, unit] = known[stage].row
+    return UnitCosts(values)

@@ -1,0 +1,138 @@
+"""A choice of stages to its seconds and bytes: every task of the schedule, every transfer, what each device holds."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.errors import ArgumentError, ScheduleError
+from autoshard.pipeline import Schedule, Timeline, schedule
+from autoshard.pipeline.operations import OperationGraph, start_times
+from autoshard.pipeline.validation import checked_graph
+from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice
+from autoshard.stage_search.machine import DeviceRow
+from autoshard.stage_search.tables import MicrobatchCosts, StageSpace
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What of a schedule does not depend on seconds."""
+
+    schedule: Schedule
+    graph: OperationGraph
+    in_flight: tuple[NDArray[np.int64], ...]
+    """Per device, rows of microbatches in flight in each of its virtual stages: every state that none other exceeds."""
+
+    @property
+    def most_in_flight(self) -> tuple[float, ...]:
+        """Per device, the most microbatches in flight, in whole stages."""
+        return tuple(float(states.sum(axis=1).max()) / states.shape[1] for states in self.in_flight)
+
+
+@functools.lru_cache(maxsize=512)
+def schedule_facts(name: str, stages: int, chunks: int, microbatches: int) -> ScheduleFacts | None:
+    """A published schedule, checked; None where it is not defined for these numbers."""
+    try:
+        made = schedule(name, stages, microbatches, chunks)
+        if len(made.placement) != stages * chunks:  # its number of virtual stages is another
+            return None
+        graph = checked_graph(made, fuse=False)
+    except (ArgumentError, ScheduleError):
+        return None
+    return ScheduleFacts(made, graph, tuple(_states(made, device) for device in range(stages)))
+
+
+def _states(made: Schedule, device: int) -> NDArray[np.int64]:
+    """What is in flight on one device after each of its forward tasks; it is let go of with the last task of it."""
+    own = [stage for stage, home in enumerate(made.placement) if home == device]
+    column = {stage: i for i, stage in enumerate(own)}
+    last = "W" if made.has_weight_tasks else "B"
+    changes = np.zeros((len(made.orders[device]), len(own)), np.int64)
+    for row, task in enumerate(made.orders[device]):
+        changes[row, column[task.virtual_stage]] = 1 if task.kind == "F" else -1 if task.kind == last else 0
+    states = np.unique(np.cumsum(changes, axis=0), axis=0)
+    if len(own) == 1:
+        return states[-1:]
+    return states[[not _is_exceeded(state, states) for state in states]] if len(states) <= 512 else states
+
+
+def _is_exceeded(state: NDArray[np.int64], states: NDArray[np.int64]) -> bool:
+    above = np.all(states >= state, axis=1)
+    return bool(np.any(above & np.any(states > state, axis=1)))
+
+
+def task_seconds(space: StageSpace, stage: ChosenStage, *, has_weight_tasks: bool) -> dict[str, float]:
+    """Seconds of each kind of task of a stage; without W, B is the whole backward pass."""
+    at = stage.first, stage.last
+    forward, backward, weight = (
+        float(rows[at]) for rows in (stage.table.forward, stage.table.backward, stage.table.weight)
+    )
+    seconds = {"F": forward, "B": backward, "W": weight} if has_weight_tasks else {"F": forward, "B": backward + weight}
+    return {kind: max(one, space.least_task_seconds) for kind, one in seconds.items()}
+
+
+def transfer_seconds(row: DeviceRow, size: float, source: ChosenStage, target: ChosenStage) -> float:
+    """Seconds in which so many bytes go from one stage to another."""
+    return row.seconds(size, source.start, source.table.shape.devices, target.start, target.table.shape.devices)
+
+
+def simulated(space: StageSpace, choice: PipelineChoice) -> SimulatedChoice | None:
+    """What a choice takes; None if its schedule is not defined for its numbers."""
+    facts = schedule_facts(choice.schedule, choice.devices, choice.chunks, choice.microbatches)
+    if facts is None:
+        return None
+    stages, costs, made, graph = choice.stages, space.costs[choice.microbatches], facts.schedule, facts.graph
+    seconds_of = [task_seconds(space, stage, has_weight_tasks=made.has_weight_tasks) for stage in stages]
+    lag = _lags(space.row, costs, stages)
+    tasks = [operation[0] for operation in graph.operations]
+    seconds = [seconds_of[task.virtual_stage][task.kind] for task in tasks]
+    lags = [
+        [(other, lag.get((task.kind, tasks[other].virtual_stage, task.virtual_stage), 0.0)) for other in inputs]
+        for task, inputs in zip(tasks, graph.inputs, strict=True)
+    ]
+    starts, _ = start_times(graph.rows, lags, seconds)
+    ends = [start + taken for start, taken in zip(starts, seconds, strict=True)]
+    work = tuple(sum(seconds[operation] for operation in row) for row in graph.rows)
+    after = np.zeros(choice.devices)
+    fixed, working, saved = np.zeros(choice.devices), np.zeros(choice.devices), np.zeros(choice.devices)
+    for device in range(choice.devices):
+        own = [stage for stage, home in zip(stages, made.placement, strict=True) if home == device]
+        after[device] = sum(stage.table.after[stage.first, stage.last] for stage in own)
+        fixed[device] = sum(stage.table.fixed_bytes[stage.first, stage.last] for stage in own)
+        working[device] = max(stage.table.working_bytes[stage.first, stage.last] for stage in own)
+        sizes = np.array([stage.table.microbatch_bytes[stage.first, stage.last] for stage in own])
+        saved[device] = float((facts.in_flight[device] @ sizes).max())
+    timeline = Timeline(
+        made,
+        dict(zip(tasks, starts, strict=True)),
+        dict(zip(tasks, ends, strict=True)),
+        work,
+        facts.most_in_flight,
+        tuple(map(float, saved)),
+    )
+    sent = [
+        choice.microbatches * float(costs.sent_forward[stage.last] + costs.sent_backward[stage.last])
+        for stage in stages[:-1]
+    ]
+    return SimulatedChoice(
+        choice,
+        timeline,
+        float(after.max()),
+        tuple(map(float, fixed + working + saved)),
+        facts.most_in_flight,
+        tuple(sent),
+    )
+
+
+def _lags(row: DeviceRow, costs: MicrobatchCosts, stages: tuple[ChosenStage, ...]) -> dict[tuple[str, int, int], float]:
+    """(kind, virtual stage that sends, virtual stage that receives) -> seconds."""
+    found: dict[tuple[str, int, int], float] = {}
+    for i, (before, after) in enumerate(itertools.pairwise(stages)):
+        cut = before.last
+        found["F", i, i + 1] = transfer_seconds(row, float(costs.sent_forward[cut]), before, after)
+        found["B", i + 1, i] = transfer_seconds(row, float(costs.sent_backward[cut]), after, before)
+    return found

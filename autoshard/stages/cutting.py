@@ -1,0 +1,301 @@
+"""A traced step and boundaries of its forward pass in, the programs of every stage out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array
+from autoshard.microbatches.batch import traced_in_part
+from autoshard.microbatches.loop import MicrobatchedStep
+from autoshard.microbatches.opening import opened
+from autoshard.microbatches.proof import proof
+from autoshard.microbatches.relations import Known, Rows
+from autoshard.microbatches.rows import Microbatches
+from autoshard.program.tracing import TracedStep
+from autoshard.stages.after import AfterLoop, after_loop
+from autoshard.stages.assignment import stages_of
+from autoshard.stages.building import Builder, Names
+from autoshard.stages.programs import Key, Piece, StagePrograms
+from autoshard.stages.residuals import kept_values
+from autoshard.stages.roles import Roles, bytes_of, variables
+from autoshard.stages.stacks import Bounds, Origin, taken_apart
+from autoshard.stages.units import Units, units_of
+
+
+@dataclass(frozen=True)
+class CuttableStep:
+    """A step that is proven to run in microbatches, ready to be cut in any places."""
+
+    name: str
+    whole: ClosedJaxpr  # calls opened
+    part: ClosedJaxpr  # the same for one microbatch
+    split: Microbatches
+    carried: Mapping[int, int]  # argument -> the result that takes its place
+
+    @classmethod
+    def of(cls, traced: TracedStep, count: int, carried: Mapping[int, int], name: str = "step") -> CuttableStep:
+        """
+        Raises:
+            MicrobatchError: microbatches would change what the step computes, with the line.
+        """
+        part, split = traced_in_part(traced, count)
+        return cls(name, opened(traced.closed), opened(part), split, carried)
+
+    @cached_property
+    def roles(self) -> Roles:
+        found = proof(self.whole, self.part, self.split)
+        return Roles(MicrobatchedStep(self.whole.jaxpr, self.part.jaxpr, self.split, found))
+
+    def units(self, least: int = 1) -> Units:
+        """Where the forward pass may be cut: into `least` units or more, if it has so much work apart."""
+        return units_of(self.roles, least)
+
+
+def cut(step: CuttableStep, boundaries: Sequence[Origin], *, weight_programs: bool = False) -> StagePrograms:
+    """The programs of the stages between boundaries.
+
+    Args:
+        boundaries: where stages begin, all but the first, as `Units.boundaries` gives them.
+        weight_programs: whether to make W programs, of what no earlier stage waits for. If not, B is all of the
+            backward pass.
+
+    Raises:
+        StageError: an early stage would wait for a late one.
+    """
+    bounds = _bounds(step.roles, boundaries)
+    whole, part = taken_apart(step.whole, bounds), taken_apart(step.part, bounds)
+    roles = step.roles
+    if bounds:
+        found = proof(whole.closed, part.closed, step.split)
+        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found))
+    stages = stages_of(roles, whole.origins, boundaries)
+    late = _settle_sums(roles, stages)
+    if late:
+        places = [Known.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
+        found = replace(roles.step.proof, places=places)
+        again = MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found)
+        roles = Roles(again)
+        stages = {i: stages[i] for i in roles.loop if i in stages}
+    return _Cut(step, whole, roles, stages, len(boundaries) + 1, weight_programs).programs()
+
+
+def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
+    """Scan -> where it is taken apart."""
+    inside: dict[int, list[int]] = {}
+    for boundary in boundaries:
+        if boundary.trip:
+            inside.setdefault(boundary.equation, []).append(boundary.trip)
+    lengths = {i: roles.step.equations[i].params["length"] for i in roles.stacks}
+    return {i: (0, *sorted(inside[first]), lengths[i]) for i, first in roles.stacks.items() if first in inside}
+
+
+def _settle_sums(roles: Roles, stages: dict[int, int]) -> frozenset[int]:
+    """Gives stages to equations that add up sums of one stage. The others run after the last microbatch."""
+    late: set[int] = set()
+    for i in roles.loop:
+        if i not in roles.added:
+            continue
+        makers = {roles.makers[var] for var in roles.made_in_loop(i)}
+        found = {stages.get(maker) for maker in makers}
+        if len(found) == 1 and None not in found and makers.isdisjoint(late):
+            stages[i] = next(stage for stage in found if stage is not None)
+        else:
+            late.add(i)
+    return frozenset(late)
+
+
+class _Cut:
+    """One cut of a step."""
+
+    def __init__(
+        self, step: CuttableStep, whole: Any, roles: Roles, stages: Mapping[int, int], count: int, has_weights: bool
+    ):
+        self.source, self.apart, self.roles, self.step = step, whole, roles, roles.step
+        self.stages, self.count, self.has_weights = stages, count, has_weights
+        self.jaxpr = whole.closed.jaxpr
+        self.pieces = tuple(whole.slices)
+        self.names = Names.of(self.jaxpr, self.pieces, self.step.equations)
+        self.outside = set(self.names.outside)
+        self.builder = Builder(self.step, self.names, roles)
+
+    # What each loop program computes.
+
+    @cached_property
+    def sent(self) -> frozenset[Var]:
+        """Values that another stage reads."""
+        return frozenset(
+            var
+            for i, stage in self.stages.items()
+            for var in self.operands(i)
+            if self.stages[self.roles.makers[var]] != stage
+        )
+
+    def operands(self, i: int) -> list[Var]:
+        """What an equation reads of stages, through equations that every stage computes itself."""
+        return _behind_free(self.roles, self.roles.inputs(i))
+
+    def equations(self, stage: int, *, backward: bool) -> list[int]:
+        return [i for i, other in self.stages.items() if other == stage and (i in self.roles.backward) == backward]
+
+    def backward_parts(self, stage: int) -> tuple[list[int], list[int]]:
+        """The equations of B and W: earlier stages wait for the first, if there are W programs."""
+        own = self.equations(stage, backward=True)
+        if not self.has_weights:
+            return sorted(own), []
+        inside = set(own)
+        todo = [self.roles.makers[var] for var in self.sent if self.roles.makers[var] in inside]
+        needed: set[int] = set()
+        while todo:
+            i = todo.pop()
+            if i not in needed:
+                needed.add(i)
+                todo += [self.roles.makers[var] for var in self.operands(i) if self.roles.makers[var] in inside]
+        return sorted(needed), sorted(inside - needed)
+
+    def loop_programs(self, stage: int) -> list[tuple[str, list[int], set[Var], list[int]]]:
+        """Kind, equations, what others read of them, and equations of before that run again."""
+        roles, makers = self.roles, self.roles.makers
+        forward = sorted(self.equations(stage, backward=False))
+        b, w = self.backward_parts(stage)
+        here = {var: makers[var] for i in (*forward, *b) for var in self.step.equations[i].outvars if var in makers}
+        size = {var: float(bytes_of(self.step.twins[var])) for var in makers}
+        wanted_b = self.read_by(b, set(b))
+        kept_b = kept_values(wanted_b, here, self.operands, roles.cheap & set(forward), size.__getitem__)
+        for var in kept_b:
+            size[var] /= 8  # W gets what B gets anyhow
+        wanted_w = self.read_by(w, set(w))
+        kept_w = kept_values(wanted_w, here, self.operands, roles.cheap & {*forward, *b}, size.__getitem__)
+        handed = kept_b | kept_w | self.sent
+        found = [("F", forward, handed, list[int]())]
+        found.append(("B", b, handed, self.again(wanted_b, kept_b, here)))
+        found.append(("W", w, handed, self.again(wanted_w, kept_w, here)))
+        return found
+
+    def read_by(self, equations: Sequence[int], own: set[int]) -> set[Var]:
+        return {var for i in equations for var in self.operands(i) if self.roles.makers[var] not in own}
+
+    def again(self, wanted: set[Var], kept: set[Var], here: Mapping[Var, int]) -> list[int]:
+        """The equations that make what is wanted of what is kept."""
+        found: set[int] = set()
+        todo = list(wanted - kept)
+        while todo:
+            i = here[todo.pop()]
+            if i not in found:
+                found.add(i)
+                todo += [var for var in self.operands(i) if var not in kept]
+        return sorted(found)
+
+    # All programs.
+
+    def programs(self) -> StagePrograms:
+        loop, before = {}, {}
+        for stage in range(self.count):
+            for kind, own, handed, again in self.loop_programs(stage):
+                program = self.builder.loop_program(kind, stage, own, handed, again)
+                if program is not None:
+                    loop[kind, stage] = program
+            early = self.builder.before_program(stage, [one for one in loop.values() if one.stage == stage])
+            if early is not None:
+                before[stage] = early
+        after, placed = self.after()
+        homes = {self.names.outside[var]: stage for var, stage in placed.homes.items()}
+        types = self.builder.types
+        for var, key in self.names.outside.items():
+            types.setdefault(key, _struct(aval_of(var)))
+        pieces = tuple(
+            Piece(self.jaxpr.invars.index(one.argument), one.start, one.stop) for one in self.apart.slices.values()
+        )
+        made = StagePrograms(
+            self.source.name,
+            self.count,
+            self.step.split.count,
+            self.has_weights,
+            before,
+            loop,
+            after,
+            types,
+            pieces,
+            homes,
+            tuple(self.result(atom) for atom in self.jaxpr.outvars),
+            tuple(self.apart.closed.consts),
+            {self.key(var): self.key(result) for var, result in self.carried_pairs()},
+            {self.names.key("sum", var): self.step.op(var) for var in self.step.needs.sums},
+            frozenset(self.step.split.dims),
+        )
+        made.check()
+        return made
+
+    def result(self, atom: Any) -> tuple[Key, ...] | Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        return tuple(map(self.key, self.apart.joined.get(atom, (atom,))))
+
+    def key(self, var: Var) -> Key:
+        """Of an argument or piece, or of what an `after` program makes."""
+        return self.names.outside.get(var) or self.names.late(var)
+
+    def after(self) -> tuple[tuple[Any, ...], AfterLoop]:
+        step, equations = self.step, self.step.equations
+        results = [part for atom in variables(self.jaxpr.outvars) for part in self.apart.joined.get(atom, (atom,))]
+        loop = {*step.needs.sums, *step.needs.rows}
+        chosen: set[int] = set()
+        todo = [*results, *(var for i, eqn in enumerate(equations) if self.is_late_effect(i) for var in eqn.invars)]
+        chosen |= {i for i in range(len(equations)) if self.is_late_effect(i)}
+        while todo:
+            var = todo.pop()
+            i = step.makers.get(var) if isinstance(var, Var) else None
+            if i is None or i in chosen or var in loop or var in self.outside:
+                continue
+            chosen.add(i)
+            todo += variables(equations[i].invars)
+        located = {var: self.stages[self.roles.makers[var]] for var in loop}
+        located |= self.parameter_homes()
+        placed = after_loop(
+            {i: equations[i] for i in sorted(chosen)}, located, self.carried_pairs(), self.outside, self.count - 1
+        )
+        return self.builder.after_programs(placed, results, located), placed
+
+    def is_late_effect(self, i: int) -> bool:
+        return bool(self.step.equations[i].effects) and self.step.proof.places[i] is Known.AFTER
+
+    def parameter_homes(self) -> dict[Var, int]:
+        """Arguments and pieces -> the first stage whose loop programs read them."""
+        found: dict[Var, int] = {}
+        for i, stage in sorted(self.stages.items()):
+            for var in self.builder.outside_behind(self.roles.inputs(i)):
+                is_rows = isinstance(self.step.proof.relations[var], Rows)
+                if not is_rows and aval_of(var).shape:
+                    found[var] = min(stage, found.get(var, stage))
+        return found
+
+    def carried_pairs(self) -> list[tuple[Var, Var]]:
+        """An argument or its piece, and the value that takes its place."""
+        by_argument: dict[Var, list[Var]] = {}
+        for var, one in self.apart.slices.items():
+            by_argument.setdefault(one.argument, []).append(var)
+        found = []
+        for argument, result in self.source.carried.items():
+            var, atom = self.jaxpr.invars[argument], self.jaxpr.outvars[result]
+            if not isinstance(atom, Var):
+                continue
+            parts = self.apart.joined.get(atom)
+            pieces = by_argument.get(var, [])
+            if parts is not None and len(parts) == len(pieces):
+                found += list(zip(pieces, parts, strict=True))
+            else:
+                found.append((var, atom))
+        return found
+
+
+def _behind_free(roles: Roles, variables: Sequence[Var]) -> list[Var]:
+    """Values that stages make, behind equations that every stage computes itself: free ones read no such values."""
+    return [var for var in variables if var in roles.makers and roles.makers[var] not in roles.free]
+
+
+def _struct(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) if is_array(aval) else aval

@@ -1,0 +1,169 @@
+"""`autoshard(pipeline=dict(...))`: a decorated function that runs in the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from autoshard.arrays.arguments import is_deleted
+from autoshard.decorated import Parameters, Result, ShardedFunction
+from autoshard.errors import ArgumentError, MeshError, StageError
+from autoshard.options import Options
+from autoshard.pipeline import Schedule, Timeline, schedule, simulate
+from autoshard.program import Program
+from autoshard.program.flattening import FlatCall, flattened
+from autoshard.program.signature import Arguments
+from autoshard.specs import fixed_layouts
+from autoshard.stages.cutting import CuttableStep, cut
+from autoshard.stages.planning import StagePlanner
+from autoshard.stages.programs import StagePrograms
+from autoshard.stages.requests import PipelineRequest
+from autoshard.stages.runtime import PipelineRuntime
+from autoshard.stages.sub_meshes import stage_meshes
+from autoshard.user_plan import Plan
+from autoshard.variants.variant import Variant
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPipeline:
+    """A step in stages: its programs, a plan for each, and the order in which they run."""
+
+    programs: StagePrograms
+    plans: tuple[Plan, ...]  # of the programs, in the order of `StagePrograms.programs`
+    schedule: Schedule
+    meshes: tuple[Any, ...]  # per device of the schedule
+    program: Program = field(repr=False)  # the step as it is written
+
+    def seconds(self, stage: int, kind: str) -> float:
+        """Predicted, of one run of a stage's program; 0 if it has none."""
+        pairs = zip(self.programs.programs, self.plans, strict=True)
+        return sum(plan.predicted.step_seconds for one, plan in pairs if (one.stage, one.kind) == (stage, kind))
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The loop over microbatches as it is predicted, transfers between stages left out."""
+        stages = [v % self.programs.stages for v in range(len(self.schedule.placement))]
+        kinds = {"forward": "F", "backward": "B", "weight": "W"}
+        # `simulate` takes seconds of a whole stage, of which each virtual stage on a device has an equal share.
+        sharers = self.schedule.sharers
+        times: dict[str, Any] = {
+            name: [self.seconds(stage, kind) * sharers[v] for v, stage in enumerate(stages)]
+            for name, kind in kinds.items()
+        }
+        return simulate(self.schedule, **times)
+
+    def __str__(self) -> str:
+        lines = [f"{self.programs.name} in {self.programs.stages} stages, schedule {self.schedule.name}"]
+        for stage in range(self.programs.stages):
+            mesh = self.meshes[self.schedule.placement[stage]]
+            seconds = ", ".join(f"{kind} {self.seconds(stage, kind) * 1e3:.3g} ms" for kind in ("F", "B", "W"))
+            lines.append(f"  stage {stage} on {dict(mesh.shape)}: {seconds}")
+        return "\n".join(lines)
+
+
+class PipelinedFunction(ShardedFunction[Parameters, Result]):
+    """A function that runs in the stages of a pipeline. Its results are those of the function as it is written."""
+
+    def __init__(self, fn: Any, *, options: Options, jit_keywords: Mapping[str, Any], request: PipelineRequest) -> None:
+        if request.microbatches < 1 or options.microbatches != 1:
+            raise ArgumentError(
+                "pipeline= and microbatches= both say in how many parts the batch runs.\n"
+                "Leave microbatches= out, and write pipeline=dict(stages=..., microbatches=...)."
+            )
+        # What a step says of layouts is said of the whole mesh, which no stage has.
+        super().__init__(fn, options=replace(options, ignore_constraints=True), jit_keywords=jit_keywords)
+        if self._group is not None:
+            raise MeshError("pipeline= runs in one process, and the mesh has devices of several")
+        self._request = request
+        self._pipelines: dict[Any, PlannedPipeline] = {}
+        self._runtimes: dict[int, PipelineRuntime] = {}
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        static, dynamic = self._static.split(args, kwargs)
+        flat = flattened(dynamic)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in flat.arrays):
+            inner: Result = self._fn(*args, **kwargs)
+            return inner
+        planned = self._pipeline(static, dynamic, flat)
+        program = planned.program
+        for i, leaf in enumerate(flat.arrays):
+            if is_deleted(leaf):
+                raise ArgumentError(
+                    f"{program.arguments[i].name} has been deleted, most likely since it was donated to an earlier "
+                    "call.\nGo on with what that call returned, or do not donate it."
+                )
+        results = self._runtime(planned)(flat.arrays, program.donated)
+        if flat.modules is None:
+            made: Result = program.out_tree.unflattened(results)
+            return made
+        assert program.changes is not None, "tracing with modules records them"
+        written: Result = flat.modules.written(program.changes, flat.arrays, results)
+        return written
+
+    def pipeline(self, *args: Any, **kwargs: Any) -> PlannedPipeline:
+        """The stages for arguments like these: arrays or ShapeDtypeStructs."""
+        static, dynamic = self._static.split(args, kwargs)
+        return self._pipeline(static, dynamic, flattened(dynamic))
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """
+        Raises:
+            StageError: always, since a pipeline is no single program.
+        """
+        raise StageError(
+            "a step in stages is several programs, and lower() has one.\n"
+            "pipeline(...).plans has a plan per program, each with its own lowering()."
+        )
+
+    def _runtime(self, planned: PlannedPipeline) -> PipelineRuntime:
+        if not all(isinstance(mesh, Mesh) for mesh in planned.meshes):
+            raise MeshError(
+                f"{self._options.mesh} has no devices, so the step can be planned but not run.\n"
+                "Give autoshard a mesh of devices (jax.make_mesh) to run it."
+            )
+        with self._lock:
+            if id(planned) not in self._runtimes:
+                made = PipelineRuntime(planned.programs, planned.plans, planned.schedule, planned.meshes)
+                self._runtimes[id(planned)] = made
+            return self._runtimes[id(planned)]
+
+    def _pipeline(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall) -> PlannedPipeline:
+        types = self._types(flat.arrays, static, dynamic)
+        key = static, tuple(type(value) for _, value in static), flat.structure, types
+        with self._lock:
+            if key not in self._pipelines:
+                self._pipelines[key] = self._pipeline_of(static, dynamic, types)
+            return self._pipelines[key]
+
+    def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
+        request, options = self._request, self._options
+        traced = self._traced(static, dynamic, types)
+        program = traced.program(Variant())
+        meshes = stage_meshes(options.mesh, request.stages)
+        with jax.sharding.use_abstract_mesh(traced.mesh):
+            step = CuttableStep.of(traced.step, request.microbatches, program.carried, program.name)
+            order = request.orders()
+            stages = len(order.placement) // order.replicas
+            units = step.units(stages)
+            first = units.balanced(stages)
+            programs = cut(step, units.boundaries(first), weight_programs=order.has_weight_tasks)
+        if order.name == "graph":
+            order = schedule("graph", request.stages, request.microbatches, predecessors=predecessors_of(programs))
+        fixed = fixed_layouts(program, options.fixed, dict(meshes[0].shape))
+        own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
+        homes: Sequence[Any] = [meshes[order.placement[stage]] for stage in range(stages)]
+        plans = StagePlanner(programs, options, own, program.donated).plans(homes)
+        return PlannedPipeline(programs, plans, order, meshes, program)
+
+
+def predecessors_of(programs: StagePrograms) -> list[list[int]]:
+    """Per stage, the stages before it that it has to do with: they send it something, or wait for it going back."""
+    found: list[set[int]] = [set() for _ in range(programs.stages)]
+    for one, other in programs.sends:
+        found[max(one, other)].add(min(one, other))
+    return list(map(sorted, found))

@@ -1,0 +1,109 @@
+"""The programs of stages in, a plan for each out. Within a stage what has one name lies one way.
+
+The backward program of a stage is planned first, since it reads the most. What it says of parameters, residuals and
+sums holds for the programs after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from autoshard.errors import MemoryLimitError
+from autoshard.layout import Layout, MeshShape
+from autoshard.options import Options
+from autoshard.planning import lowered, planned
+from autoshard.plans.plan import PlacedArray
+from autoshard.program import Program
+from autoshard.stages.programs import Key, StageProgram, StagePrograms
+from autoshard.stages.traced import program_of
+from autoshard.user_plan import Plan
+
+_ORDER = {"B": 0, "F": 1, "W": 2, "after": 3, "before": 4}
+
+
+@dataclass
+class StagePlanner:
+    """Plans programs of stages, those that are alike once."""
+
+    programs: StagePrograms
+    options: Options  # for the whole mesh
+    fixed: Mapping[int, Layout]  # argument -> how the user wants it to lie
+    donated: frozenset[int]  # arguments
+    known: dict[Any, Plan] = field(default_factory=dict)  # of programs that are alike
+
+    def plans(self, meshes: Sequence[Any]) -> tuple[Plan, ...]:
+        """A plan per program, in the order of `StagePrograms.programs`, each on the mesh of its stage.
+
+        Raises:
+            MemoryLimitError: a program fits in no way, with its stage.
+        """
+        order = list(self.programs.programs)
+        found: dict[int, Plan] = {}
+        for stage in range(self.programs.stages):
+            layouts = self.asked()
+            own = [n for n, program in enumerate(order) if program.stage == stage]
+            for n in sorted(own, key=lambda n: (_ORDER[order[n].kind], n)):
+                found[n] = self.plan(order[n], layouts, meshes[stage])
+        return tuple(found[n] for n in range(len(order)))
+
+    def asked(self) -> dict[Key, Layout]:
+        """How the user wants arguments to lie, and so pieces of them. Trips of a stack are never split."""
+        asked = {Key("argument", i): layout for i, layout in self.fixed.items()}
+        pieces = enumerate(self.programs.pieces)
+        parts = {Key("piece", n): self.fixed[piece.argument] for n, piece in pieces if piece.argument in self.fixed}
+        return asked | {key: ((), *layout[1:]) for key, layout in parts.items()}
+
+    def plan(self, program: StageProgram, layouts: dict[Key, Layout], mesh: Any) -> Plan:
+        """The plan of one program. What it says of named values joins `layouts`."""
+        donated = [Key("argument", i) for i in self.donated]
+        donated += [Key("piece", n) for n, piece in enumerate(self.programs.pieces) if piece.argument in self.donated]
+        donated = [key for key in donated if len(self._after_readers(key)) == 1]
+        made = program_of(program, self.programs.name, self.programs.carried, donated)
+        pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
+        options = replace(
+            self.options, mesh=mesh, given_mesh=mesh, fixed={}, pinned=pinned, microbatches=1, like=None, refine=1
+        )
+        key = made.fingerprint, tuple(sorted(pinned.items())), tuple(mesh.shape.items())
+        if key not in self.known:
+            self.known[key] = self._planned(program, made, options)
+        plan = self.known[key].on(mesh).bound_to(made)
+        for one, placed in zip(program.inputs, plan.arguments, strict=True):
+            layouts.setdefault(one, placed.layout)
+        results = tuple(
+            _laid(placed, layouts.setdefault(one, placed.layout), dict(mesh.shape))
+            for one, placed in zip(program.outputs, plan.results, strict=True)
+        )
+        return lowered(made, replace(plan, results=results, name=made.name), {})
+
+    def _after_readers(self, key: Key) -> list[StageProgram]:
+        return [program for program in self.programs.readers.get(key, ()) if program.kind == "after"]
+
+    def _planned(self, program: StageProgram, made: Program, options: Options) -> Plan:
+        try:
+            return planned(made, options, {}, {})
+        except MemoryLimitError as error:
+            raise MemoryLimitError(
+                f"pipeline: {program.name}: {error}", budget=error.budget, needed=error.needed
+            ) from None
+
+
+def _laid(placed: PlacedArray, layout: Layout, mesh: MeshShape) -> PlacedArray:
+    """A result that lies as other programs of its stage have it."""
+    if layout == placed.layout:
+        return placed
+
+    def parts(layout: Layout) -> int:
+        return math.prod(mesh[axis] for axes in layout for axis in axes)
+
+    return replace(placed, layout=layout, local_bytes=placed.local_bytes * parts(placed.layout) // parts(layout))
+
+
+def compiled(plan: Plan) -> Any:
+    """The program of a plan, compiled for its mesh."""
+    assert plan.lowering is not None and isinstance(plan.mesh, Mesh), "it is planned for devices"
+    return plan.lowering().compile()

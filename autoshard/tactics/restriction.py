@@ -1,0 +1,437 @@
+"""A formulation and tactics in, the same formulation with fewer choices out.
+
+A tactic gives each of its mesh axes an `AxisRule`. Along that axis an option of a node is looked at alone, so rules of
+several axes restrict the same options one after the other. Where a rule asks for a split that no option of a node has,
+since the axis does not divide the dim or the operation cannot be split so, the node stays whole along the axis. Where
+options are left in neither form, the node is left as it is.
+
+Which collectives may run is said of options (sums) and of pairs of options (reshardings). Those of some steps cannot do
+with the collectives of the published scheme. They are then planned without this part, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import ArgumentError, ConflictError, MeshError
+from autoshard.layout import Layout, layout_of, spec_of, without_idle_axes
+from autoshard.model.formulation import Formulation
+from autoshard.model.groups import Group
+from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.solver import solve
+from autoshard.solver.problem import Edge, ForbiddenError, Problem
+from autoshard.tactics.roles import Dim, Roles, State, Work
+from autoshard.tactics.rules import AxisRule, Moved, Storage
+from autoshard.tactics.schemes import Tactic
+
+_FEASIBILITY_SECONDS = 20.0  # to find any choice at all; what tactics leave is small
+
+TacticLike = Tactic | Callable[["Step"], Any]
+
+
+@dataclass(frozen=True)
+class StepArgument:
+    """One argument of a step, as a function that is a tactic sees it."""
+
+    name: str  # its path, "state/params/w"
+    shape: tuple[int, ...]
+    role: str  # "batch", "weight", "expert", "parameter", "cache" or "optimizer"
+    dims: tuple[Dim, ...]  # what each dim is
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a function that is a tactic sees of a step."""
+
+    name: str
+    mesh: Mapping[str, int]  # axis -> devices
+    arguments: tuple[StepArgument, ...]
+
+    @classmethod
+    def of(cls, roles: Roles) -> Step:
+        """That of a formulation."""
+        program = roles.formulation.program
+        kinds = {i: kind.name.lower() for i, kind in roles.state.items()} | dict.fromkeys(roles.batch, "batch")
+        arguments = (
+            StepArgument(value.name, value.shape, kinds[i], roles.dims_of_argument(i))
+            for i, value in enumerate(program.arguments)
+        )
+        return cls(program.name, dict(roles.formulation.mesh), tuple(arguments))
+
+
+@dataclass
+class _Asked:
+    """What all tactics together ask for."""
+
+    rules: dict[str, AxisRule] = field(default_factory=dict)  # axis -> what holds along it
+    by: dict[str, list[Tactic]] = field(default_factory=dict)  # axis -> the tactics that say so
+    layouts: dict[str, PartitionSpec] = field(default_factory=dict)  # path or glob -> as functions want it
+    tactics: list[Tactic] = field(default_factory=list)
+
+
+def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Mapping[str, int]) -> Formulation:
+    """The formulation with the choices that tactics leave, and what plans say of them.
+
+    Args:
+        mesh: axis -> devices, axes of one device included.
+
+    Raises:
+        ConflictError: tactics contradict each other or what is fixed, or find nothing in the step to apply to.
+        MeshError: a tactic names an axis that the mesh does not have.
+    """
+    roles = Roles(formulation)
+    asked = _Asked()
+    for tactic in tactics:
+        _ask(asked, tactic, roles, mesh)
+    found = _Restriction(roles, asked)
+    problem = found.placed()
+    strict = found.with_collectives(problem)
+    said = [
+        f"tactics: {', '.join(map(text_of_tactic, tactics))}. Its bound is that of plans within them.",
+        *found.remarks(),
+    ]
+    if not _is_feasible(strict):
+        if not _is_feasible(problem):
+            raise ConflictError(
+                f"{formulation.program.name}: the tactics {', '.join(map(text_of_tactic, tactics))} leave no sharding.\n"
+                "Drop one of them, or what fixed= or the step itself says against it."
+            )
+        said.append(
+            "the step needs other collectives than the published scheme has: only where arrays lie and what is split "
+            "is as the tactics say."
+        )
+        strict = problem
+    return replace(formulation, problem=strict, restrictions=tuple(said))
+
+
+def text_of_tactic(tactic: TacticLike) -> str:
+    """A tactic as a user writes it, or the name of a function that is one."""
+    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", repr(tactic))
+
+
+def _is_feasible(problem: Problem) -> bool:
+    """Whether the problem has a choice, however much memory it takes."""
+    free = Problem(
+        tuple(np.where(np.isinf(costs), np.inf, 0.0) for costs in problem.costs),
+        tuple(
+            Edge(edge.i, edge.j, np.where(np.isinf(edge.costs), np.inf, 0.0))
+            for edge in problem.edges
+            if np.isinf(edge.costs).any()
+        ),
+        (),
+        None,
+    )
+    try:
+        solve(free, time_limit=_FEASIBILITY_SECONDS)
+    except ForbiddenError:
+        return False
+    return True
+
+
+# What is asked for.
+
+
+def _ask(asked: _Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
+    if not isinstance(tactic, Tactic):
+        _ask_function(asked, tactic, roles, mesh)
+        return
+    axes = tactic.axes_after(asked.tactics, mesh)
+    if unknown := [axis for axis in axes if axis not in mesh]:
+        raise MeshError(f"{tactic} names the axis {unknown[0]!r}; the mesh has {', '.join(map(repr, mesh))}")
+    _check_applies(tactic, roles)
+    for axis, (basis, own) in tactic.rules(axes).items():
+        earlier = asked.by.setdefault(axis, [])
+        name = type(tactic).__name__
+        if any(name in one.refines for one in earlier):
+            continue  # what it says is what the earlier one rests on
+        if not earlier or all(type(one).__name__ in tactic.refines for one in earlier):
+            asked.rules[axis] = asked.rules.get(axis, basis).refined(own)
+        elif asked.rules[axis] != basis.refined(own):
+            raise ConflictError(
+                f"{earlier[-1]} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
+                "Give one of them another axis, or drop it."
+            )
+        earlier.append(tactic)
+    asked.tactics.append(tactic)
+
+
+def _ask_function(asked: _Asked, tactic: Callable[[Step], Any], roles: Roles, mesh: Mapping[str, int]) -> None:
+    """Adds what a function returns: tactics, or PartitionSpecs by path or glob."""
+    found = tactic(Step.of(roles))
+    if isinstance(found, Mapping):
+        for pattern, spec in found.items():
+            if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
+                raise ArgumentError(
+                    f"{text_of_tactic(tactic)} returned {pattern!r}: {spec!r}; a path or glob and its PartitionSpec are needed"
+                )
+            asked.layouts[pattern] = spec
+        return
+    if not isinstance(found, Iterable):
+        raise ArgumentError(
+            f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
+        )
+    for one in found:
+        _ask(asked, one, roles, mesh)
+
+
+_NEEDED = {
+    Dim.BATCH: "no batch: every argument is carried from step to step, or has no rows",
+    Dim.FEATURE: "no product with a weight",
+    Dim.SEQUENCE: "no sequence: products with weights have no rows beside the batch",
+    Dim.HEAD: "no attention: no product of two activations keeps heads",
+    Dim.EXPERT: "no experts: no product with a weight has a dim that both, and the result, have. A ragged product has "
+    "none that can be split",
+}
+
+
+def _check_applies(tactic: Tactic, roles: Roles) -> None:
+    has = Dim.OTHER
+    for kind in roles.dims.values():
+        has |= kind
+    for need, what in _NEEDED.items():
+        if need & tactic.needs and not need & has:
+            raise ConflictError(f"{tactic} finds nothing to apply to in {roles.formulation.program.name}: {what}.")
+
+
+# What is left.
+
+
+class _Restriction:
+    """The choices that are left of a formulation."""
+
+    def __init__(self, roles: Roles, asked: _Asked):
+        self.roles, self.asked, self.formulation = roles, asked, roles.formulation
+        self.rules = {axis: rule for axis, rule in asked.rules.items() if axis in self.formulation.mesh}
+        self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
+        self.has_sequence = any(kind & Dim.SEQUENCE for kind in roles.dims.values())
+        self.tables: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def remarks(self) -> Iterator[str]:
+        """What could not be split as it was asked for."""
+        for axis, names in self.whole.items():
+            if names:
+                listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                yield f"tactics: {axis!r} divides no dim that {self.asked.by[axis][-1]} splits of {listed}."
+
+    # Where arrays lie, and what is split.
+
+    def placed(self) -> Problem:
+        """The problem with the layouts and splits that are asked for."""
+        program = self.formulation.program
+        allowed: dict[int, list[int]] = {}
+        for i, value in enumerate(program.arguments):
+            options = list(range(len(self.formulation.arguments[i])))
+            homes = [option.home for option in self.formulation.arguments[i]]
+            options = self._as_functions_say(i, options, homes)
+            for axis, rule in self.rules.items():
+                wanted = self._wanted_dims(i, rule)
+                if wanted is None:
+                    continue
+                dims = _dims_over(tuple(homes), axis)
+                kept = [o for o in options if int(dims[o]) in wanted]
+                if not kept and -1 not in wanted:
+                    kept = [o for o in options if dims[o] < 0]
+                    self.whole[axis][value.name] += 1
+                if not kept:
+                    raise ConflictError(
+                        f"{self.asked.by[axis][-1]} wants {value} to be {_wish(wanted)} along {axis!r}; what fixed= or "
+                        f"another tactic says leaves {', '.join(sorted({str(spec_of(homes[o])) for o in options}))}.\n"
+                        "Drop one of them."
+                    )
+                options = kept
+            allowed[i] = options
+        for group, work in zip(self.roles.groups, self.roles.work, strict=True):
+            allowed[self.formulation.group_node(group)] = self._strategies_left(group, work)
+        return self.formulation.problem.restrict(allowed)
+
+    def _as_functions_say(self, argument: int, options: list[int], homes: Sequence[Layout]) -> list[int]:
+        value = self.formulation.program.arguments[argument]
+        for pattern, spec in self.asked.layouts.items():
+            if fnmatchcase(value.name, pattern):
+                layout = without_idle_axes(layout_of(spec, len(value.shape)), self.formulation.mesh)
+                options = [o for o in options if homes[o] == layout]
+                if not options:
+                    raise ConflictError(
+                        f"a tactic wants {value} to be {spec}; it does not split every dim evenly, or fixed= says "
+                        "otherwise."
+                    )
+        return options
+
+    def _wanted_dims(self, argument: int, rule: AxisRule) -> set[int] | None:
+        """The dims that the axis may split of an argument, -1 for none of them; None: any."""
+        dims = self.roles.dims_of_argument(argument)
+        state = self.roles.state.get(argument)
+        if state is None or state is State.CACHE:
+            if rule.batch is None:
+                return None
+            return {i for i, dim in enumerate(dims) if dim & self._rows(rule.batch)} or {-1}
+        match rule.state.get(state, Storage.OPEN):
+            case Storage.WHOLE:
+                return {-1}
+            case Storage.SPLIT:
+                return set(range(len(dims)))
+            case Storage.FEATURES:
+                return {i for i, dim in enumerate(dims) if dim & Dim.FEATURE} or {-1}
+            case Storage.EXPERTS:
+                return {i for i, dim in enumerate(dims) if dim & Dim.EXPERT} or {-1}
+            case Storage.OPEN:
+                return None
+
+    def _rows(self, kinds: Dim) -> Dim:
+        """The kinds, with the batch for a sequence that the step does not have."""
+        return kinds | Dim.BATCH if kinds & Dim.SEQUENCE and not self.has_sequence else kinds
+
+    def _strategies_left(self, group: Group, work: Work) -> list[int]:
+        strategies = self.formulation.priced[group.index].strategies
+        options = list(range(len(strategies)))
+        for axis, rule in self.rules.items():
+            split = rule.splits.get(work)
+            if split is None or split.dims is None:
+                continue
+            factors = {f for f in group.sizes if self.roles.role(group, f) & self._rows(split.dims)}
+            over = [_factor_over(strategies[o], axis) for o in options]
+            on = [o for o, factor in zip(options, over, strict=True) if factor in factors]
+            off = [o for o, factor in zip(options, over, strict=True) if factor is None]
+            kept = on if on and split.is_required else on + off
+            options = sorted(kept) or options
+        return options
+
+    # What may be communicated.
+
+    def with_collectives(self, problem: Problem) -> Problem:
+        """The problem with the collectives alone that the rules name."""
+        sums = {
+            self.formulation.group_node(group): self._with_sums(group, work, problem)
+            for group, work in zip(self.roles.groups, self.roles.work, strict=True)
+        }
+        problem = problem.restrict(sums)
+        copies = {i: self._with_copies(i) for i in range(len(self.formulation.arguments))}
+        problem = _restricted_further(problem, copies)
+        return replace(problem, edges=(*problem.edges, *self._forbidden_reshardings()), checked=True)
+
+    def _with_sums(self, group: Group, work: Work, problem: Problem) -> list[int]:
+        strategies = self.formulation.priced[group.index].strategies
+        costs = problem.costs[self.formulation.group_node(group)]
+        options = [o for o in range(len(strategies)) if np.isfinite(costs[o])]
+        for axis, rule in self.rules.items():
+            kinds = rule.sums.get(work)
+            if kinds is None or not group.reduction:
+                continue
+            kept = [o for o in options if _sums_over(strategies[o], axis) <= kinds | {"all_gather"}]
+            if work in rule.scatters and group.contracts:
+                without = {
+                    _place(strategies[o], axis) for o in kept if REDUCE_SCATTER in _sums_over(strategies[o], axis)
+                }
+                kept = [
+                    o
+                    for o in kept
+                    if ALL_REDUCE not in _sums_over(strategies[o], axis) or _place(strategies[o], axis) not in without
+                ]
+            options = kept or options
+        return options
+
+    def _with_copies(self, argument: int) -> list[int]:
+        options = self.formulation.arguments[argument]
+        state = self.roles.state.get(argument)
+        moved = Moved.ACTIVATIONS if state in (None, State.CACHE) else Moved.PARAMETERS
+        homes, copies = tuple(one.home for one in options), tuple(one.copy for one in options)
+        bad = np.zeros(len(options), bool)
+        for axis, rule in self.rules.items():
+            if (kinds := rule.reshardings.get(moved)) is not None:
+                bad |= _is_forbidden(_dims_over(homes, axis), _dims_over(copies, axis), kinds)
+        return [o for o in range(len(options)) if not bad[o]]
+
+    def _forbidden_reshardings(self) -> Iterator[Edge]:
+        """Edges that forbid what may not be resharded."""
+        formulation, program = self.formulation, self.formulation.program
+        for i, value in enumerate(program.arguments):
+            copies = tuple(option.copy for option in formulation.arguments[i])
+            moved = Moved.ACTIVATIONS if self.roles.state.get(i) in (None, State.CACHE) else Moved.PARAMETERS
+            for reader in formulation.readers[value.id]:
+                yield from self._edge(i, copies, reader.node, reader.wants, moved)
+        for group, work in zip(self.roles.groups, self.roles.work, strict=True):
+            node = formulation.group_node(group)
+            for k, made in enumerate(group.made):
+                moved = self._moved(made.value.id, work)
+                readers = formulation.readers[made.value.id]
+                shared = formulation.shared.get(made.value.id)
+                leaves = formulation.priced[group.index].leaves[k]
+                if shared is None:
+                    for reader in readers:
+                        yield from self._edge(node, leaves, reader.node, reader.wants, moved)
+                    continue
+                yield from self._edge(node, leaves, shared.node, shared.layouts, moved)
+                for reader in readers:
+                    yield from self._edge(shared.node, shared.layouts, reader.node, reader.wants, moved)
+
+    def _moved(self, value: int, work: Work) -> Moved:
+        if value in self.roles.of_state:
+            return Moved.PARAMETERS
+        return Moved.UPDATES if work in (Work.UPDATE, Work.GRADIENT) else Moved.ACTIVATIONS
+
+    def _edge(
+        self, i: int, left: tuple[Layout, ...], j: int, wanted: tuple[Layout, ...], moved: Moved
+    ) -> Iterator[Edge]:
+        if i == j:
+            return
+        key = left, wanted, moved
+        if key not in self.tables:
+            bad = np.zeros((len(left), len(wanted)), bool)
+            for axis, rule in self.rules.items():
+                if (kinds := rule.reshardings.get(moved)) is not None:
+                    before, after = _dims_over(left, axis), _dims_over(wanted, axis)
+                    bad |= _is_forbidden(before[:, None], after[None, :], kinds)
+            self.tables[key] = np.where(bad, np.inf, 0.0)
+        table = self.tables[key]
+        if table.any():
+            yield Edge(i, j, table)
+
+
+def _restricted_further(problem: Problem, allowed: Mapping[int, Iterable[int]]) -> Problem:
+    """The problem with these options, of those that it still has; a node that would have none keeps all."""
+    left = {}
+    for node, options in allowed.items():
+        kept = [o for o in options if np.isfinite(problem.costs[node][o])]
+        if kept:
+            left[node] = kept
+    return problem.restrict(left)
+
+
+def _dims_over(layouts: tuple[Layout, ...], axis: str) -> np.ndarray:
+    """The dim of each layout that the axis splits; -1 for none."""
+    return np.array([next((i for i, axes in enumerate(layout) if axis in axes), -1) for layout in layouts], int)
+
+
+def _is_forbidden(before: np.ndarray, after: np.ndarray, kinds: frozenset[str]) -> np.ndarray:
+    """Where a resharding along one axis is none of these kinds."""
+    moves = (before >= 0) & (after >= 0) & (before != after)
+    gathers = (before >= 0) & (after < 0)
+    return (moves & ("all_to_all" not in kinds)) | (gathers & ("all_gather" not in kinds))
+
+
+def _factor_over(strategy: Strategy, axis: str) -> int | None:
+    """The factor that the axis splits."""
+    return next((factor for factor, axes in strategy.assignment if axis in axes), None)
+
+
+def _sums_over(strategy: Strategy, axis: str) -> set[str]:
+    """The kinds of collectives that finish a result along the axis."""
+    return {finish.kind for finish in strategy.finishes if axis in finish.axes}
+
+
+def _place(strategy: Strategy, axis: str) -> tuple[Any, ...]:
+    """What is left of a strategy along the other axes, and which factor this one splits."""
+    return _factor_over(strategy, axis), tuple(
+        (factor, tuple(one for one in axes if one != axis)) for factor, axes in strategy.assignment
+    )
+
+
+def _wish(wanted: set[int]) -> str:
+    return "whole" if wanted == {-1} else f"split along dim {' or '.join(map(str, sorted(wanted - {-1})))}"

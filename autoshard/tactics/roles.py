@@ -1,0 +1,348 @@
+"""A formulation in, what its groups, factors and arguments are to a train step out: batch, feature, expert, weight.
+
+Tactics speak of the batch and of weights, programs of dims and operands. Nothing here looks at names. What a dim is
+follows from the equations that it goes through:
+
+1. Factors of two groups are one *dim of the step* where the one is how a group leaves a dim of a value, and the other
+   how another group reads it. Of a dim of several factors the major one counts, since that is what axes split first.
+2. The *batch* is the dims that the batch's arrays begin with (`batch_dim`), wherever they go. An argument is an array of
+   the batch if no result takes its place and it has as many rows as the others; parameters of an evaluation have not.
+3. A *weight product* multiplies something that depends on the batch with something made of the state alone. Its factors
+   on the weight are *features*; its others are *rows*: batch, positions of a sequence, an expert's slots. A factor
+   that both operands and the result have numbers the *experts*.
+4. *Attention* multiplies two arrays that depend on the batch and keeps rows. Features that both and the result have
+   are its *heads*.
+
+A step of any library, unrolled or scanned, has these, since grouping has already opened its loops.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoshard.model.formulation import Formulation
+from autoshard.model.groups import FactorDims, Group
+from autoshard.program import Program, Value
+
+Factor = tuple[int, int]  # (group, factor of it)
+_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+
+
+class Dim(enum.Flag):
+    """What a dim of the step is. A dim may be several of these."""
+
+    OTHER = 0
+    BATCH = enum.auto()
+    SEQUENCE = enum.auto()  # a row of weight products that is neither batch nor an expert's slots
+    FEATURE = enum.auto()
+    HEAD = enum.auto()  # a feature, too
+    EXPERT = enum.auto()
+    SLOT = enum.auto()  # a row of what experts compute that is not the batch
+
+
+class Work(enum.Enum):
+    """What a group of equations is for."""
+
+    PRODUCT = enum.auto()  # a weight product
+    EXPERT = enum.auto()  # a weight product of experts
+    ATTENTION = enum.auto()  # a product of two arrays that depend on the batch, of which rows are kept
+    GRADIENT = enum.auto()  # sums over rows: gradients of parameters, the loss
+    UPDATE = enum.auto()  # on parameters, their gradients and the optimizer's state
+    ACTIVATION = enum.auto()  # all else: on what has rows
+
+
+class State(enum.Enum):
+    """What an argument is that is no batch."""
+
+    WEIGHT = enum.auto()  # of weight products
+    EXPERT = enum.auto()  # a weight of experts
+    TABLE = enum.auto()  # what else activations meet, but elementwise: embeddings
+    PARAMETER = enum.auto()  # what they meet elementwise alone: scales, biases
+    CACHE = enum.auto()  # it has rows of the batch, as keys and values of a decoder
+    OPTIMIZER = enum.auto()  # all else: moments, counters
+
+
+@dataclass(frozen=True, eq=False)
+class Roles:
+    """What the parts of one formulation are to its train step."""
+
+    formulation: Formulation
+
+    # Dims.
+
+    @cached_property
+    def _parents(self) -> dict[Factor, Factor]:
+        parents: dict[Factor, Factor] = {}
+        made = {made.value.id: (group.index, made.dims) for group in self.groups for made in group.made}
+        first: dict[int, tuple[int, FactorDims]] = dict(made)
+        for group in self.groups:
+            for use in group.uses:
+                index, dims = first.setdefault(use.value.id, (group.index, use.dims))
+                for one, other in zip(dims, use.dims, strict=True):
+                    for mine, theirs in _alike(one, other):
+                        a, b = _root(parents, (index, mine)), _root(parents, (group.index, theirs))
+                        parents[a] = b
+        for argument, result in self.formulation.program.carried.items():
+            value, home = self.formulation.program.results[result], self.formulation.program.arguments[argument]
+            if isinstance(value, Value) and value.id in first and home.id in first:
+                (i, ours), (j, theirs_) = first[value.id], first[home.id]
+                for one, other in zip(ours, theirs_, strict=True):
+                    for mine, theirs in _alike(one, other):
+                        parents[_root(parents, (i, mine))] = _root(parents, (j, theirs))
+        return parents
+
+    def dim_of(self, group: Group, factor: int) -> Factor:
+        """Which dim of the step a factor is; equal for factors that are the same dim."""
+        return _root(self._parents, (group.index, factor))
+
+    def role(self, group: Group, factor: int) -> Dim:
+        """What a factor of a group is."""
+        return self.dims.get(self.dim_of(group, factor), Dim.OTHER)
+
+    @cached_property
+    def dims(self) -> Mapping[Factor, Dim]:
+        """Dim of the step -> what it is."""
+        batch = set(self._batch_dims())
+        rows, slots, features, experts = set[Factor](), set[Factor](), set[Factor](), set[Factor]()
+        for group in self.groups:
+            if not self._is_weight_product(group):
+                continue
+            weight = self._factors(group, (use.dims for use in group.uses if use.value.id in self.of_state))
+            active = self._factors(group, (use.dims for use in group.uses if use.value.id not in self.of_state))
+            left = self._factors(group, (made.dims for made in group.made))
+            shared = weight & active & left - batch
+            experts |= shared
+            features |= weight - shared
+            (slots if shared else rows).update((active & left) - weight)
+        for group in self.groups:  # what a lookup picks from, as the words of an embedding
+            state = self._factors(group, (use.dims for use in group.uses if use.value.id in self.of_state))
+            summed = {self.dim_of(group, factor) for factor in group.reduction}
+            if group.equations[0].primitive not in _PRODUCTS and not self.of_state.issuperset(
+                use.value.id for use in group.uses
+            ):
+                features |= state & summed
+        rows -= slots
+        features -= rows | slots | batch | experts
+        heads = set[Factor]()
+        for group in self.groups:
+            if group.equations[0].primitive in _PRODUCTS and not self._reads_state(group) and len(group.uses) > 1:
+                tensors = [self._factors(group, [one.dims]) for one in (*group.uses, *group.made)]
+                heads |= set.intersection(*tensors) & features
+        found: dict[Factor, Dim] = {}
+        kinds = (
+            (batch, Dim.BATCH),
+            (rows - batch, Dim.SEQUENCE),
+            (slots - batch, Dim.SLOT),
+            (features, Dim.FEATURE),
+            (heads, Dim.HEAD),
+            (experts, Dim.EXPERT),
+        )
+        for dims, kind in kinds:
+            for dim in dims:
+                found[dim] = found.get(dim, Dim.OTHER) | kind
+        return found
+
+    def _batch_dims(self) -> Iterator[Factor]:
+        for argument in self.batch:
+            dim, value = batch_dim(self.formulation, argument), self.formulation.program.arguments[argument]
+            if dim is not None:
+                for reader in self.formulation.readers[value.id]:
+                    if reader.group is not None and reader.use is not None and reader.use.dims[dim]:
+                        yield self.dim_of(reader.group, reader.use.dims[dim][0])
+
+    def _factors(self, group: Group, tensors: Iterable[FactorDims]) -> set[Factor]:
+        """The dims of the step that these tensors of a group have."""
+        return {self.dim_of(group, factor) for dims in tensors for dim in dims for factor in dim}
+
+    # Groups.
+
+    @property
+    def groups(self) -> list[Group]:
+        """Every group of the program."""
+        return list(self.formulation.groups)
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """What each group is for."""
+        updates = self._updates()
+        return tuple(
+            Work.UPDATE if group.index in updates else self._work_on_activations(group) for group in self.groups
+        )
+
+    def _work_on_activations(self, group: Group) -> Work:
+        if self._is_weight_product(group):
+            tensors = [self._factors(group, [one.dims]) for one in (*group.uses, *group.made)]
+            shared = set.intersection(*tensors)
+            return Work.EXPERT if any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in shared) else Work.PRODUCT
+        rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
+        left = any(self._is_any(group, made.dims, rows) for made in group.made)
+        if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
+            return Work.ATTENTION
+        sums_rows = any(self.role(group, factor) & rows for factor in group.reduction)
+        return Work.GRADIENT if sums_rows and not left else Work.ACTIVATION
+
+    def _is_any(self, group: Group, dims: FactorDims, kinds: Dim) -> bool:
+        return any(self.role(group, factor) & kinds for dim in dims for factor in dim)
+
+    def _updates(self) -> set[int]:
+        """Groups on parameters, gradients and optimizer state: those without rows, and those only these read."""
+        rows, program = Dim.BATCH | Dim.SLOT, self.formulation.program
+        carried = {program.results[result] for result in program.carried.values() if _is_value(program.results[result])}
+        returned = {value for i, value in enumerate(program.results) if _is_value(value)} - carried
+        found = {g.index for g in self.groups if not any(self.role(g, factor) & rows for factor in g.sizes)}
+        found -= {g.index for g in self.groups if self._is_weight_product(g)}
+        for group in reversed(self.groups):
+            if group.index in found or group.equations[0].primitive in _PRODUCTS:
+                continue
+            readers = [r for made in group.made for r in self.formulation.readers[made.value.id]]
+            ends = any(made.value in returned for made in group.made)
+            sums = any(self.role(group, factor) & rows for factor in group.reduction)
+            if readers and not ends and not sums and all(r.group is None or r.group.index in found for r in readers):
+                found.add(group.index)
+        return found
+
+    def _reads_state(self, group: Group) -> bool:
+        return any(use.value.id in self.of_state for use in group.uses)
+
+    def _is_weight_product(self, group: Group) -> bool:
+        is_product = group.equations[0].primitive in _PRODUCTS
+        active = any(use.value.id not in self.of_state for use in group.uses)
+        return is_product and active and self._reads_state(group)
+
+    # Arguments.
+
+    @cached_property
+    def of_state(self) -> set[int]:
+        """All arguments but the batch, and the values made of these alone, also in each turn of a loop that updates them."""
+        program = self.formulation.program
+        batch = set(self.batch)
+        found = {value.id for i, value in enumerate(program.arguments) if i not in batch}
+        for group in self.groups:
+            first = group.equations[0]
+            if first.primitive == "scan_carry":
+                is_state = isinstance(first.inputs[0], Value) and first.inputs[0].id in found
+            else:
+                is_state = (
+                    bool(group.uses) and not group.reduction and found.issuperset(use.value.id for use in group.uses)
+                )
+            if is_state:
+                found.update(made.value.id for made in group.made)
+        return found
+
+    @cached_property
+    def batch(self) -> tuple[int, ...]:
+        """The arguments that have rows of the batch, and are no state.
+
+        Of several numbers of rows, the batch has the one that the most arguments of the function agree on in all their
+        arrays; then, the one of the most elements.
+        """
+        program = self.formulation.program
+        dims = {
+            i: batch_dim(self.formulation, i) for i in range(len(program.own_arguments)) if i not in program.carried
+        }
+        rows = {
+            i: program.arguments[i].shape[dim] for i, dim in dims.items() if dim is not None and _has_rows(program, i)
+        }
+        sizes: dict[object, set[int]] = {}
+        for i, size in rows.items():
+            sizes.setdefault(program.in_tree.array_paths[i][:2], set()).add(size)
+        agreeing, elements = Counter[int](), Counter[int]()
+        for found in sizes.values():
+            agreeing.update(found if len(found) == 1 else ())
+        for i, size in rows.items():
+            elements[size] += math.prod(program.arguments[i].shape)
+        batch = max(elements, key=lambda size: (agreeing[size], elements[size]), default=None)
+        alike = {path for path, found in sizes.items() if found == {batch}}
+        return tuple(
+            i
+            for i, size in rows.items()
+            if size == batch and (not alike or program.in_tree.array_paths[i][:2] in alike)
+        )
+
+    @cached_property
+    def state(self) -> Mapping[int, State]:
+        """Argument of the state -> what it is."""
+        program = self.formulation.program
+        met: dict[int, State] = {}  # the last of these that a value is read as
+        strength = [State.PARAMETER, State.TABLE, State.WEIGHT, State.EXPERT]
+        read_as = {Work.PRODUCT: State.WEIGHT, Work.EXPERT: State.EXPERT}
+
+        def meet(value: int, kind: State) -> None:
+            met[value] = max(met.get(value, kind), kind, key=strength.index)
+
+        for group, work in zip(self.groups, self.work, strict=True):
+            if work not in (Work.UPDATE, Work.GRADIENT):
+                for use in group.uses:
+                    if use.value.id in self.of_state:
+                        meet(use.value.id, read_as.get(work, State.PARAMETER if group.fuses else State.TABLE))
+        for group in reversed(self.groups):  # back to the arguments that these are made of
+            for made in group.made:
+                if made.value.id in met and made.value.id in self.of_state:
+                    for use in group.uses:
+                        meet(use.value.id, met[made.value.id])
+
+        def kind(argument: int) -> State:
+            value = program.arguments[argument]
+            if any(dim & Dim.BATCH for dim in self.dims_of_argument(argument)):
+                return State.CACHE
+            return met.get(value.id, State.OPTIMIZER)
+
+        batch = set(self.batch)
+        return {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
+
+    def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:
+        """What each dim of an argument is, by all that read it."""
+        value = self.formulation.program.arguments[argument]
+        found = [Dim.OTHER] * len(value.shape)
+        for reader in self.formulation.readers[value.id]:
+            if reader.group is not None and reader.use is not None:
+                for i, factors in enumerate(reader.use.dims):
+                    found[i] |= _union(self.role(reader.group, factor) for factor in factors[:1])
+        return tuple(found)
+
+
+def batch_dim(formulation: Formulation, argument: int) -> int | None:
+    """The first dim of an argument that no loop goes through; None: every dim is gone through."""
+    value, dim = formulation.program.arguments[argument], 0
+    readers = formulation.readers[value.id]
+    while readers and all(r.group and r.group.equations[0].primitive == "scan_slice" for r in readers):
+        dim += 1
+        readers = [one for r in readers if r.group for one in formulation.readers[r.group.made[0].value.id]]
+    return dim if dim < len(value.shape) else None
+
+
+def _has_rows(program: Program, argument: int) -> bool:
+    """Whether an argument may have rows of the batch: scalars and keys, raw ones too, have none."""
+    value = program.arguments[argument]
+    return bool(value.shape) and not (
+        (value.shape == (2,) and str(value.dtype) == "uint32") or "key" in str(value.dtype)
+    )
+
+
+def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    """Factors of two groups that are the same piece of one dim."""
+    return zip(one, other, strict=True) if len(one) == len(other) else zip(one[:1], other[:1], strict=False)
+
+
+def _root(parents: dict[Factor, Factor], factor: Factor) -> Factor:
+    """The representative of a factor's dim; ways to it are shortened."""
+    path = []
+    while (parent := parents.get(factor, factor)) != factor:
+        path.append(factor)
+        factor = parent
+    for one in path:
+        parents[one] = factor
+    return factor
+
+
+def _union(kinds: Iterable[Dim]) -> Dim:
+    return Dim(sum({flag: flag.value for kind in kinds for flag in kind}.values()))
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, Value)

@@ -1,0 +1,375 @@
+"""The published ways to share out a train step, each as what it says of its mesh axes.
+
+============================  =====================================================================================
+`DataParallel`                every device has the whole state and a share of the batch; gradients are all_reduced.
+                              Li et al., "PyTorch Distributed", VLDB 2020
+`ZeRO`                        the same with the state split: 1, the optimizer's; 2, and gradients reduce_scattered;
+                              3, and parameters, gathered where they are used. Rajbhandari et al., SC 2020
+`FSDP`                        `ZeRO(3)`. Zhao et al., "PyTorch FSDP", VLDB 2023
+`HSDP`, `MiCS`                `ZeRO(3)` among the devices of a group, `DataParallel` among groups. Zhao et al., ibid.;
+                              Zhang et al., "MiCS", VLDB 2022
+`Megatron`                    a weight is split along its columns or its rows, activations between blocks are whole,
+                              and partial sums all_reduced. Shoeybi et al., 2019
+`SequenceParallel`            the same with the sequence split between blocks: all_gather before, reduce_scatter
+                              after. Korthikanti et al., MLSys 2023
+`Ulysses`                     the sequence is split, weights are whole, and all_to_alls around attention split its
+                              heads instead. Jacobs et al., "DeepSpeed Ulysses", 2023
+`ExpertParallel`              experts are split, all else is data parallel; all_to_alls take tokens to their experts
+                              and back. Lepikhin et al., "GShard", ICLR 2021
+`TwoDimensional`              rows and features of activations, both dims of weights: SUMMA. Xu et al., "Optimus", 2021
+`TwoAndAHalf`                 the same on copies of the weights. Wang et al., "Tesseract", 2021
+`ThreeDimensional`            rows, and both dims of each weight. Bian et al., 2021
+============================  =====================================================================================
+
+A tactic restricts; it does not say where everything lies. The solver finds the cheapest plan of those that it leaves:
+which dim of a weight is its column, along which dim a gradient is scattered, and all along other axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from autoshard.errors import ArgumentError
+from autoshard.tactics.roles import Dim, State, Work
+from autoshard.tactics.rules import ANYTHING, NOTHING, AxisRule, Moved, Split, Storage
+
+_NONE = frozenset[str]()
+_GATHERS, _EXCHANGES = frozenset({"all_gather"}), frozenset({"all_to_all"})
+_REDUCES, _SUMS = frozenset({"all_reduce"}), frozenset({"all_reduce", "reduce_scatter"})
+_STAYING = (State.WEIGHT, State.EXPERT, State.TABLE, State.PARAMETER, State.OPTIMIZER)
+
+_DATA = AxisRule(
+    state=dict.fromkeys(_STAYING, Storage.WHOLE),
+    batch=Dim.BATCH,
+    splits={**dict.fromkeys(Work, Split(Dim.BATCH)), Work.UPDATE: NOTHING},
+    reshardings=dict.fromkeys(Moved, _NONE),
+    sums=dict.fromkeys(Work, _REDUCES),
+)
+_ZERO = {
+    1: AxisRule(
+        state={State.OPTIMIZER: Storage.SPLIT},
+        splits={Work.UPDATE: ANYTHING},
+        reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
+        sums={Work.GRADIENT: _SUMS},
+    ),
+    2: AxisRule(
+        state={State.OPTIMIZER: Storage.SPLIT},
+        splits={Work.UPDATE: ANYTHING},
+        reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
+        sums={Work.GRADIENT: _SUMS},
+        scatters=frozenset({Work.GRADIENT}),
+    ),
+    3: AxisRule(
+        state={**dict.fromkeys(_STAYING, Storage.SPLIT), State.PARAMETER: Storage.OPEN},
+        splits={Work.UPDATE: ANYTHING},
+        reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
+        sums={Work.GRADIENT: _SUMS},
+        scatters=frozenset({Work.GRADIENT}),
+    ),
+}
+_MEGATRON = AxisRule(
+    state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
+    batch=Dim.OTHER,
+    splits={
+        Work.PRODUCT: Split(Dim.FEATURE),
+        Work.EXPERT: Split(Dim.FEATURE),
+        Work.ATTENTION: Split(Dim.HEAD),
+        Work.ACTIVATION: Split(Dim.FEATURE, is_required=False),
+        Work.GRADIENT: Split(Dim.FEATURE, is_required=False),
+        Work.UPDATE: ANYTHING,
+    },
+    reshardings=dict.fromkeys(Moved, _NONE),
+    sums=dict.fromkeys(Work, _REDUCES),
+)
+_SEQUENCE = AxisRule(
+    batch=Dim.SEQUENCE | Dim.OTHER,
+    splits={Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE), Work.GRADIENT: Split(Dim.FEATURE | Dim.SEQUENCE)},
+    reshardings={Moved.ACTIVATIONS: _GATHERS},
+    sums={Work.PRODUCT: _SUMS},
+    scatters=frozenset({Work.PRODUCT}),
+)
+_ULYSSES = AxisRule(
+    state=dict.fromkeys(_STAYING, Storage.WHOLE),
+    batch=Dim.SEQUENCE,
+    splits={
+        **dict.fromkeys(Work, Split(Dim.SEQUENCE)),
+        Work.ATTENTION: Split(Dim.HEAD),
+        Work.ACTIVATION: Split(Dim.SEQUENCE | Dim.HEAD),
+        Work.UPDATE: NOTHING,
+    },
+    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _EXCHANGES},
+    sums=dict.fromkeys(Work, _REDUCES),
+)
+_EXPERTS = AxisRule(
+    state={State.EXPERT: Storage.EXPERTS},
+    splits={
+        Work.EXPERT: Split(Dim.EXPERT),
+        **dict.fromkeys((Work.ACTIVATION, Work.ATTENTION, Work.GRADIENT), Split(Dim.BATCH | Dim.EXPERT)),
+        Work.UPDATE: ANYTHING,
+    },
+    reshardings={Moved.ACTIVATIONS: _EXCHANGES},
+)
+_COLUMNS = AxisRule(
+    state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
+    splits={
+        **dict.fromkeys(Work, Split(Dim.FEATURE)),
+        Work.ATTENTION: Split(Dim.HEAD),
+        Work.UPDATE: ANYTHING,
+    },
+    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _GATHERS},
+    sums=dict.fromkeys(Work, _SUMS),
+    scatters=frozenset({Work.PRODUCT, Work.EXPERT}),
+)
+_CUBE = AxisRule(
+    state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
+    splits={
+        Work.PRODUCT: Split(Dim.FEATURE),
+        Work.EXPERT: Split(Dim.FEATURE),
+        Work.ATTENTION: Split(Dim.HEAD | Dim.BATCH),
+        Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
+        Work.GRADIENT: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
+        Work.UPDATE: ANYTHING,
+    },
+    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _GATHERS},
+    sums=dict.fromkeys(Work, _SUMS),
+    scatters=frozenset({Work.PRODUCT, Work.EXPERT}),
+)
+
+
+class Tactic:
+    """One published scheme on some mesh axes.
+
+    Attributes:
+        axes: the mesh axes; () where they are those of the data parallel tactic before it.
+    """
+
+    needs: ClassVar[Dim]  # what a step must have for it
+    refines: ClassVar[tuple[str, ...]] = ()  # names of those in whose place it comes on the same axis
+
+    def __init__(self, *axes: str) -> None:
+        if not all(isinstance(axis, str) for axis in axes):
+            raise ArgumentError(f"{type(self).__name__}{axes!r}: names of mesh axes are needed, as in 'data'")
+        self.axes = axes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._arguments()))})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.axes
+
+    def axes_after(self, earlier: Sequence[Tactic], mesh: Iterable[str]) -> tuple[str, ...]:
+        """Its mesh axes, when these tactics come before it."""
+        if not self.axes:
+            raise ArgumentError(f"{self}: name the mesh axis, one of {', '.join(map(repr, mesh))}")
+        return self.axes
+
+    def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        """Axis -> what the scheme rests on, and what it says itself."""
+        raise NotImplementedError
+
+
+class _OnEveryAxis(Tactic):
+    """A scheme that says the same of each of its axes."""
+
+    rule: ClassVar[tuple[AxisRule, AxisRule]]
+
+    def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        return dict.fromkeys(axes, self.rule)
+
+    def __init__(self, axis: str, *axes: str) -> None:
+        super().__init__(axis, *axes)
+
+
+class DataParallel(_OnEveryAxis):
+    """The whole state on every device, a share of the batch on each; gradients are all_reduced.
+
+    Args:
+        axis: the mesh axis that splits the batch; further ones split it further.
+    """
+
+    rule = (_DATA, AxisRule())
+    needs = Dim.BATCH
+
+
+class ZeRO(Tactic):
+    """Data parallelism whose state is split over the same devices.
+
+    Args:
+        level: 1, the optimizer's state; 2, and gradients are reduce_scattered; 3, and parameters are split, too.
+        axes: mesh axes; by default those of the data parallel tactic before it, or else the axis "data".
+    """
+
+    needs = Dim.BATCH
+    refines = ("DataParallel", "ExpertParallel", "Ulysses")
+
+    def __init__(self, level: int, *axes: str) -> None:
+        super().__init__(*axes)
+        if level not in _ZERO or isinstance(level, bool):
+            raise ArgumentError(f"ZeRO({level!r}): a level is needed: 1, 2 or 3")
+        self.level = level
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.level, *self.axes
+
+    def axes_after(self, earlier: Sequence[Tactic], mesh: Iterable[str]) -> tuple[str, ...]:
+        known = [axis for one in earlier if isinstance(one, DataParallel) for axis in one.axes]
+        return self.axes or tuple(known) or (("data",) if "data" in mesh else super().axes_after(earlier, mesh))
+
+    def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        return dict.fromkeys(axes, (_DATA, _ZERO[self.level]))
+
+
+class FSDP(ZeRO):
+    """`ZeRO` of level 3: state is split, and parameters are gathered where they meet activations.
+
+    Args:
+        axes: mesh axes; by default those of the data parallel tactic before it, or else the axis "data".
+    """
+
+    def __init__(self, *axes: str) -> None:
+        super().__init__(3, *axes)
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.axes
+
+
+class HSDP(Tactic):
+    """State is split within a group of devices, and every group has all of it: FSDP inside, data parallel between.
+
+    Args:
+        shard: the mesh axis within a group.
+        replica: the mesh axis between groups.
+    """
+
+    needs = Dim.BATCH
+    refines = ("DataParallel",)
+
+    def __init__(self, shard: str, replica: str) -> None:
+        super().__init__(shard, replica)
+
+    def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        shard, replica = axes
+        return {shard: (_DATA, _ZERO[3]), replica: (_DATA, AxisRule())}
+
+
+class MiCS(HSDP):
+    """State is split within the smallest group that holds it, the partition group; groups are data parallel.
+
+    Args:
+        shard: the mesh axis within a partition group.
+        replica: the mesh axis between such groups.
+    """
+
+
+class Megatron(_OnEveryAxis):
+    """Weights are split along columns or rows, activations between blocks are whole, partial sums are all_reduced.
+
+    Which dims are columns follows from the program: each weight product is split along a feature, never along rows, and
+    no array is gathered.
+
+    Args:
+        axis: the mesh axis.
+    """
+
+    rule = (_MEGATRON, AxisRule())
+    needs = Dim.FEATURE
+
+
+class SequenceParallel(_OnEveryAxis):
+    """`Megatron` with the sequence split between blocks, so that norms and dropout are not computed on every device.
+
+    Where rows of the step have no dim of a sequence, the batch takes its place.
+
+    Args:
+        axis: the mesh axis, that of `Megatron` if this stands before it.
+    """
+
+    rule = (_MEGATRON, _SEQUENCE)
+    needs = Dim.FEATURE
+    refines = ("Megatron",)
+
+
+class Ulysses(_OnEveryAxis):
+    """The sequence is split, but for attention, whose heads are; weights are whole.
+
+    Args:
+        axis: the mesh axis.
+    """
+
+    rule = (_ULYSSES, AxisRule())
+    needs = Dim.SEQUENCE | Dim.HEAD
+
+
+class ExpertParallel(_OnEveryAxis):
+    """Experts are split, all else is data parallel; all_to_alls take tokens to their experts.
+
+    Args:
+        axis: the mesh axis; it may be that of a data parallel tactic.
+    """
+
+    rule = (_DATA, _EXPERTS)
+    needs = Dim.EXPERT
+    refines = ("DataParallel", "FSDP", "ZeRO")
+
+
+class TwoDimensional(Tactic):
+    """Activations are split along rows and features, weights along both dims: SUMMA.
+
+    Args:
+        rows: the mesh axis along which rows of activations are split.
+        columns: the mesh axis along which their features are.
+    """
+
+    needs = Dim.BATCH | Dim.FEATURE
+
+    def __init__(self, rows: str, columns: str) -> None:
+        super().__init__(rows, columns)
+
+    def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        rows, columns = axes
+        return {rows: (_DATA, _ZERO[3]), columns: (_COLUMNS, AxisRule())}
+
+
+class TwoAndAHalf(Tactic):
+    """`TwoDimensional` on several copies of the weights, each with a share of the batch.
+
+    Args:
+        rows: the mesh axis along which rows of activations are split.
+        columns: the mesh axis along which their features are.
+        depth: the mesh axis along which weights are copied.
+    """
+
+    needs = Dim.BATCH | Dim.FEATURE
+
+    def __init__(self, rows: str, columns: str, depth: str) -> None:
+        super().__init__(rows, columns, depth)
+
+    def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        rows, columns, depth = axes
+        return {rows: (_DATA, _ZERO[3]), columns: (_COLUMNS, AxisRule()), depth: (_DATA, AxisRule())}
+
+
+class ThreeDimensional(Tactic):
+    """Rows of activations along one axis, the two dims of each weight along two others, and weights along all three.
+
+    Args:
+        rows: the mesh axis along which rows are split.
+        first: one mesh axis for the dims of weights.
+        second: the other.
+    """
+
+    needs = Dim.BATCH | Dim.FEATURE
+
+    def __init__(self, rows: str, first: str, second: str) -> None:
+        super().__init__(rows, first, second)
+
+    def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        rows, first, second = axes
+        return {rows: (_DATA, _ZERO[3]), first: (_CUBE, AxisRule()), second: (_CUBE, AxisRule())}
