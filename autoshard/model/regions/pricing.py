@@ -174,13 +174,12 @@ class Regions:
     def _said(self, call: Call, run: Run, region: Region, structs: Sequence[Any]) -> Region:
         """A region with what the user's formulas say of it."""
         implementation = call.operation.named(run.name)
-        if implementation is None:
-            return region
         split, static = call.split(run, self.mesh), dict(call.static)
-        if implementation.seconds is not None:
-            region = replace(region, compute=implementation.seconds(split, self.topology, *structs, **static))
-        if implementation.bytes is not None:
-            region = replace(region, workspace=implementation.bytes(split, *structs, **static))
+        seconds = call.operation.seconds if implementation is None else implementation.seconds
+        if seconds is not None:
+            region = replace(region, compute=float(seconds(split, self.topology, *structs, **static)))
+        if implementation is not None and implementation.bytes is not None:
+            region = replace(region, workspace=float(implementation.bytes(split, *structs, **static)))
         return region
 
     def _sums(self, call: Call, run: Run, equation: Equation) -> Iterator[RegionCollective]:
