@@ -134,7 +134,7 @@ def test_all_implementations_compute_the_same_numbers(case, shape):
     call = next(e for e in step.trace(*operands).equations if e.primitive == "operation")
     runs = Call.of(call, rule_of(call)).runs(shape)
     names = {run.name for run in runs if run.name and not {role for role, _ in run.roles} - {"heads", "ring", "parts"}}
-    assert "ring" in names or case == "odd sizes"
+    assert names & {"ring", "zigzag"} or case == "odd sizes"
     assert_implementations(case, shape, sorted(names))
 
 
