@@ -23,6 +23,7 @@ from autoshard.errors import (
     RuleError,
     ScheduleError,
     SolverError,
+    StageError,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ __all__ = [
     "RuleError",
     "ScheduleError",
     "SolverError",
+    "StageError",
     "Topology",
     "UnknownPrimitiveWarning",
     "autoshard",

@@ -31,7 +31,7 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.stages.pipelined_function import PipelinedFunction
+from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
 from autoshard.stages.requests import PipelineRequest
 from autoshard.tactics import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
@@ -51,10 +51,11 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
-    pipeline: Mapping[str, Any] | None = None,
+    pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
     **jit_keywords: Any,
@@ -75,10 +76,11 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
-    pipeline: Mapping[str, Any] | None = None,
+    pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
     **jit_keywords: Any,
@@ -110,10 +112,11 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
-    pipeline: Mapping[str, Any] | None = None,
+    pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
     **jit_keywords: Any,
@@ -152,7 +155,8 @@ def autoshard(
             machine and options, by this or another process. What is not readable there is ignored with a warning.
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
             cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
-            `refine` more searches and as many compilations.
+            `refine` more searches and as many compilations. On GPU, up to three more compilations choose options of
+            XLA (`Plan.compiler_options`). With ``mesh="auto"`` plans on the fastest mesh are compiled.
         ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
             `reshard`, `out_sharding=`, the types of its arguments in explicit mode, and the names of mesh axes that
             flax keeps beside arrays.
@@ -162,7 +166,10 @@ def autoshard(
         microbatches: in how many parts the batch is run, one after the other, so that activations of one part alone
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
-            ``"auto"``: as few as fit.
+            ``"auto"``: as many as are predicted to be fastest within the memory limit.
+        remat: ``"auto"``: what the backward pass reads of the forward pass is kept or computed again, whatever is
+            predicted to be fastest within the memory limit. What `jax.checkpoint` marks is only a hint then. None:
+            what the step says is done.
         tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
             they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
@@ -208,20 +215,26 @@ def autoshard(
         "ignore_constraints": ignore_constraints,
         "trips": trips,
         "microbatches": microbatches,
+        "remat": remat,
         "search": search,
         "tactics": tactics,
     }
     all_options = [options_of(one, **said) for one in meshes]
     options = all_options[0]
-    request = PipelineRequest.of(pipeline)
-    if request is not None and (pad is not None or plan is not None or like is not None):
+    is_automatic = isinstance(pipeline, str) and pipeline == "auto"
+    request = None if is_automatic else PipelineRequest.of(pipeline)
+    if pipeline is not None and mesh == "auto":
+        raise ArgumentError("pipeline= needs a mesh: it cannot be combined with mesh='auto' yet")
+    if pipeline is not None and (pad is not None or plan is not None or like is not None):
         raise ArgumentError("pipeline= cannot be combined with pad=, plan= or like= yet; leave one of them out")
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         if request is not None:
-            return PipelinedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
+            return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
+        if is_automatic:
+            return AutomaticPipeline(fn, options=options, jit_keywords=jit_keywords)
         kind = ShardedFunction if pad is None else PaddedFunction
         if mesh == "auto" and plan is None and like is None:
             return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)
@@ -253,6 +266,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -284,6 +298,7 @@ def plan(
         "cache": cache,
         "trips": trips,
         "microbatches": microbatches,
+        "remat": remat,
         "tactics": tactics,
         "like": like,
         "search": search,

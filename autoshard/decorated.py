@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import operator
 import threading
 import types
@@ -45,7 +46,7 @@ from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
-from autoshard.variants.choosing import fastest
+from autoshard.variants.choosing import Wishes, fastest
 from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
@@ -277,8 +278,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not traced.closes_over_tracers:
                     compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
-                    mesh, count = dict(self._options.mesh.shape), self._options.microbatches
-                    compiled = fastest(traced, mesh, count, self._planned_anew, self._given)
+                    compiled = fastest(traced, self._wishes, self._planned_anew, self._given)
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
@@ -298,12 +298,24 @@ class ShardedFunction(Generic[Parameters, Result]):
             self._compiled[key] = made
         return made
 
-    def _planned_anew(self, program: Program) -> _PlannedStep:
+    @property
+    def _wishes(self) -> Wishes:
+        options = self._options
+        return Wishes(
+            mesh=dict(options.mesh.shape),
+            microbatches=options.microbatches,
+            recomputes=options.remat is not None,
+            memory=options.memory * options.backend.usable,
+            # Processes plan the same variants, whatever their clocks say.
+            time_limit=options.time_limit if self._group is None else math.inf,
+        )
+
+    def _planned_anew(self, program: Program, enough: float = math.inf) -> _PlannedStep:
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
             with LiveLine(f"planning {program.name}") as line:
-                options = replace(self._options, progress=line.tell)
+                options = replace(self._options, progress=line.tell, enough=self._enough(enough))
                 plan = planned(program, options, self._jit_keywords, self._planned_before, self._group)
         is_given = self._given is not None
         planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
@@ -312,6 +324,16 @@ class ShardedFunction(Generic[Parameters, Result]):
             plan = replace(plan, remark=signature_remark(plan, last.plan))
         _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
         return _PlannedStep(plan, program, context(), planner)
+
+    def _enough(self, seconds: float) -> Callable[[], float] | None:
+        """Seconds per step above which no plan is sought: so many, or as the options say.
+
+        Processes that share a mesh get the leader's plan, so the leader has to find one.
+        """
+        asked = self._options.enough
+        if self._group is not None or math.isinf(seconds):
+            return asked
+        return lambda: seconds if asked is None else min(seconds, asked())
 
     def _types(self, leaves: list[Any], static: tuple[Any, ...], dynamic: Arguments) -> tuple[Any, ...]:
         try:
@@ -367,7 +389,8 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "trips": self._options.trips,
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
-                return StepVariants(traced, mesh, tried, with_stencils if self._merges else None)
+                finish = with_stencils if self._merges else None
+                return StepVariants(traced, mesh, tried, self._options.topology, finish)
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None

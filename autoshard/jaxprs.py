@@ -351,6 +351,20 @@ def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: 
     return list(core.jaxpr_as_fun(ClosedJaxpr(piece, ()))(*operands))
 
 
+def written_at(eqn: JaxprEqn, function: Callable[..., Sequence[Any]], *operands: Any) -> list[Any]:
+    """What a function makes of arrays, as if it were written where an equation is.
+
+    The bodies of loops and calls in it keep their own lines.
+    """
+    closed = jax.make_jaxpr(function)(*operands)
+    equations = [one.replace(source_info=eqn.source_info) for one in closed.jaxpr.eqns]
+    variables = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    env = dict(zip(variables, [*operands, *closed.consts], strict=True))
+    made = [atom for atom in closed.jaxpr.outvars if isinstance(atom, Var)]
+    known = dict(zip(made, evaluated(equations, env, made), strict=True))
+    return [known[atom] if isinstance(atom, Var) else atom.val for atom in closed.jaxpr.outvars]
+
+
 def at_line_of(eqn: JaxprEqn, function: Callable[..., Any], *operands: Any) -> Any:
     """What a function makes of arrays, as if it were written where an equation is."""
     closed = jax.make_jaxpr(function)(*operands)

@@ -53,6 +53,7 @@ class Options:
     like: PlanData | None = None  # of another step, as whose the arguments lie that both take
     given_topology: Topology | str | None = None  # as the user gave it; None: guessed from the mesh
     progress: Callable[[Progress], None] | None = None  # told what is known while a plan is sought
+    remat: str | None = None  # "auto": what the backward pass keeps is chosen; None: as the step says
     pinned: Mapping[int, Layout] = field(default_factory=dict)  # argument index -> its layout, beside what is fixed
     enough: Callable[[], float] | None = None  # seconds: a plan that is proven to take longer is not sought further
     search: str | Search | None = None  # what solves the problem, by name or itself; None: the solver's own way
@@ -71,6 +72,7 @@ def options_of(
     ignore_constraints: Any = False,
     trips: Any = None,
     microbatches: Any = None,
+    remat: Any = None,
     search: Any = None,
     tactics: Any = (),
 ) -> Options:
@@ -129,6 +131,7 @@ def options_of(
         memory is not None,
         microbatches=_count(microbatches),
         given_topology=given_topology,
+        remat=_remat(remat),
         search=_search(search, cache),
         tactics=tactics,
     )
@@ -179,6 +182,12 @@ def _count(microbatches: Any) -> int | None:
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ArgumentError(f"microbatches={microbatches!r}; how many is needed, 1 or more, or 'auto'")
     return microbatches
+
+
+def _remat(remat: Any) -> str | None:
+    if remat not in (None, "auto"):
+        raise ArgumentError(f"remat={remat!r}; 'auto' or None is needed")
+    return "auto" if remat == "auto" else None
 
 
 def _folder(path: str | Path) -> Path:

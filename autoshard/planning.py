@@ -238,14 +238,9 @@ def formulated(
         beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=_backend(options),
     )
-    if not is_too_large(program, mesh_shape):
-        found = make()
-    else:
-        axes = [axis for axis, size in mesh_shape.items() if size > 1]
-        seconds = options.time_limit / PARTS
-        make = functools.partial(make, steps={})  # which the parts share
-        found = in_parts(axes, lambda offered: make(offered=offered), lambda part: solve_within(part, seconds))
-    return restricted(found, options.tactics, mesh_shape) if options.tactics else found
+    if is_too_large(program, mesh_shape) and not options.tactics:
+        return in_parts(mesh_shape, make, options.time_limit / PARTS)
+    return restricted(make(), options.tactics, mesh_shape) if options.tactics else make()
 
 
 def _backend(options: Options) -> Backend:
@@ -353,11 +348,9 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
         MemoryLimitError: there is none.
         SlowMesh: it is proven to take longer than `options.enough`.
     """
-    progress = options.progress
-    if options.enough is not None and formulation.least is None:  # the bound of a part is not that of the whole
-        progress = Cutoff(options.enough, progress)
+    enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
-        return cheapest(formulation, options.time_limit, until, progress, options.search)
+        return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough)
     except InfeasibleError as error:
         raise _memory_error(program, error, options.backend.usable) from None
 
@@ -368,6 +361,7 @@ def cheapest(
     until: float = math.inf,
     progress: Callable[[Progress], None] | None = None,
     search: str | Search | None = None,
+    enough: Callable[[], float] | None = None,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
@@ -376,12 +370,17 @@ def cheapest(
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
         progress: told what is known, as by `solve`.
         search: as for `solve`.
+        enough: seconds: a solution that is proven to cost more is not sought further.
+
+    Raises:
+        SlowMesh: there is no solution that costs no more than `enough`.
     """
 
-    def solve(problem: Problem, budget: Budget) -> Solution:
-        return solve_within(replace(formulation, problem=problem), time_limit, until, progress, search, budget)
+    def solve(problem: Problem, budget: Budget | None = None) -> Solution:
+        told = progress if enough is None else Cutoff(enough, progress)
+        return solve_within(replace(formulation, problem=problem), time_limit, until, told, search, budget)
 
-    solution = solve_within(formulation, time_limit, until, progress, search)
+    solution = solve(formulation.problem)
     if time.monotonic() > until:
         solution = at_its_price(solution, prediction_of(formulation, solution.choice))
     else:
@@ -427,9 +426,11 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
+    again = (program.recomputed,) if program.recomputed else ()
     said = (
         *formulation.restrictions,
         *split,
+        *again,
         *_unused_axes(program, mesh),
         *uneven_batch(program, mesh),
         *_guessed_loops(program),

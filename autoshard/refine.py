@@ -8,6 +8,8 @@ otherwise. Plans that run the same bytes of each collective and peak at the same
 
 A compiled program has to fit into the memory limit by XLA's own figure. Its seconds are those of its schedule
 (`compiled/schedule.py`); on CPU those of the predicted work and of the collectives that it runs, one after the other.
+
+Of the plan that is kept, options of XLA are tried that move operations about (`plans/compiler_options.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import jax
@@ -23,6 +25,7 @@ import jax
 from autoshard.compiled.verification import compiled
 from autoshard.errors import SolverError
 from autoshard.layout import shards
+from autoshard.lower import Lowering
 from autoshard.mesh.collectives import total_seconds
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
@@ -30,6 +33,7 @@ from autoshard.model.xla.overlap import Overlap
 from autoshard.options import Options
 from autoshard.plans.alternatives import solutions_of
 from autoshard.plans.chosen import prediction_of
+from autoshard.plans.compiler_options import TRIED
 from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
@@ -39,6 +43,7 @@ from autoshard.user_plan import Plan
 # Share of weight gathers and gradient reductions that runs behind compute: more than plans are predicted to hide, less
 # than GPU programs of large models hide (docs/benchmarks/plans.md, Summary).
 MUCH_HIDDEN = dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.7)
+SAVED = 0.002  # share of a step that options of the compiler have to save, to be taken
 
 
 def refined(
@@ -62,14 +67,52 @@ def refined(
     kept = min(range(len(plans)), key=seconds.__getitem__)
     if math.isinf(seconds[kept]):
         return _with_remark(plans[0], f"none of the {len(plans)} plans that were compiled fits, as XLA has it.")
+    fastest = with_compiler_options(plans[kept], seconds[kept], options)
     if kept == 0:
-        return plans[0]
+        return fastest
     first = "does not fit" if math.isinf(seconds[0]) else f"takes {seconds_text(seconds[0])}"
     return _with_remark(
-        plans[kept],
+        fastest,
         f"of {len(plans)} plans that were compiled, the one predicted to be the fastest {first} by XLA's account, "
         f"this one {seconds_text(seconds[kept])}.",
     )
+
+
+def with_compiler_options(plan: Plan, seconds: float, options: Options) -> Plan:
+    """The plan with those options of XLA with which its compiled program takes the fewest seconds.
+
+    Options are tried one group after the other, on top of those that were taken before; those of a group that is
+    taken save at least a share of `SAVED`.
+
+    Args:
+        plan: one that can be lowered.
+        seconds: of a step without such options, by the account of its compiled program.
+    """
+    mesh, before = options.compiled_for, seconds
+    assert mesh is not None and plan.lowering is not None, "`options_of` and `finish` see to it"
+    of_user = plan.lowering.jit_keywords.get("compiler_options") or {}
+    for group in TRIED.get(mesh.devices.flat[0].platform, ()):
+        if not of_user.keys().isdisjoint(group):
+            continue
+        tried = _compiled_with(plan, {**plan.compiler_options, **group})
+        try:
+            found = compiled_seconds(tried, options)
+        except jax.errors.JaxRuntimeError as error:
+            if "option" not in str(error):
+                raise
+            continue  # another release of the compiler does not know it
+        if found < seconds * (1 - SAVED):
+            plan, seconds = tried, found
+    if seconds == before:
+        return plan
+    said = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
+    return _with_remark(plan, f"with {said} XLA's program takes {seconds_text(seconds)}, not {seconds_text(before)}.")
+
+
+def _compiled_with(plan: Plan, compiler_options: Mapping[str, bool | int]) -> Plan:
+    made = replace(plan, compiler_options=compiler_options)
+    assert plan.lowering is not None, "who asks has one"
+    return replace(made, lowering=Lowering(plan.lowering.program, made, plan.lowering.jit_keywords))
 
 
 def compiled_seconds(plan: Plan, options: Options) -> float:

@@ -87,6 +87,8 @@ class Plan(PlanData):
     planner: Planner | None = field(repr=False, default=None)  # None: loaded, not yet bound
     remark: str = ""  # what changes where the step was planned for another signature before
     wish: Wish | None = None  # what `what_if` was asked for; None: another made the plan
+    stages: tuple[Any, ...] = ()  # `PlannedStage`s of a step that runs in a pipeline
+    timeline: Any = field(repr=False, default=None)  # `autoshard.pipeline.Timeline` of its tasks; None without stages
 
     @classmethod
     def of(cls, plan: PlanData, comparison: Comparison | None = None) -> Plan:
@@ -179,8 +181,8 @@ class Plan(PlanData):
             ConflictError: the wish contradicts itself, or what the step says.
             MeshError: the wish does not fit the mesh.
         """
-        wish = {"fixed": fixed, "memory": memory, "mesh": mesh, "topology": topology, "time_limit": time_limit}
-        wish["tactics"] = tactics
+        wish: dict[str, Any] = {"fixed": fixed, "memory": memory, "mesh": mesh, "topology": topology}
+        wish |= {"time_limit": time_limit, "tactics": tactics}
         return self._asked().what_if(self, wish)
 
     def _asked(self) -> Planner:

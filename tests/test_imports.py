@@ -34,6 +34,7 @@ ROOMS = {
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
+    "remat": ["autoshard.remat"],
     "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
     "pipeline": ["autoshard.pipeline", "autoshard.stage_search"],

@@ -16,6 +16,7 @@ from prose import sentences
 import autoshard
 import autoshard.pipeline
 import autoshard.solver
+import autoshard.tactics
 
 DOCS = ROOT / "docs"
 

@@ -2,7 +2,7 @@
 
 from autoshard.frontiers.batches import largest_batch
 from autoshard.frontiers.devices import fewest_devices
-from autoshard.frontiers.frontier import Frontier
+from autoshard.frontiers.plans import Frontier
 from autoshard.frontiers.search import frontier
 
 __all__ = ["Frontier", "fewest_devices", "frontier", "largest_batch"]

@@ -8,6 +8,7 @@ solved for only where no known solution is as good as what is proven.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,15 +17,17 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError
-from autoshard.frontiers.frontier import Frontier
+from autoshard.frontiers.plans import Frontier
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.mesh.topology import Topology
 from autoshard.plans.chosen import prediction_of
 from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
+from autoshard.user_plan import Plan
 
 _ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
-_FURTHER = 2  # searches beyond one per plan: one for the smallest limit, and one between two plans that finds no third
+_FURTHER = 5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
+_LESS = 0.8  # of the peak of the smallest plan known: the limit under which a smaller one is looked for
 _CLOSE = 1.02  # ratio of peaks of two neighbours between which no third is looked for
 
 
@@ -70,7 +73,7 @@ def frontier(
     step = replace(step, options=replace(step.options, time_limit=step.options.time_limit / searches))
     search = _Search(step)
     search.find(points, searches)
-    return Frontier(step.program.name, search.plans(), free=not step.options.is_memory_given)
+    return Frontier(step.program.name, search.plans(), step.usable, is_free=not step.options.is_memory_given)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class _Point:
     """A solution, and what it holds."""
 
     solution: Solution
+    memory: float  # the limit under which it was found, bytes per device
     seconds: float  # per step, predicted
     peak: int  # bytes per device, predicted
 
@@ -96,12 +100,13 @@ class _Search:
         self.solve(self.step.ample_memory)
         if least < self.step.ample_memory:
             self.solve(least)
+        done = _ENDS
+        while done < searches - points and self.solve(_LESS * self.front()[-1].peak / self.step.usable):
+            done += 1  # what was said to be the least is what some lean choices hold
         closed = set[tuple[int, int]]()
-        for _ in range(searches - _ENDS):
+        for _ in range(searches - done):
             peaks = [point.peak for point in self.front()]
-            gaps = [
-                gap for gap in zip(peaks, peaks[1:], strict=False) if gap not in closed and gap[0] > _CLOSE * gap[1]
-            ]
+            gaps = [gap for gap in itertools.pairwise(peaks) if gap not in closed and gap[0] > _CLOSE * gap[1]]
             if len(peaks) >= points or not gaps:
                 return
             high, low = max(gaps, key=lambda gap: gap[0] / gap[1])
@@ -109,20 +114,21 @@ class _Search:
             if [point.peak for point in self.front() if low < point.peak < high] == []:
                 closed.add((high, low))
 
-    def solve(self, memory: float) -> None:
-        """The best solution under a limit joins what is known, unless it is known."""
+    def solve(self, memory: float) -> bool:
+        """The best solution under a limit joins what is known, unless it is known; whether there is one."""
         best = self.best(memory)
         if best is not None and best.solution.cost <= self.bound(memory) * (1 + OPTIMAL_GAP):
-            return
+            return True
         try:
             solution = self.step.solution(memory)
         except MemoryLimitError:
             if not self.known and self.step.options.is_memory_given:
                 raise
-            return
+            return False
         predicted = prediction_of(self.step.formulation, solution.choice)
-        self.known.append(_Point(solution, predicted.step_seconds, predicted.peak_bytes))
+        self.known.append(_Point(solution, memory, predicted.step_seconds, predicted.peak_bytes))
         self.proven[memory] = max(solution.bound, self.proven.get(memory, 0.0))
+        return True
 
     def best(self, memory: float) -> _Point | None:
         """The cheapest known solution that fits a limit."""
@@ -141,9 +147,9 @@ class _Search:
                 front.append(point)
         return front
 
-    def plans(self) -> tuple[Any, ...]:
-        """The front as plans, each under the smallest limit that gives it."""
+    def plans(self) -> tuple[Plan, ...]:
+        """The front as plans."""
+        usable = self.step.usable
         return tuple(
-            self.step.plan(point.solution, memory := point.peak / self.step.usable, self.bound(memory))
-            for point in self.front()
+            self.step.plan(point.solution, point.memory, self.bound(point.peak / usable)) for point in self.front()
         )

@@ -41,7 +41,7 @@ from autoshard.jaxprs import (
 from autoshard.layout import Layout, spec_of
 from autoshard.lower.constraints import constraints_of
 from autoshard.lower.halos import run_stencil
-from autoshard.lower.names import first_readers, named_after, named_as
+from autoshard.lower.names import first_readers, named_after, named_as, reader_in
 from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.mesh.resharding import stops
@@ -174,21 +174,21 @@ class Emitter:
             return self.resharded(entry.array, entry.layout, want)
         return entry.copy if want == entry.copy_layout else self.resharded(entry.copy, entry.copy_layout, want)
 
-    def behind_barrier(self, operands: Sequence[ShardedArray]) -> list[ShardedArray]:
+    def behind_barrier(
+        self, operands: Sequence[ShardedArray], readers: Sequence[Equation | None]
+    ) -> list[ShardedArray]:
         """All of them behind one barrier: what is computed from one waits for the others.
 
-        Says the shardings again: propagation passes through a barrier, and would pick others behind it.
+        Says the shardings again: propagation passes through a barrier, and would pick others behind it. XLA may move
+        what gathers an operand behind the barrier, and call it as this: it has the line of the operand's reader.
         """
         pairs = jax.lax.optimization_barrier([(entry.array, entry.copy) for entry in operands])
-        return [
-            ShardedArray(
-                self.constrained(array, entry.layout),
-                entry.layout,
-                self.constrained(copy, entry.copy_layout),
-                entry.copy_layout,
-            )
-            for entry, (array, copy) in zip(operands, pairs, strict=True)
-        ]
+        guarded = []
+        for entry, (array, copy), reader in zip(operands, pairs, readers, strict=True):
+            with named_after(reader):
+                arrays = self.constrained(array, entry.layout), self.constrained(copy, entry.copy_layout)
+            guarded.append(ShardedArray(arrays[0], entry.layout, arrays[1], entry.copy_layout))
+        return guarded
 
     def outputs(self, equation: Equation | None, arrays: Sequence[Any]) -> list[ShardedArray]:
         if equation is None:  # no equation reads the results
@@ -354,7 +354,8 @@ class Emitter:
         assert opened is not None, "a checkpoint calls one"
         if eqn.params["differentiated"]:
             guarded = guards(eqn)
-            behind = iter(self.behind_barrier(list(itertools.compress(operands, guarded))))
+            readers = [reader_in(opened, i, path, self.equations) for i, guard in enumerate(guarded) if guard]
+            behind = iter(self.behind_barrier(list(itertools.compress(operands, guarded)), readers))
             entries = [next(behind) if guard else entry for entry, guard in zip(operands, guarded, strict=True)]
             return self.call(opened, entries, path)
         made: list[ShardedArray] = []

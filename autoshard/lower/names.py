@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import jax
 
-from autoshard.jaxprs import JaxprEqn
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program, Value
 
@@ -25,6 +25,22 @@ def named_as(eqn: JaxprEqn, equation: Equation | None) -> contextlib.AbstractCon
     names = str(eqn.source_info.name_stack)
     scope = "/".join(filter(None, [names, None if equation is None else equation.label]))
     return jax.named_scope(scope) if scope else contextlib.nullcontext()
+
+
+def reader_in(body: ClosedJaxpr, operand: int, path: tuple, equations: Mapping[tuple, Equation]) -> Equation | None:
+    """The first equation of a call's body that reads an operand of the call, or that stands in the call that does.
+
+    Args:
+        path: of the call.
+        equations: of the program, by their paths.
+    """
+    var = body.jaxpr.invars[operand]
+    reader = next((i for i, eqn in enumerate(body.jaxpr.eqns) if any(atom is var for atom in eqn.invars)), None)
+    if reader is None:
+        return None
+    inside = (*path, reader)
+    found = equations.get(inside)
+    return found or next((one for at, one in equations.items() if at[: len(inside)] == inside), None)
 
 
 def first_readers(program: Program, annotations: Annotations) -> Mapping[int, Equation]:

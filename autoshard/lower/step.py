@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.errors import MeshError
 from autoshard.jaxprs import devices_put_on, is_array
 from autoshard.lower.emitter import Emitter
+from autoshard.plans.compiler_options import options_for
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
 from autoshard.program.trees import Box
@@ -35,6 +36,11 @@ class Step:
             return _typed(emitter.run(*map(emitter.untyped, arguments)), plan)
 
         closed = program.jaxpr
+        if chosen := _compiler_options(plan):
+            jit_keywords = {
+                **jit_keywords,
+                "compiler_options": chosen | dict(jit_keywords.get("compiler_options") or {}),
+            }
         self.flat = jax.jit(  # from flat arguments and closed-over arrays to flat results
             run,
             in_shardings=_of_arrays((*plan.flat_in_shardings, *plan.captured_shardings), closed.in_avals),
@@ -65,6 +71,13 @@ class Step:
             return tuple(constrained(x, to.layout) for x, to in results)
 
         return jax.jit(run)
+
+
+def _compiler_options(plan: PlanData) -> dict[str, bool | int]:
+    """The options of XLA that the plan was compiled with, if its devices are of a kind that has them."""
+    if not plan.compiler_options or not isinstance(plan.mesh, Mesh):
+        return {}
+    return options_for(plan.mesh.devices.flat[0].platform, plan.compiler_options)
 
 
 def _typed(results: Sequence[Any], plan: PlanData) -> tuple:

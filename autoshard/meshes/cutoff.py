@@ -20,8 +20,8 @@ class SlowMesh(Exception):
 class Cutoff:
     """Told what a running `solve` knows; raises once its bound is above what is enough.
 
-    Only the first search of a plan proves something of it: later ones count more than is held. An exception may leave
-    the search only in the thread that called it.
+    Of the searches of one `solve_within` only the first proves something: later ones count more than is held. An
+    exception may leave a search only in the thread that called it.
 
     >>> cutoff = Cutoff(lambda: 2.0)
     >>> cutoff(Progress("bounds", cost=9.0, bound=1.5, seconds=0.1))

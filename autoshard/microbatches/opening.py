@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from autoshard.jaxprs import (
@@ -20,8 +21,12 @@ from autoshard.jaxprs import (
 from autoshard.program.user_code import source_of
 
 
-def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The equations of plain calls stand in the jaxpr's own list, with variables of their own and the user's line."""
+def opened(closed: ClosedJaxpr, *, opens_too: Callable[[JaxprEqn], bool] = lambda eqn: False) -> ClosedJaxpr:
+    """The equations of plain calls stand in the jaxpr's own list, with variables of their own and the user's line.
+
+    Args:
+        opens_too: calls that are opened beside the plain ones.
+    """
     equations: list[JaxprEqn] = []
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
@@ -33,7 +38,8 @@ def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
             inputs = list(map(read, eqn.invars))
             if call is not None:
                 eqn = eqn.replace(source_info=_as_called(eqn, call))
-            called = None if eqn.primitive.name in CUSTOM | REMAT | HIDDEN_BODIES else called_jaxpr(eqn)
+            is_plain = eqn.primitive.name not in CUSTOM | REMAT | HIDDEN_BODIES
+            called = called_jaxpr(eqn) if is_plain or opens_too(eqn) else None
             if called is not None:
                 inner = dict(zip(called.jaxpr.invars, inputs, strict=True))
                 for var, const in zip(called.jaxpr.constvars, called.consts, strict=True):

@@ -58,7 +58,6 @@ from autoshard.model.pricing.cost_tables import (
     without_growth,
 )
 from autoshard.model.pricing.prices import Prices
-from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.regions.pricing import Regions
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
@@ -87,7 +86,6 @@ def formulate(
     backend: Backend = CPU,
     moves_views: bool = False,
     offered: OptionSet | None = None,
-    steps: dict[int, ReshardingSteps] | None = None,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -102,7 +100,6 @@ def formulate(
         backend: the compiler that will make a program of it.
         moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
         offered: the strategies and homes among which is chosen; None: all.
-        steps: of reshardings on this mesh, as another formulation for this backend knows them.
     """
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
@@ -137,7 +134,7 @@ def formulate(
         beside=beside or {},
         moves_views=moves_views,
     )
-    prices = make_prices(steps=steps)
+    prices = make_prices(steps=None if offered is None else offered.steps_by_rank)
     found = make(prices).formulation(memory)
     alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
     waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)

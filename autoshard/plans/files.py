@@ -16,6 +16,7 @@ from autoshard.layout import Layout, MeshShape, divides, with_auto_axes
 from autoshard.mesh.collectives import KINDS, Collective
 from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter
+from autoshard.plans.compiler_options import SCHEDULING_OPTIONS
 from autoshard.plans.nodes import Node, number_of
 from autoshard.plans.plan import PlacedArray, PlanData, check_mesh
 from autoshard.plans.prediction import Prediction
@@ -78,6 +79,7 @@ def _of_some_plans(plan: PlanData) -> dict:
         | ({"runs": runs} if runs else {})
         | ({"in_place": in_place} if in_place else {})  # results that stand in modules among the arguments alone
         | ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
+        | ({"compiler_options": dict(plan.compiler_options)} if plan.compiler_options else {})
         | ({"meshes": [[dict(shape), *figures] for shape, *figures in plan.meshes]} if plan.meshes else {})
         | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
@@ -172,6 +174,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         axis_types=None if (types := node.get("axis_types")) is None else _axis_types(types, len(axes)),
         compiled_peak=None if (peak := node.get("compiled_peak")) is None else peak.optional(Node.count),
         captured=captured,
+        compiler_options={} if (chosen := node.get("compiler_options")) is None else _compiler_options(chosen),
         meshes=() if (meshes := node.get("meshes")) is None else meshes.items(_figures_of_mesh),
         **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
@@ -182,8 +185,18 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("runs", "in_place", "compiled_peak", "meshes", "shown", "digest"),
+    *("runs", "in_place", "compiled_peak", "compiler_options", "meshes", "shown", "digest"),
 )
+
+
+def _compiler_options(node: Node) -> dict[str, bool | int]:
+    """Options that change no number: only those that plans are compiled with are read."""
+    found: dict[str, bool | int] = {}
+    for name, value in node.entries():
+        if name not in SCHEDULING_OPTIONS:
+            raise ValueError(f"compiler_options has {name!r}, which no plan is compiled with")
+        found[name] = value.value if isinstance(value.value, bool) else value.count()
+    return found
 
 
 def _figures_of_mesh(node: Node) -> tuple[dict[str, int], float, int]:

@@ -80,6 +80,7 @@ class PlanData:
     memory_use: MemoryUse | None = field(repr=False, default=None)  # None: the plan was loaded
     machine: str | None = None  # that it was planned for, by name; None: the plan was loaded
     activations: tuple[Activation, ...] = field(repr=False, default=())  # the largest; empty if the plan was loaded
+    compiler_options: Mapping[str, bool | int] = field(default_factory=dict)  # of XLA, where `refine` chose them
     # (axis -> devices, seconds per step, peak bytes per device) of each mesh that was planned for, best first; empty
     # unless the mesh was chosen.
     meshes: tuple[tuple[Mapping[str, int], float, int], ...] = ()

@@ -197,6 +197,7 @@ class Planner:
             cache=None,
             refine=1,
             like=old.like,
+            search=old.search,
             tactics=old.tactics if wish.get("tactics") is None else asked.tactics,
         )
         shape = dict(options.mesh.shape)

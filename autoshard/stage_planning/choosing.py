@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from autoshard.layout import MeshShape
+from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
 from autoshard.model.xla.backends import Backend
@@ -61,14 +61,17 @@ class ChosenPipeline:
 class CuttableSteps:
     """A traced step in any number of microbatches, cut in any places."""
 
-    def __init__(self, traced: TracedStep, program: Program, mesh: AbstractMesh) -> None:
+    def __init__(
+        self, traced: TracedStep, program: Program, mesh: AbstractMesh, fixed: Mapping[int, Layout] | None = None
+    ) -> None:
         """
         Args:
             program: the step as it was traced.
             mesh: under which the step was traced.
+            fixed: argument -> how it has to lie.
         """
         self.traced, self.carried, self.name, self._mesh = traced, program.carried, program.name, mesh
-        self.donated = program.donated
+        self.donated, self.fixed = program.donated, fixed or {}
         self.rows = batch_of(traced, 1).batch
         self.in_microbatches = functools.cache(self._in_microbatches)
 
@@ -84,7 +87,7 @@ class CuttableSteps:
         """The step cut before these units."""
         step = self.in_microbatches(count)
         made = cut(step, step.units().boundaries(firsts), weight_programs=weight_programs)
-        return CutStep(made, self.donated)
+        return CutStep(made, self.donated, self.fixed)
 
     def cut_into_units(self, count: int) -> UnitCut:
         """The step with one unit of each kind as a stage of its own."""
@@ -99,6 +102,7 @@ def choose_pipeline(
     schedules: Sequence[tuple[str, int]] = SCHEDULES,
     least_task_seconds: float | None = None,
     least_stages: int = 2,
+    shapes: Sequence[SubMeshShape] = (),
     settings: SearchSettings | None = None,
 ) -> ChosenPipeline | None:
     """The pipeline of the fewest predicted seconds that was found, with every stage planned; None if none fits.
@@ -108,6 +112,7 @@ def choose_pipeline(
         schedules: names and chunks to choose from.
         least_task_seconds: that dispatching a task takes.
         least_stages: a pipeline of fewer stages does not count.
+        shapes: of sub-meshes to choose from; by default all.
 
     Raises:
         MicrobatchError: the step cannot run in microbatches, with the line.
@@ -116,7 +121,7 @@ def choose_pipeline(
     counts = microbatch_counts(steps.rows) if counts is None else list(counts)
     if not counts:
         return None
-    planned = sorted({counts[0], counts[-1]})
+    planned = sorted({counts[len(counts) // 2], counts[-1]})
     more: dict[str, Any] = {} if least_task_seconds is None else {"least_task_seconds": least_task_seconds}
     request = SpaceRequest(
         steps.cut_into_units,
@@ -127,6 +132,7 @@ def choose_pipeline(
         counts,
         planned,
         schedules,
+        shapes=shapes,
         least_stages=least_stages,
         **more,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import SolverError
+from autoshard.layout import Layout
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
@@ -22,8 +23,11 @@ from autoshard.program import Program
 from autoshard.solver.problem import InfeasibleError, Solution
 from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stages.programs import LOOP, Key, StageProgram
+from autoshard.together.joint_problem import JointProblem
 
 LEANEST = 1.02  # of the least limit that some choice meets: with less, hardly a choice is left
+TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the problem, which does not count what reshardings hold
+SECONDS = 10.0  # that the search for one stage may take
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,10 @@ class StageCost:
         taken = *(self.seconds[kind] for kind in LOOP), once
         return *taken, self.fixed_bytes, self.microbatch_bytes, self.working_bytes
 
+    def held(self, in_flight: float) -> float:
+        """Bytes on each device with so many microbatches in flight."""
+        return self.fixed_bytes + in_flight * self.microbatch_bytes + self.working_bytes
+
     def plans(self, mesh: Mesh | AbstractMesh) -> list[PlanData]:
         """The plan of each program."""
         return [
@@ -63,49 +71,66 @@ class StageCost:
         ]
 
 
-def formulated_on(program: Program, where: SubMeshModel) -> Formulation:
-    """The problem of one program of a stage on a sub-mesh."""
+def formulated_on(program: Program, where: SubMeshModel, fixed: Mapping[int, Layout]) -> Formulation:
+    """The problem of one program of a stage on a sub-mesh; its arguments of these indices lie so."""
     mesh_shape = dict(where.mesh.shape)
     rules = checked_rules(program, mesh_shape)
-    return formulate(program, rules, mesh_shape, where.topology, memory=where.memory, backend=where.backend)
+    how: dict[str, Any] = {"memory": where.memory, "fixed": fixed, "backend": where.backend}
+    return formulate(program, rules, mesh_shape, where.topology, **how)
 
 
-def stage_cost(
+def formulated_stage(
     programs: Sequence[StageProgram],
     traced: Sequence[Program],
     where: SubMeshModel,
-    *,
     microbatches: int,
     kept: frozenset[Key],
     between: frozenset[Key],
-    in_flight: float,
-    or_leanest: bool = False,
-    seconds: float = 10.0,
+    fixed: Mapping[Key, Layout],
+) -> JointStage:
+    """The programs of one stage on one sub-mesh as one problem.
+
+    Args:
+        programs: in the order in which a step of one microbatch runs them.
+        traced: the same for the planner.
+        kept: what F leaves for B and W.
+        between: what the stage keeps between steps.
+        fixed: how arguments and pieces have to lie.
+    """
+    asked = [{i: fixed[key] for i, key in enumerate(one.inputs) if key in fixed} for one in programs]
+    formulations = [formulated_on(one, where, layouts) for one, layouts in zip(traced, asked, strict=True)]
+    return JointStage(programs, formulations, microbatches, kept, between)
+
+
+def stage_cost(
+    stage: JointStage, limit: float | None, in_flight: float, *, gap: float = 0.0, or_leanest: bool = False
 ) -> StageCost | None:
     """The cheapest way to shard a stage that fits with so many microbatches in flight; None if none was found.
 
     Args:
-        programs: of one stage, in the order in which a step of one microbatch runs them.
-        traced: the same for the planner.
-        kept: what F leaves for B and W.
-        between: what the stage keeps between steps.
+        limit: bytes per device; None: as many as it takes.
         in_flight: microbatches.
+        gap: that is good enough; 0: that of plans.
         or_leanest: whether to take what holds about the least, where nothing fits.
-        seconds: that the search may take.
     """
-    stage = JointStage(programs, [formulated_on(one, where) for one in traced], microbatches, kept, between)
-    limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
-    joint = stage.problem(limit, in_flight)
-    try:
-        solution = solve_for_plan(joint.problem, time_limit=seconds)
-    except InfeasibleError as error:
-        if not or_leanest:
-            return None
-        leaner = replace(joint.problem, limit=LEANEST * error.needed, checked=True)
+    for share in (1.0,) if limit is None else TIGHTER:
+        joint = stage.problem(None if limit is None else limit * share, in_flight)
         try:
-            solution = solve_for_plan(leaner, time_limit=seconds)
+            solution = solve_for_plan(joint.problem, gap=gap, time_limit=SECONDS)
+        except InfeasibleError as error:
+            return _leanest(stage, joint, error.needed, gap) if or_leanest else None
         except SolverError:
             return None
+        found = _cost(stage, joint.choices(solution.choice), solution)
+        if or_leanest or limit is None or found.held(in_flight) <= limit:
+            return found
+    return None
+
+
+def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float) -> StageCost | None:
+    try:
+        leaner = replace(joint.problem, limit=LEANEST * needed, checked=True)
+        solution = solve_for_plan(leaner, gap=gap, time_limit=SECONDS)
     except SolverError:
         return None
     return _cost(stage, joint.choices(solution.choice), solution)

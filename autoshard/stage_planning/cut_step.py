@@ -1,16 +1,19 @@
-"""A step cut into stages, as the planner takes it: programs of each stage, planned together, those that are alike once."""
+"""A step cut into stages, as the planner takes it: the programs of a stage are planned together, like ones once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from autoshard.layout import Layout
 from autoshard.program import Program
-from autoshard.stage_planning.costs import StageCost, SubMeshModel, stage_cost
+from autoshard.stage_planning.costs import StageCost, SubMeshModel, formulated_stage, stage_cost
+from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stage_search.tables import Numbers
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.traced import program_of
@@ -22,6 +25,8 @@ class CutStep:
 
     programs: StagePrograms
     donated: Collection[int]  # arguments of the step
+    fixed: Mapping[int, Layout] = field(default_factory=dict)  # argument -> how it has to lie
+    _formulated: dict[Any, JointStage] = field(default_factory=dict, repr=False)
     _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
 
     def of_stage(self, stage: int) -> list[StageProgram]:
@@ -46,18 +51,31 @@ class CutStep:
         late = {key: [one for one in several if one.kind == "after"] for key, several in self.programs.readers.items()}
         return [key for key in keys if len(late.get(key, ())) == 1]
 
-    def cost(self, stage: int, where: SubMeshModel, in_flight: float, *, or_leanest: bool = False) -> StageCost | None:
-        """One stage planned on a sub-mesh, as `stage_cost` does it."""
-        return stage_cost(
-            self.of_stage(stage),
-            self.traced(stage),
-            where,
-            microbatches=self.programs.microbatches,
-            kept=frozenset(self.programs.kept[stage]),
-            between=frozenset(key for key, home in self.programs.homes.items() if home == stage),
-            in_flight=in_flight,
-            or_leanest=or_leanest,
-        )
+    def cost(
+        self, stage: int, where: SubMeshModel, in_flight: float, *, gap: float = 0.0, or_leanest: bool = False
+    ) -> StageCost | None:
+        """One stage planned on a sub-mesh, as `stage_cost` does it. A stage is formulated once for each sub-mesh."""
+        key = stage, tuple(where.mesh.shape.items())
+        if key not in self._formulated:
+            self._formulated[key] = formulated_stage(
+                self.of_stage(stage),
+                self.traced(stage),
+                where,
+                self.programs.microbatches,
+                frozenset(self.programs.kept[stage]),
+                frozenset(key for key, home in self.programs.homes.items() if home == stage),
+                self._fixed,
+            )
+        limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
+        return stage_cost(self._formulated[key], limit, in_flight, gap=gap, or_leanest=or_leanest)
+
+    @cached_property
+    def _fixed(self) -> dict[Key, Layout]:
+        """How arguments have to lie, and so pieces of them. Trips of a stack are never split."""
+        pieces = enumerate(self.programs.pieces)
+        parts = {Key("piece", n): self.fixed[piece.argument] for n, piece in pieces if piece.argument in self.fixed}
+        whole = {Key("argument", i): layout for i, layout in self.fixed.items()}
+        return whole | {key: ((), *layout[1:]) for key, layout in parts.items()}
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -73,7 +91,7 @@ class CutStep:
             for one in own
         ]
         prints = tuple((one.kind, program.fingerprint) for one, program in zip(own, self.traced(stage), strict=True))
-        homes = tuple(self.programs.homes.get(key) == stage for key in number)
+        homes = tuple((self.programs.homes.get(key) == stage, self._fixed.get(key)) for key in number)
         return prints, str(names), homes
 
     def crossing(self) -> tuple[Numbers, Numbers]:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.pipeline import Schedule, Timeline, simulate
-from autoshard.pipeline.simulation import Amount
+from autoshard.pipeline.amounts import Amount
 from autoshard.stage_planning.sub_meshes import one_way
 from autoshard.stage_search import Channel
 from autoshard.stages.programs import LOOP, Key, StageProgram, StagePrograms

@@ -43,6 +43,7 @@ class SpaceRequest:
     least_task_seconds: float = DISPATCH_SECONDS
     shapes: Sequence[SubMeshShape] = ()  # () for all
     least_stages: int = 1
+    most_stages: int = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     row = device_row(request.mesh_shape, request.topology)
     memory = request.memory * request.backend.usable
     shapes = list(request.shapes) or sub_mesh_shapes(request.mesh_shape, request.topology, memory)
-    fewest, most = request.least_stages, units
+    fewest, most = request.least_stages, min(units, request.most_stages)
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
     if not shapes:
         return None
@@ -76,7 +77,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     first = min(cuts)
     sent = {count: cuts[first].crossing * (first / count) for count in request.microbatches}
     costs = {count: MicrobatchCosts(tuple(tables[count]), sent[count], sent[count]) for count in request.microbatches}
-    space = StageSpace(row, costs, request.schedules, request.least_task_seconds)
+    space = StageSpace(row, costs, request.schedules, request.least_task_seconds, request.most_stages)
     return PlannedSpace(space, {shape.in_row.name: shape for shape in shapes})
 
 
@@ -86,16 +87,19 @@ def _variants(
     """Costs on one sub-mesh by number of microbatches: of plans for speed, and of such as fit where those do not."""
     fast = {count: unit_costs(cut, shape, backend) for count, cut in cuts.items()}
     found = {count: one for count, one in fast.items() if one is not None}
-    lean: dict[int, UnitCosts] = {}
-    for count, one in found.items():
-        in_flight = float(min(stages, count))
-        leaner = lean_unit_costs(cuts[count], shape, backend, one, stages, in_flight)
-        if leaner is not None:
-            lean[count] = leaner
-    variants = {"": found} if found else {}
-    if any(lean[count] is not found[count] for count in lean):
-        variants["lean"] = lean
-    return variants
+    if not found:
+        return {}
+    most = max(found)  # of which each holds the least
+    leaner = lean_unit_costs(cuts[most], shape, backend, found[most], stages, float(min(stages, most)))
+    if leaner is None or leaner is found[most]:
+        return {"": found}
+    return {"": found, "lean": {count: _in_proportion(leaner, one, found[most]) for count, one in found.items()}}
+
+
+def _in_proportion(known: UnitCosts, other: UnitCosts, base: UnitCosts) -> UnitCosts:
+    """Costs for another number of microbatches, which grow as those of other plans do."""
+    ratio = np.divide(other.values, base.values, out=np.ones_like(base.values), where=base.values > 0)
+    return UnitCosts(known.values * ratio)
 
 
 def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCosts:

@@ -24,6 +24,8 @@ from autoshard.stages.units import Unit, Units
 
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
 
+TABLE_GAP = 0.02  # with which the plan of a unit is good enough for a table
+
 
 @dataclass(frozen=True, eq=False)
 class UnitCut:
@@ -70,7 +72,7 @@ class UnitCosts:
 def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend) -> UnitCosts | None:
     """Every unit of a step planned on one sub-mesh for speed alone; None if some unit was not planned."""
     where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
-    return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0))
+    return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0, gap=TABLE_GAP))
 
 
 def lean_unit_costs(
@@ -92,7 +94,7 @@ def lean_unit_costs(
         unit = units.planned.index(stage)
         limit = (held[unit] * share + working[unit]) / backend.usable
         where = SubMeshModel(shape.mesh, shape.topology, backend, limit)
-        return units.cut.cost(stage, where, in_flight=in_flight, or_leanest=True)
+        return units.cut.cost(stage, where, in_flight=in_flight, gap=TABLE_GAP, or_leanest=True)
 
     return _of_units(units, cost)
 

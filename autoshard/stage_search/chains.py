@@ -7,7 +7,7 @@ The bound of one pipeline is the largest over its stages s of
 with M microbatches. A stage cannot begin before the first microbatch has come through the stages before it, does all
 of its own tasks one by one, and its last cotangent still goes back through those stages. This holds for every schedule
 whose B is the whole backward pass, whatever its order. In others a stage may end with its Ws, which no stage waits
-for. There earlier stages count with F and the transfers there alone.
+for. There earlier stages count with F and the transfers there alone; or else Ws are left out, of all stages.
 
 The least bound over all cuts and sub-meshes follows from that of the stages that are left: f(i, p, r), with r stages
 from layer i and position p on, is the least over the first of them of max(M work + after, passing + f(rest)),
@@ -40,6 +40,7 @@ class ChainProblem:
     stages: int  # the most that there may be
     in_flight: tuple[float, ...]  # at entry r - 1, of a stage with r - 1 stages after it: microbatches, at least
     has_weight_tasks: bool
+    leaves_out_weights: bool = False  # whether Ws are left out, and so the way back counts; where they are tasks
 
 
 class Chains:
@@ -66,11 +67,16 @@ class Chains:
 
     def _own_seconds(self, table: StageTable) -> Numbers:
         forward, back = self._tasks(table)
-        return self.problem.microbatches * (forward + sum(back)) + table.after
+        counted = back[:1] if self.problem.leaves_out_weights else back
+        return self.problem.microbatches * (forward + sum(counted)) + table.after
 
     def _passing_seconds(self, table: StageTable) -> Numbers:
         forward, back = self._tasks(table)
-        return forward if self.problem.has_weight_tasks else forward + back[0]
+        return forward + back[0] if self._counts_way_back else forward
+
+    @property
+    def _counts_way_back(self) -> bool:
+        return self.problem.leaves_out_weights or not self.problem.has_weight_tasks
 
     def _tasks(self, table: StageTable) -> tuple[Numbers, list[Numbers]]:
         least = self.problem.space.least_task_seconds
@@ -84,7 +90,7 @@ class Chains:
         """
         row, granule, devices = self.problem.space.row, self._granule, table.shape.devices
         ways = [self.costs.sent_forward, self.costs.sent_backward]
-        sizes = np.stack(ways[:1] if self.problem.has_weight_tasks else ways)
+        sizes = np.stack(ways if self._counts_way_back else ways[:1])
         found = np.zeros((self.positions + 1, self.layers + 1))
         for q in range(1, self.positions):
             channel = row.channel(q * granule - 1, q * granule)

@@ -2,18 +2,20 @@
 
 All sub-meshes are equal. The bound is the mean over devices of what `chains` takes the maximum of: seconds of all
 virtual stages, which the devices share, and what the first microbatch passes before each device's first virtual stage.
-The least mean over all cuts is a shortest path, so it is found exactly.
+The least mean over all cuts is a shortest path, so it is found exactly. Whole layers cannot be shared equally, which
+gives another bound.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.pipeline import Schedule
 from autoshard.stage_search.choices import ChosenStage
+from autoshard.stage_search.simulating import ScheduleForm
 from autoshard.stage_search.tables import Numbers, StageSpace, StageTable
 
 
@@ -22,7 +24,8 @@ class ChunkProblem:
     """Virtual stages of one schedule on equal sub-meshes that together take the whole row of devices."""
 
     space: StageSpace
-    schedule: Schedule
+    form: ScheduleForm
+    microbatches: int
     tables: tuple[StageTable, ...]  # of one number of devices
 
     def table_of(self, start: int) -> list[StageTable]:
@@ -32,37 +35,64 @@ class ChunkProblem:
     @property
     def starts(self) -> list[int]:
         """Per virtual stage, the position of its first device."""
-        return [device * self.tables[0].shape.devices for device in self.schedule.placement]
+        return [device * self.tables[0].shape.devices for device in self.form.placement]
 
 
 def chunk_bound(problem: ChunkProblem) -> float:
     """Seconds that no cut into virtual stages is below; inf if there is none."""
-    made = problem.schedule
-    after = [sum(1 for device in range(made.stages) if first_stage_of(made, device) > i) for i in range(made.stages)]
-    rest = np.full(problem.space.layers + 1, np.inf)
-    rest[-1] = 0.0
-    for i in range(len(made.placement) - 1, -1, -1):
-        passing = after[i] / made.stages if i < made.stages else 0.0
-        rest = min_plus(
-            [
-                (made.microbatches * sum(seconds) + table.after) / made.stages
-                + (passing * (seconds[0] if made.has_weight_tasks else seconds[0] + seconds[1]) if passing else 0.0)
-                for table in problem.table_of(problem.starts[i])
-                for seconds in [_seconds(problem, table)]
-            ],
-            rest,
-        )
-    return float(rest[0])
+    made = problem.form
+    devices = max(made.placement) + 1
+    first = [made.placement.index(device) for device in range(devices)]
+    after = [sum(1 for stage in first if stage > i) for i in range(devices)]
+    bounds = [problem.microbatches * busiest_device(problem.tables, devices)]
+    for without in (False, True) if made.has_weight_tasks else (False,):  # as in `ChainProblem.leaves_out_weights`
+        back = without or not made.has_weight_tasks
+        rest = np.full(problem.space.layers + 1, np.inf)
+        rest[-1] = 0.0
+        for i in range(len(made.placement) - 1, -1, -1):
+            passing = after[i] / devices if i < devices else 0.0
+            costs = []
+            for table in problem.table_of(problem.starts[i]):
+                seconds = _seconds(problem, table)
+                counted = seconds[:2] if without else seconds
+                cost = (problem.microbatches * sum(counted) + table.after) / devices
+                if passing:
+                    cost = cost + passing * (seconds[0] + seconds[1] if back else seconds[0])
+                costs.append(cost)
+            rest = min_plus(costs, rest)
+        bounds.append(float(rest[0]))
+    return max(bounds)
 
 
-def first_stage_of(made: Schedule, device: int) -> int:
-    """The first virtual stage that a device has."""
-    return made.placement.index(device)
+def busiest_device(tables: Sequence[StageTable], devices: int) -> float:
+    """Seconds of work per microbatch that some device has at least, however layers are dealt to devices.
+
+    Of the k * devices + 1 layers that take longest, some device has k + 1, so at least the shortest k + 1 of these
+    (Graham's bound for identical machines). A run of layers may take less than they take one by one: every layer counts
+    as little as makes the bound hold for the run that saves the most.
+
+    >>> from autoshard.stage_search import LayerCosts, SubMesh
+    >>> costs = LayerCosts(*[np.ones(5)] * 7).table(SubMesh.anywhere("1", 1, 2, 1e9))
+    >>> busiest_device([costs], 2)  # 5 layers of 3 s on 2 devices: one of them has 3 layers
+    9.0
+    """
+    work = np.min([table.work for table in tables], axis=0)
+    layers = len(work) - 1
+    alone = work[np.arange(layers), np.arange(1, layers + 1)]
+    if not np.isfinite(alone).all():
+        return 0.0
+    total = np.concatenate(([0.0], np.cumsum(alone)))
+    sums = total[None, :] - total[:, None]
+    runs = np.isfinite(work) & (sums > 0)
+    kept = min(1.0, float((work[runs] / sums[runs]).min())) if runs.any() else 1.0
+    longest = np.sort(alone)[::-1]
+    counts = [k for k in range(layers) if k * devices < layers]
+    return kept * max(float(longest[k * devices - k : k * devices + 1].sum()) for k in counts)
 
 
 def _seconds(problem: ChunkProblem, table: StageTable) -> list[Numbers]:
     least = problem.space.least_task_seconds
-    back = [table.backward, table.weight] if problem.schedule.has_weight_tasks else [table.backward + table.weight]
+    back = [table.backward, table.weight] if problem.form.has_weight_tasks else [table.backward + table.weight]
     return [np.maximum(one, least) for one in (table.forward, *back)]
 
 

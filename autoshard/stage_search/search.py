@@ -15,7 +15,7 @@ from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.chunks import ChunkProblem, balanced, chunk_bound
 from autoshard.stage_search.polishing import polished
-from autoshard.stage_search.simulating import schedule_facts, simulated
+from autoshard.stage_search.simulating import schedule_form, simulated
 from autoshard.stage_search.tables import StageSpace, StageTable
 
 
@@ -23,7 +23,7 @@ from autoshard.stage_search.tables import StageSpace, StageTable
 class SearchSettings:
     """How much is tried. Counts, not seconds: the same space has the same result everywhere."""
 
-    most_tasks: int = 1_500_000  # of schedules, simulated in all: about 4 microseconds each
+    most_tasks: int = 600_000  # of schedules, simulated in all: about 4 microseconds each
     gap: float = 0.002  # a choice that is proven to be this near the best is good enough
     most_mixed_entries: int = (
         40_000_000  # of the tables for sub-meshes of several sizes; beyond, the smallest are left out
@@ -70,7 +70,7 @@ class ChunkKind(Kind):
     """Several virtual stages per device: one choice, and the moves from it."""
 
     def __init__(self, problem: ChunkProblem, schedule: str, chunks: int) -> None:
-        super().__init__(schedule, chunks, problem.schedule.microbatches, problem.schedule.stages)
+        super().__init__(schedule, chunks, problem.microbatches, len(problem.starts) // chunks)
         self.bound = chunk_bound(problem)
         self._problem: ChunkProblem | None = problem
 
@@ -172,23 +172,23 @@ def _chain_kinds(
     stages: int | None,
     most: int,
 ) -> Iterator[Kind]:
-    known: dict[tuple[object, ...], Chains] = {}
+    known: dict[tuple[bool, bool], Chains] = {}
+    # What follows a stage has to come back before its first backward task: so many microbatches may be in flight, and
+    # no schedule of these makes do with fewer.
+    in_flight = tuple(float(min(left, microbatches)) for left in range(1, most + 1))
     for name in schedules:
         counts = [stages] if stages is not None else list(range(2, most + 1))
-        all_facts = {count: schedule_facts(name, count, 1, microbatches) for count in counts}
-        facts = {count: one for count, one in all_facts.items() if one is not None}
-        if not facts:
-            continue
-        least = tuple(
-            min((one.most_in_flight[count - left] for count, one in facts.items() if count >= left), default=math.inf)
-            for left in range(1, max(facts) + 1)
-        )
-        has_weight_tasks = any(one.schedule.has_weight_tasks for one in facts.values())
-        key = least, has_weight_tasks
-        if key not in known:
-            known[key] = Chains(ChainProblem(space, microbatches, tables, len(least), least, has_weight_tasks))
-        for count in facts:
-            yield ChainKind(known[key], name, count)
+        forms = {count: schedule_form(name, count, 1) for count in counts}
+        for count, form in forms.items():
+            if form is None:
+                continue
+            split = form.has_weight_tasks
+            for without in (False, True) if split else (False,):
+                if (split, without) not in known:
+                    problem = ChainProblem(space, microbatches, tables, most, in_flight, split, without)
+                    known[split, without] = Chains(problem)
+            chains = (known[split, without] for without in (False, True) if (split, without) in known)
+            yield ChainKind(max(chains, key=lambda one: one.least(count)), name, count)
 
 
 def _chunk_kinds(
@@ -201,9 +201,9 @@ def _chunk_kinds(
     for name, chunks in schedules:
         if stages * chunks > space.layers:
             continue
-        facts = schedule_facts(name, stages, chunks, microbatches)
-        if facts is not None:
-            yield ChunkKind(ChunkProblem(space, facts.schedule, tables), name, chunks)
+        form = schedule_form(name, stages, chunks)
+        if form is not None:
+            yield ChunkKind(ChunkProblem(space, form, microbatches, tables), name, chunks)
 
 
 def families(

@@ -46,6 +46,27 @@ def schedule_facts(name: str, stages: int, chunks: int, microbatches: int) -> Sc
     return ScheduleFacts(made, graph, tuple(_states(made, device) for device in range(stages)))
 
 
+@dataclass(frozen=True)
+class ScheduleForm:
+    """What of a schedule does not depend on the number of microbatches."""
+
+    placement: tuple[int, ...]  # virtual stage -> device
+    has_weight_tasks: bool
+
+
+@functools.lru_cache(maxsize=512)
+def schedule_form(name: str, stages: int, chunks: int) -> ScheduleForm | None:
+    """The form of a published schedule, by its smallest instance; None where it is not defined for these numbers."""
+    for microbatches in (stages, 2 * stages):
+        try:
+            made = schedule(name, stages, microbatches, chunks)
+        except ArgumentError:
+            continue
+        if len(made.placement) == stages * chunks:
+            return ScheduleForm(made.placement, made.has_weight_tasks)
+    return None
+
+
 def _states(made: Schedule, device: int) -> NDArray[np.int64]:
     """What is in flight on one device after each of its forward tasks; it is let go of with the last task of it."""
     own = [stage for stage, home in enumerate(made.placement) if home == device]

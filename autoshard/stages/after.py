@@ -72,6 +72,7 @@ def after_loop(
     for i in fixed:
         before = [makers[var] for var in inputs[i] if makers.get(var) in placed]
         levels[i] = max((levels[j] + (placed[j] != placed[i]) for j in before), default=0)
+    _delay(fixed, inputs, makers, placed, levels)
     grouped: dict[tuple[int, int], list[int]] = {}
     for i in fixed:
         grouped.setdefault((levels[i], placed[i]), []).append(i)
@@ -79,6 +80,21 @@ def after_loop(
     results = dict(carried)
     homes = {var: stages.get(var, stages.get(results.get(var, var), last)) for var in outside}
     return AfterLoop(groups, frozenset(floating), homes)
+
+
+def _delay(
+    fixed: Sequence[int],
+    inputs: Mapping[int, Sequence[Var]],
+    makers: Mapping[Var, int],
+    placed: Mapping[int, int],
+    levels: dict[int, int],
+) -> None:
+    """Puts equations next to their readers: what a program makes for a later one of its stage is held between them."""
+    latest: dict[int, int] = {}
+    for i in reversed(fixed):
+        levels[i] = latest.get(i, levels[i])
+        for j in (makers[var] for var in inputs[i] if makers.get(var) in placed):
+            latest[j] = min(latest.get(j, levels[i]), levels[i] - (placed[j] != placed[i]))
 
 
 def _pulled(
@@ -95,10 +111,9 @@ def _pulled(
     while len(stages) > before:
         before = len(stages)
         for i in (*fixed, *reversed(fixed)):
-            known = [var for var in arrays[i] if var in stages]
-            if known and len(known) < len(arrays[i]):
-                stage = stages[max(known, key=bytes_of)]
-                stages |= dict.fromkeys((var for var in arrays[i] if var not in stages), stage)
+            known = {stages[var] for var in arrays[i] if var in stages}
+            if len(known) == 1:  # where arrays of several stages meet, their readers say where
+                stages |= dict.fromkeys(arrays[i], known.pop())
         for argument, result in carried:
             if (argument in stages) != (result in stages):
                 stages[argument] = stages[result] = stages.get(argument, stages.get(result, 0))
@@ -107,7 +122,7 @@ def _pulled(
 
 def _stage(inputs: Sequence[Var], eqn: JaxprEqn, stages: Mapping[Var, int], last: int) -> int:
     """Where an equation runs: with its largest array; of numbers alone, where they are all, or on the last stage."""
-    arrays = [var for var in (*inputs, *variables(eqn.outvars)) if not is_number(var) and var in stages]
+    arrays = [var for var in (*variables(eqn.outvars), *inputs) if not is_number(var) and var in stages]
     if arrays:
         return stages[max(arrays, key=bytes_of)]
     found = {stages[var] for var in inputs if var in stages}

@@ -167,8 +167,8 @@ class Builder:
             return None
         early = [by_number[key.number] for key in wanted if key.kind == "early"]
         sums = [by_number[key.number] for key in wanted if key.kind == "sum"]
-        outside = [i for i in range(len(step.equations)) if not set(step.equations[i].outvars) & set(self.roles.makers)]
-        equations = [step.equations[i] for i in self.closure(early, set(outside))]
+        # Sums over the batch that microbatches need are made of all of its rows, by equations of the loop, too.
+        equations = [step.equations[i] for i in self.closure(early, range(len(step.equations)))]
         read = [var for var in variables(a for eqn in equations for a in eqn.invars) if var in names.outside]
         for var in read:
             self.types.setdefault(names.outside[var], _struct(aval_of(var)))
@@ -202,7 +202,12 @@ class Builder:
                 alone.setdefault(located[var], []).append(var)
             elif step.makers[var] in placed.floating:
                 alone.setdefault(last, []).append(var)
-        groups += [(stage, [], wanted) for stage, wanted in sorted(alone.items())]
+        for stage, wanted in sorted(alone.items()):
+            own = [group for group in groups if group[0] == stage]
+            if own:
+                own[0][2].extend(wanted)
+            else:
+                groups.append((stage, [], wanted))
         read_by: dict[Var, set[int]] = {}
         for n, (_, equations, _) in enumerate(groups):
             for i in equations:

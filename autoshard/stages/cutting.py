@@ -27,7 +27,7 @@ from autoshard.stages.stacks import Bounds, Origin, taken_apart
 from autoshard.stages.units import Units, units_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CuttableStep:
     """A step that is proven to run in microbatches, ready to be cut in any places."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,10 +22,10 @@ from autoshard.program.signature import Arguments
 from autoshard.specs import fixed_layouts
 from autoshard.stages.cutting import CuttableStep, cut
 from autoshard.stages.planning import StagePlanner
-from autoshard.stages.programs import StagePrograms
+from autoshard.stages.programs import Key, StagePrograms
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.runtime import PipelineRuntime
-from autoshard.stages.sub_meshes import stage_meshes
+from autoshard.stages.sub_meshes import stage_meshes, stage_positions
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import Variant
 
@@ -38,6 +39,19 @@ class PlannedPipeline:
     schedule: Schedule
     meshes: tuple[Any, ...]  # per device of the schedule
     program: Program = field(repr=False)  # the step as it is written
+    layers: tuple[tuple[str, ...], ...] = ()  # per stage, the user's lines at which its units begin
+    positions: tuple[tuple[int, ...], ...] = ()  # per device of the schedule, its devices by their place in the mesh
+
+    def home(self, key: Key) -> Any:
+        """The mesh that keeps an argument, piece or constant, or makes a value for the next step."""
+        stage = self.programs.homes[key] if key in self.programs.homes else self.programs.makers[key].stage
+        return self.meshes[self.schedule.placement[stage]]
+
+    def part(self, mesh: Mesh, device: int) -> Mesh:
+        """The part of another mesh of the same axes that a device of the schedule would have."""
+        own = self.meshes[device]
+        devices = mesh.devices.reshape(-1)[list(self.positions[device])]
+        return Mesh(devices.reshape(tuple(own.shape.values())), own.axis_names)
 
     def seconds(self, stage: int, kind: str) -> float:
         """Predicted, of one run of a stage's program; 0 if it has none."""
@@ -133,12 +147,16 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             return self._runtimes[id(planned)]
 
     def _pipeline(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall) -> PlannedPipeline:
-        types = self._types(flat.arrays, static, dynamic)
-        key = static, tuple(type(value) for _, value in static), flat.structure, types
+        key = self._key(static, dynamic, flat)
         with self._lock:
             if key not in self._pipelines:
-                self._pipelines[key] = self._pipeline_of(static, dynamic, types)
+                self._pipelines[key] = self._pipeline_of(static, dynamic, key[-1])
             return self._pipelines[key]
+
+    def _key(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall) -> tuple[Any, ...]:
+        """Equal for calls that run in the same stages; the types of their arrays come last."""
+        types = self._types(flat.arrays, static, dynamic)
+        return static, tuple(type(value) for _, value in static), flat.structure, types
 
     def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
         request, options = self._request, self._options
@@ -158,7 +176,10 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
         homes: Sequence[Any] = [meshes[order.placement[stage]] for stage in range(stages)]
         plans = StagePlanner(programs, options, own, program.donated).plans(homes)
-        return PlannedPipeline(programs, plans, order, meshes, program)
+        runs = itertools.pairwise([0, *first, len(units.units)])
+        layers = tuple(tuple(unit.name for unit in units.units[a:b]) for a, b in runs)
+        positions = stage_positions(options.mesh, request.stages)
+        return PlannedPipeline(programs, plans, order, meshes, program, layers, positions)
 
 
 def predecessors_of(programs: StagePrograms) -> list[list[int]]:

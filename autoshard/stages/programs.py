@@ -67,7 +67,7 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageProgram:
     """One program of one stage, from named inputs to named outputs.
 
@@ -92,7 +92,7 @@ class StageProgram:
         return tuple(key for key in self.outputs if key.kind == "sum") if self.kind in LOOP else ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StagePrograms:
     """A step cut into stages, for so many microbatches."""
 

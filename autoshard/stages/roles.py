@@ -78,7 +78,7 @@ def bytes_of(var: Any) -> int:
     return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 4)) if is_array(aval) else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Roles:
     """What the equations of the loop over microbatches are to a pipeline.
 

@@ -68,26 +68,31 @@ class Units:
                 f"Use stages={count} or fewer."
             )
         done = np.concatenate([[0.0], np.cumsum([unit.forward_flops + unit.backward_flops for unit in self.units])])
-        # best[s][n]: largest work and crossing bytes of the first n units in s stages, and where the last begins
-        best: list[dict[int, tuple[float, int, int]]] = [{0: (0.0, 0, 0)}]
-        for s in range(1, stages + 1):
-            row: dict[int, tuple[float, int, int]] = {}
-            for n in range(s, count - (stages - s) + 1):
-                row[n] = min(
-                    (
-                        max(largest, float(done[n] - done[k])),
-                        crossing + (self.units[k].crossing_bytes if k else 0),
-                        k,
-                    )
-                    for k, (largest, crossing, _) in best[-1].items()
-                    if k < n
-                )
-            best.append(row)
+        least = np.full((stages + 1, count + 1), np.inf)  # the largest stage of the first n units in s stages
+        least[0, 0] = 0.0
+        for s, n in _states(stages, count):
+            least[s, n] = min(max(least[s - 1, k], done[n] - done[k]) for k in range(s - 1, n))
+        most = least[stages, count] * (1 + 1e-9)
+        crossing = np.full((stages + 1, count + 1), np.inf)  # bytes, no stage being larger than that
+        crossing[0, 0] = 0.0
+        begins = np.zeros((stages + 1, count + 1), int)  # where the last of these stages begins
+        for s, n in _states(stages, count):
+            ways = [
+                (crossing[s - 1, k] + (self.units[k].crossing_bytes if k else 0), k)
+                for k in range(s - 1, n)
+                if done[n] - done[k] <= most
+            ]
+            crossing[s, n], begins[s, n] = min(ways, default=(np.inf, 0))
         firsts, n = [], count
         for s in range(stages, 1, -1):
-            n = best[s][n][2]
+            n = int(begins[s, n])
             firsts.append(n)
         return tuple(firsts[::-1])
+
+
+def _states(stages: int, units: int) -> list[tuple[int, int]]:
+    """So many stages of so many units, before those that build on them; each stage has a unit or more."""
+    return [(s, n) for s in range(1, stages + 1) for n in range(s, units + 1)]
 
 
 @dataclass(frozen=True)

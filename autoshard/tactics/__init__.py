@@ -8,7 +8,8 @@
 planner's choices become fewer in `restriction.py`.
 """
 
-from autoshard.tactics.restriction import Step, StepArgument, TacticLike, restricted, text_of_tactic
+from autoshard.tactics.asking import Step, StepArgument, TacticLike, text_of_tactic
+from autoshard.tactics.restriction import restricted
 from autoshard.tactics.roles import Dim, Roles, batch_dim
 from autoshard.tactics.schemes import (
     FSDP,

@@ -12,68 +12,27 @@ with the collectives of the published scheme. They are then planned without this
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from autoshard.errors import ArgumentError, ConflictError, MeshError
+from autoshard.errors import ConflictError
 from autoshard.layout import Layout, layout_of, spec_of, without_idle_axes
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
+from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
+from autoshard.tactics.asking import Asked, TacticLike, ask, text_of_tactic
 from autoshard.tactics.roles import Dim, Roles, State, Work
 from autoshard.tactics.rules import AxisRule, Moved, Storage
-from autoshard.tactics.schemes import Tactic
 
+_PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
 _FEASIBILITY_SECONDS = 20.0  # to find any choice at all; what tactics leave is small
-
-TacticLike = Tactic | Callable[["Step"], Any]
-
-
-@dataclass(frozen=True)
-class StepArgument:
-    """One argument of a step, as a function that is a tactic sees it."""
-
-    name: str  # its path, "state/params/w"
-    shape: tuple[int, ...]
-    role: str  # "batch", "weight", "expert", "parameter", "cache" or "optimizer"
-    dims: tuple[Dim, ...]  # what each dim is
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a function that is a tactic sees of a step."""
-
-    name: str
-    mesh: Mapping[str, int]  # axis -> devices
-    arguments: tuple[StepArgument, ...]
-
-    @classmethod
-    def of(cls, roles: Roles) -> Step:
-        """That of a formulation."""
-        program = roles.formulation.program
-        kinds = {i: kind.name.lower() for i, kind in roles.state.items()} | dict.fromkeys(roles.batch, "batch")
-        arguments = (
-            StepArgument(value.name, value.shape, kinds[i], roles.dims_of_argument(i))
-            for i, value in enumerate(program.arguments)
-        )
-        return cls(program.name, dict(roles.formulation.mesh), tuple(arguments))
-
-
-@dataclass
-class _Asked:
-    """What all tactics together ask for."""
-
-    rules: dict[str, AxisRule] = field(default_factory=dict)  # axis -> what holds along it
-    by: dict[str, list[Tactic]] = field(default_factory=dict)  # axis -> the tactics that say so
-    layouts: dict[str, PartitionSpec] = field(default_factory=dict)  # path or glob -> as functions want it
-    tactics: list[Tactic] = field(default_factory=list)
 
 
 def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Mapping[str, int]) -> Formulation:
@@ -87,33 +46,26 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         MeshError: a tactic names an axis that the mesh does not have.
     """
     roles = Roles(formulation)
-    asked = _Asked()
+    asked = Asked()
     for tactic in tactics:
-        _ask(asked, tactic, roles, mesh)
+        ask(asked, tactic, roles, mesh)
     found = _Restriction(roles, asked)
     problem = found.placed()
     strict = found.with_collectives(problem)
-    said = [
-        f"tactics: {', '.join(map(text_of_tactic, tactics))}. Its bound is that of plans within them.",
-        *found.remarks(),
-    ]
+    named = ", ".join(map(text_of_tactic, tactics))
+    remarks = list(found.remarks())
     if not _is_feasible(strict):
         if not _is_feasible(problem):
-            raise ConflictError(
-                f"{formulation.program.name}: the tactics {', '.join(map(text_of_tactic, tactics))} leave no sharding.\n"
-                "Drop one of them, or what fixed= or the step itself says against it."
-            )
-        said.append(
+            what = (f"{formulation.program.name}: the tactics {named} leave no sharding.", *remarks)
+            advice = "Drop one of them, or what fixed= or the step itself says against it; or change the mesh."
+            raise ConflictError("\n".join((*what, advice)))
+        remarks.append(
             "the step needs other collectives than the published scheme has: only where arrays lie and what is split "
             "is as the tactics say."
         )
         strict = problem
-    return replace(formulation, problem=strict, restrictions=tuple(said))
-
-
-def text_of_tactic(tactic: TacticLike) -> str:
-    """A tactic as a user writes it, or the name of a function that is one."""
-    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", repr(tactic))
+    first = f"tactics: {named}. The bound is that of plans within them."
+    return replace(formulation, problem=strict, restrictions=(first, *remarks))
 
 
 def _is_feasible(problem: Problem) -> bool:
@@ -135,80 +87,12 @@ def _is_feasible(problem: Problem) -> bool:
     return True
 
 
-# What is asked for.
-
-
-def _ask(asked: _Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
-    if not isinstance(tactic, Tactic):
-        _ask_function(asked, tactic, roles, mesh)
-        return
-    axes = tactic.axes_after(asked.tactics, mesh)
-    if unknown := [axis for axis in axes if axis not in mesh]:
-        raise MeshError(f"{tactic} names the axis {unknown[0]!r}; the mesh has {', '.join(map(repr, mesh))}")
-    _check_applies(tactic, roles)
-    for axis, (basis, own) in tactic.rules(axes).items():
-        earlier = asked.by.setdefault(axis, [])
-        name = type(tactic).__name__
-        if any(name in one.refines for one in earlier):
-            continue  # what it says is what the earlier one rests on
-        if not earlier or all(type(one).__name__ in tactic.refines for one in earlier):
-            asked.rules[axis] = asked.rules.get(axis, basis).refined(own)
-        elif asked.rules[axis] != basis.refined(own):
-            raise ConflictError(
-                f"{earlier[-1]} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
-                "Give one of them another axis, or drop it."
-            )
-        earlier.append(tactic)
-    asked.tactics.append(tactic)
-
-
-def _ask_function(asked: _Asked, tactic: Callable[[Step], Any], roles: Roles, mesh: Mapping[str, int]) -> None:
-    """Adds what a function returns: tactics, or PartitionSpecs by path or glob."""
-    found = tactic(Step.of(roles))
-    if isinstance(found, Mapping):
-        for pattern, spec in found.items():
-            if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
-                raise ArgumentError(
-                    f"{text_of_tactic(tactic)} returned {pattern!r}: {spec!r}; a path or glob and its PartitionSpec are needed"
-                )
-            asked.layouts[pattern] = spec
-        return
-    if not isinstance(found, Iterable):
-        raise ArgumentError(
-            f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
-        )
-    for one in found:
-        _ask(asked, one, roles, mesh)
-
-
-_NEEDED = {
-    Dim.BATCH: "no batch: every argument is carried from step to step, or has no rows",
-    Dim.FEATURE: "no product with a weight",
-    Dim.SEQUENCE: "no sequence: products with weights have no rows beside the batch",
-    Dim.HEAD: "no attention: no product of two activations keeps heads",
-    Dim.EXPERT: "no experts: no product with a weight has a dim that both, and the result, have. A ragged product has "
-    "none that can be split",
-}
-
-
-def _check_applies(tactic: Tactic, roles: Roles) -> None:
-    has = Dim.OTHER
-    for kind in roles.dims.values():
-        has |= kind
-    for need, what in _NEEDED.items():
-        if need & tactic.needs and not need & has:
-            raise ConflictError(f"{tactic} finds nothing to apply to in {roles.formulation.program.name}: {what}.")
-
-
-# What is left.
-
-
 class _Restriction:
     """The choices that are left of a formulation."""
 
-    def __init__(self, roles: Roles, asked: _Asked):
+    def __init__(self, roles: Roles, asked: Asked):
         self.roles, self.asked, self.formulation = roles, asked, roles.formulation
-        self.rules = {axis: rule for axis, rule in asked.rules.items() if axis in self.formulation.mesh}
+        self.rules = {axis: asked.rule(axis) for axis in asked.said if axis in self.formulation.mesh}
         self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
         self.has_sequence = any(kind & Dim.SEQUENCE for kind in roles.dims.values())
         self.tables: dict[tuple[Any, ...], np.ndarray] = {}
@@ -218,7 +102,8 @@ class _Restriction:
         for axis, names in self.whole.items():
             if names:
                 listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                yield f"tactics: {axis!r} divides no dim that {self.asked.by[axis][-1]} splits of {listed}."
+                tactic, devices = self.asked.said[axis][-1].tactic, self.formulation.mesh[axis]
+                yield f"tactics: {axis!r} ({devices} devices) divides no dim that {tactic} splits of {listed}."
 
     # Where arrays lie, and what is split.
 
@@ -238,12 +123,12 @@ class _Restriction:
                 kept = [o for o in options if int(dims[o]) in wanted]
                 if not kept and -1 not in wanted:
                     kept = [o for o in options if dims[o] < 0]
-                    self.whole[axis][value.name] += 1
+                    self.whole[axis].update([value.name] if value.shape else [])
                 if not kept:
+                    left = ", ".join(sorted({str(spec_of(homes[o])) for o in options}))
                     raise ConflictError(
-                        f"{self.asked.by[axis][-1]} wants {value} to be {_wish(wanted)} along {axis!r}; what fixed= or "
-                        f"another tactic says leaves {', '.join(sorted({str(spec_of(homes[o])) for o in options}))}.\n"
-                        "Drop one of them."
+                        f"{self.asked.said[axis][-1].tactic} wants {value} to be {_wish(wanted)} along {axis!r}; what "
+                        f"fixed= or another tactic says leaves {left}.\nDrop one of them."
                     )
                 options = kept
             allowed[i] = options
@@ -299,8 +184,13 @@ class _Restriction:
             over = [_factor_over(strategies[o], axis) for o in options]
             on = [o for o, factor in zip(options, over, strict=True) if factor in factors]
             off = [o for o, factor in zip(options, over, strict=True) if factor is None]
+            if split.is_required and factors and not on and work in _PRODUCTS:
+                equation = group.equations[0]
+                self.whole[axis].update([f"{equation.primitive} at {equation.source or 'unknown line'}"])
             kept = on if on and split.is_required else on + off
             options = sorted(kept) or options
+            if work in (Work.PRODUCT, Work.EXPERT, Work.GRADIENT) and rule.apart_from:
+                options = [o for o in options if not _shares_dim(strategies[o], axis, rule.apart_from)] or options
         return options
 
     # What may be communicated.
@@ -325,15 +215,10 @@ class _Restriction:
             if kinds is None or not group.reduction:
                 continue
             kept = [o for o in options if _sums_over(strategies[o], axis) <= kinds | {"all_gather"}]
-            if work in rule.scatters and group.contracts:
-                without = {
-                    _place(strategies[o], axis) for o in kept if REDUCE_SCATTER in _sums_over(strategies[o], axis)
-                }
-                kept = [
-                    o
-                    for o in kept
-                    if ALL_REDUCE not in _sums_over(strategies[o], axis) or _place(strategies[o], axis) not in without
-                ]
+            if work in rule.scatters:
+                over = {o: _sums_over(strategies[o], axis) for o in kept}
+                scattered = {_place(strategies[o], axis) for o in kept if REDUCE_SCATTER in over[o]}
+                kept = [o for o in kept if ALL_REDUCE not in over[o] or _place(strategies[o], axis) not in scattered]
             options = kept or options
         return options
 
@@ -341,6 +226,9 @@ class _Restriction:
         options = self.formulation.arguments[argument]
         state = self.roles.state.get(argument)
         moved = Moved.ACTIVATIONS if state in (None, State.CACHE) else Moved.PARAMETERS
+        value = self.formulation.program.arguments[argument]
+        if any(map(_goes_through, self.formulation.readers[value.id])):
+            moved = _of_stacks(moved)
         homes, copies = tuple(one.home for one in options), tuple(one.copy for one in options)
         bad = np.zeros(len(options), bool)
         for axis, rule in self.rules.items():
@@ -355,7 +243,7 @@ class _Restriction:
             copies = tuple(option.copy for option in formulation.arguments[i])
             moved = Moved.ACTIVATIONS if self.roles.state.get(i) in (None, State.CACHE) else Moved.PARAMETERS
             for reader in formulation.readers[value.id]:
-                yield from self._edge(i, copies, reader.node, reader.wants, moved)
+                yield from self._edge(i, copies, reader, moved)
         for group, work in zip(self.roles.groups, self.roles.work, strict=True):
             node = formulation.group_node(group)
             for k, made in enumerate(group.made):
@@ -365,22 +253,22 @@ class _Restriction:
                 leaves = formulation.priced[group.index].leaves[k]
                 if shared is None:
                     for reader in readers:
-                        yield from self._edge(node, leaves, reader.node, reader.wants, moved)
+                        yield from self._edge(node, leaves, reader, moved)
                     continue
-                yield from self._edge(node, leaves, shared.node, shared.layouts, moved)
+                to_shared = _of_stacks(moved) if all(map(_goes_through, readers)) else moved
+                yield from self._edge(node, leaves, Reader(shared.node, shared.layouts), to_shared)
                 for reader in readers:
-                    yield from self._edge(shared.node, shared.layouts, reader.node, reader.wants, moved)
+                    yield from self._edge(shared.node, shared.layouts, reader, moved)
 
     def _moved(self, value: int, work: Work) -> Moved:
         if value in self.roles.of_state:
             return Moved.PARAMETERS
-        return Moved.UPDATES if work in (Work.UPDATE, Work.GRADIENT) else Moved.ACTIVATIONS
+        return Moved.UPDATES if work in (Work.UPDATE, Work.GRADIENT, Work.SUM) else Moved.ACTIVATIONS
 
-    def _edge(
-        self, i: int, left: tuple[Layout, ...], j: int, wanted: tuple[Layout, ...], moved: Moved
-    ) -> Iterator[Edge]:
-        if i == j:
+    def _edge(self, i: int, left: tuple[Layout, ...], reader: Reader, moved: Moved) -> Iterator[Edge]:
+        if i == reader.node:
             return
+        wanted, moved = reader.wants, _of_stacks(moved) if _goes_through(reader) else moved
         key = left, wanted, moved
         if key not in self.tables:
             bad = np.zeros((len(left), len(wanted)), bool)
@@ -391,7 +279,16 @@ class _Restriction:
             self.tables[key] = np.where(bad, np.inf, 0.0)
         table = self.tables[key]
         if table.any():
-            yield Edge(i, j, table)
+            yield Edge(i, reader.node, table)
+
+
+def _goes_through(reader: Reader) -> bool:
+    """Whether a loop goes through what is read, a slice in each turn."""
+    return reader.group is not None and reader.group.equations[0].primitive == "scan_slice"
+
+
+def _of_stacks(moved: Moved) -> Moved:
+    return Moved.STACKS if moved is Moved.PARAMETERS else moved
 
 
 def _restricted_further(problem: Problem, allowed: Mapping[int, Iterable[int]]) -> Problem:
@@ -419,6 +316,11 @@ def _is_forbidden(before: np.ndarray, after: np.ndarray, kinds: frozenset[str]) 
 def _factor_over(strategy: Strategy, axis: str) -> int | None:
     """The factor that the axis splits."""
     return next((factor for factor, axes in strategy.assignment if axis in axes), None)
+
+
+def _shares_dim(strategy: Strategy, axis: str, others: frozenset[str]) -> bool:
+    """Whether the axis splits a factor together with another one."""
+    return any(axis in axes and others.intersection(axes) - {axis} for _, axes in strategy.assignment)
 
 
 def _sums_over(strategy: Strategy, axis: str) -> set[str]:

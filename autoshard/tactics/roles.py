@@ -5,8 +5,9 @@ follows from the equations that it goes through:
 
 1. Factors of two groups are one *dim of the step* where the one is how a group leaves a dim of a value, and the other
    how another group reads it. Of a dim of several factors the major one counts, since that is what axes split first.
-2. The *batch* is the dims that the batch's arrays begin with (`batch_dim`), wherever they go. An argument is an array of
-   the batch if no result takes its place and it has as many rows as the others; parameters of an evaluation have not.
+2. The *batch* is the dims that the batch's arrays begin with (`batch_dim`), wherever they go. An argument is an array
+   of the batch if no result takes its place and it has as many rows as the others; parameters of an evaluation have
+   not.
 3. A *weight product* multiplies something that depends on the batch with something made of the state alone. Its factors
    on the weight are *features*; its others are *rows*: batch, positions of a sequence, an expert's slots. A factor
    that both operands and the result have numbers the *experts*.
@@ -51,7 +52,8 @@ class Work(enum.Enum):
     PRODUCT = enum.auto()  # a weight product
     EXPERT = enum.auto()  # a weight product of experts
     ATTENTION = enum.auto()  # a product of two arrays that depend on the batch, of which rows are kept
-    GRADIENT = enum.auto()  # sums over rows: gradients of parameters, the loss
+    GRADIENT = enum.auto()  # a product that sums over rows: the gradient of a weight
+    SUM = enum.auto()  # any other sum over rows: gradients of biases and embeddings, the loss
     UPDATE = enum.auto()  # on parameters, their gradients and the optimizer's state
     ACTIVATION = enum.auto()  # all else: on what has rows
 
@@ -65,6 +67,7 @@ class State(enum.Enum):
     PARAMETER = enum.auto()  # what they meet elementwise alone: scales, biases
     CACHE = enum.auto()  # it has rows of the batch, as keys and values of a decoder
     OPTIMIZER = enum.auto()  # all else: moments, counters
+    EXPERT_OPTIMIZER = enum.auto()  # what of that has the shape of an expert's weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +134,7 @@ class Roles:
         heads = set[Factor]()
         for group in self.groups:
             if group.equations[0].primitive in _PRODUCTS and not self._reads_state(group) and len(group.uses) > 1:
-                tensors = [self._factors(group, [one.dims]) for one in (*group.uses, *group.made)]
-                heads |= set.intersection(*tensors) & features
+                heads |= self._in_all(group) & features
         found: dict[Factor, Dim] = {}
         kinds = (
             (batch, Dim.BATCH),
@@ -155,6 +157,11 @@ class Roles:
                     if reader.group is not None and reader.use is not None and reader.use.dims[dim]:
                         yield self.dim_of(reader.group, reader.use.dims[dim][0])
 
+    def _in_all(self, group: Group) -> set[Factor]:
+        """The dims of the step that all operands and results of a group have."""
+        tensors = [*(use.dims for use in group.uses), *(made.dims for made in group.made)]
+        return set.intersection(*(self._factors(group, [dims]) for dims in tensors))
+
     def _factors(self, group: Group, tensors: Iterable[FactorDims]) -> set[Factor]:
         """The dims of the step that these tensors of a group have."""
         return {self.dim_of(group, factor) for dims in tensors for dim in dims for factor in dim}
@@ -171,20 +178,24 @@ class Roles:
         """What each group is for."""
         updates = self._updates()
         return tuple(
-            Work.UPDATE if group.index in updates else self._work_on_activations(group) for group in self.groups
+            Work.UPDATE if group.index in updates else self._work_on_activations(group, updates)
+            for group in self.groups
         )
 
-    def _work_on_activations(self, group: Group) -> Work:
+    def _work_on_activations(self, group: Group, updates: set[int]) -> Work:
         if self._is_weight_product(group):
-            tensors = [self._factors(group, [one.dims]) for one in (*group.uses, *group.made)]
-            shared = set.intersection(*tensors)
-            return Work.EXPERT if any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in shared) else Work.PRODUCT
+            is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._in_all(group))
+            return Work.EXPERT if is_expert else Work.PRODUCT
         rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
-        left = any(self._is_any(group, made.dims, rows) for made in group.made)
+        readers = [r for made in group.made for r in self.formulation.readers[made.value.id]]
+        for_updates = bool(readers) and all(r.group is None or r.group.index in updates for r in readers)
+        left = any(self._is_any(group, made.dims, rows) for made in group.made) and not for_updates
         if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
             return Work.ATTENTION
         sums_rows = any(self.role(group, factor) & rows for factor in group.reduction)
-        return Work.GRADIENT if sums_rows and not left else Work.ACTIVATION
+        if not sums_rows or left:
+            return Work.ACTIVATION
+        return Work.GRADIENT if group.equations[0].primitive in _PRODUCTS else Work.SUM
 
     def _is_any(self, group: Group, dims: FactorDims, kinds: Dim) -> bool:
         return any(self.role(group, factor) & kinds for dim in dims for factor in dim)
@@ -218,7 +229,7 @@ class Roles:
 
     @cached_property
     def of_state(self) -> set[int]:
-        """All arguments but the batch, and the values made of these alone, also in each turn of a loop that updates them."""
+        """All arguments but the batch, and the values made of these alone, also in loops that update them."""
         program = self.formulation.program
         batch = set(self.batch)
         found = {value.id for i, value in enumerate(program.arguments) if i not in batch}
@@ -276,7 +287,7 @@ class Roles:
             met[value] = max(met.get(value, kind), kind, key=strength.index)
 
         for group, work in zip(self.groups, self.work, strict=True):
-            if work not in (Work.UPDATE, Work.GRADIENT):
+            if work not in (Work.UPDATE, Work.GRADIENT, Work.SUM):
                 for use in group.uses:
                     if use.value.id in self.of_state:
                         meet(use.value.id, read_as.get(work, State.PARAMETER if group.fuses else State.TABLE))
@@ -293,7 +304,12 @@ class Roles:
             return met.get(value.id, State.OPTIMIZER)
 
         batch = set(self.batch)
-        return {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
+        found = {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
+        experts = {program.arguments[i].shape for i, state in found.items() if state is State.EXPERT}
+        for i, state in found.items():
+            if state is State.OPTIMIZER and program.arguments[i].shape in experts:
+                found[i] = State.EXPERT_OPTIMIZER
+        return found
 
     def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:
         """What each dim of an argument is, by all that read it."""

@@ -23,6 +23,7 @@ class Moved(enum.Enum):
     """What is communicated, by what it is for."""
 
     PARAMETERS = "parameters"  # and what is made of these alone
+    STACKS = "stacks"  # parameters of all turns of a loop at once
     UPDATES = "updates"  # gradients that are summed, and what optimizers make
     ACTIVATIONS = "activations"
 
@@ -57,6 +58,7 @@ class AxisRule:
     reshardings: Mapping[Moved, frozenset[str]] = field(default_factory=dict)
     sums: Mapping[Work, frozenset[str]] = field(default_factory=dict)
     scatters: frozenset[Work] = frozenset()  # whose products are reduce_scattered wherever they can be
+    apart_from: frozenset[str] = frozenset()  # axes with which it splits no dim of a weight product together
 
     def refined(self, other: AxisRule) -> AxisRule:
         """This rule, with what the other says in its place."""
@@ -67,4 +69,5 @@ class AxisRule:
             {**self.reshardings, **other.reshardings},
             {**self.sums, **other.sums},
             self.scatters | other.scatters,
+            self.apart_from | other.apart_from,
         )

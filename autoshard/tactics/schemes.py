@@ -18,7 +18,7 @@
                               and back. Lepikhin et al., "GShard", ICLR 2021
 `TwoDimensional`              rows and features of activations, both dims of weights: SUMMA. Xu et al., "Optimus", 2021
 `TwoAndAHalf`                 the same on copies of the weights. Wang et al., "Tesseract", 2021
-`ThreeDimensional`            rows, and both dims of each weight. Bian et al., 2021
+`ThreeDimensional`            rows of activations, and both dims of each weight. Bian et al., 2021
 ============================  =====================================================================================
 
 A tactic restricts; it does not say where everything lies. The solver finds the cheapest plan of those that it leaves:
@@ -28,6 +28,7 @@ which dim of a weight is its column, along which dim a gradient is scattered, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from autoshard.errors import ArgumentError
@@ -37,7 +38,8 @@ from autoshard.tactics.rules import ANYTHING, NOTHING, AxisRule, Moved, Split, S
 _NONE = frozenset[str]()
 _GATHERS, _EXCHANGES = frozenset({"all_gather"}), frozenset({"all_to_all"})
 _REDUCES, _SUMS = frozenset({"all_reduce"}), frozenset({"all_reduce", "reduce_scatter"})
-_STAYING = (State.WEIGHT, State.EXPERT, State.TABLE, State.PARAMETER, State.OPTIMIZER)
+_OPTIMIZER = (State.OPTIMIZER, State.EXPERT_OPTIMIZER)
+_STAYING = (State.WEIGHT, State.EXPERT, State.TABLE, State.PARAMETER, *_OPTIMIZER)
 
 _DATA = AxisRule(
     state=dict.fromkeys(_STAYING, Storage.WHOLE),
@@ -48,23 +50,23 @@ _DATA = AxisRule(
 )
 _ZERO = {
     1: AxisRule(
-        state={State.OPTIMIZER: Storage.SPLIT},
+        state=dict.fromkeys(_OPTIMIZER, Storage.SPLIT),
         splits={Work.UPDATE: ANYTHING},
         reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
-        sums={Work.GRADIENT: _SUMS},
+        sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
     ),
     2: AxisRule(
-        state={State.OPTIMIZER: Storage.SPLIT},
+        state=dict.fromkeys(_OPTIMIZER, Storage.SPLIT),
         splits={Work.UPDATE: ANYTHING},
         reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
-        sums={Work.GRADIENT: _SUMS},
+        sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
         scatters=frozenset({Work.GRADIENT}),
     ),
     3: AxisRule(
         state={**dict.fromkeys(_STAYING, Storage.SPLIT), State.PARAMETER: Storage.OPEN},
         splits={Work.UPDATE: ANYTHING},
-        reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
-        sums={Work.GRADIENT: _SUMS},
+        reshardings={Moved.PARAMETERS: _GATHERS, Moved.STACKS: _NONE, Moved.UPDATES: _GATHERS},
+        sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
         scatters=frozenset({Work.GRADIENT}),
     ),
 }
@@ -76,7 +78,7 @@ _MEGATRON = AxisRule(
         Work.EXPERT: Split(Dim.FEATURE),
         Work.ATTENTION: Split(Dim.HEAD),
         Work.ACTIVATION: Split(Dim.FEATURE, is_required=False),
-        Work.GRADIENT: Split(Dim.FEATURE, is_required=False),
+        **dict.fromkeys((Work.GRADIENT, Work.SUM), Split(Dim.FEATURE, is_required=False)),
         Work.UPDATE: ANYTHING,
     },
     reshardings=dict.fromkeys(Moved, _NONE),
@@ -84,7 +86,7 @@ _MEGATRON = AxisRule(
 )
 _SEQUENCE = AxisRule(
     batch=Dim.SEQUENCE | Dim.OTHER,
-    splits={Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE), Work.GRADIENT: Split(Dim.FEATURE | Dim.SEQUENCE)},
+    splits={Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE), Work.SUM: Split(Dim.FEATURE | Dim.SEQUENCE)},
     reshardings={Moved.ACTIVATIONS: _GATHERS},
     sums={Work.PRODUCT: _SUMS},
     scatters=frozenset({Work.PRODUCT}),
@@ -98,14 +100,14 @@ _ULYSSES = AxisRule(
         Work.ACTIVATION: Split(Dim.SEQUENCE | Dim.HEAD),
         Work.UPDATE: NOTHING,
     },
-    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _EXCHANGES},
+    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _EXCHANGES, Moved.UPDATES: _GATHERS},
     sums=dict.fromkeys(Work, _REDUCES),
 )
 _EXPERTS = AxisRule(
-    state={State.EXPERT: Storage.EXPERTS},
+    state={State.EXPERT: Storage.EXPERTS, State.EXPERT_OPTIMIZER: Storage.EXPERTS},
     splits={
         Work.EXPERT: Split(Dim.EXPERT),
-        **dict.fromkeys((Work.ACTIVATION, Work.ATTENTION, Work.GRADIENT), Split(Dim.BATCH | Dim.EXPERT)),
+        **dict.fromkeys((Work.ACTIVATION, Work.ATTENTION, Work.GRADIENT, Work.SUM), Split(Dim.BATCH | Dim.EXPERT)),
         Work.UPDATE: ANYTHING,
     },
     reshardings={Moved.ACTIVATIONS: _EXCHANGES},
@@ -128,7 +130,8 @@ _CUBE = AxisRule(
         Work.EXPERT: Split(Dim.FEATURE),
         Work.ATTENTION: Split(Dim.HEAD | Dim.BATCH),
         Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
-        Work.GRADIENT: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
+        Work.GRADIENT: Split(Dim.FEATURE),
+        Work.SUM: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
         Work.UPDATE: ANYTHING,
     },
     reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _GATHERS},
@@ -145,7 +148,7 @@ class Tactic:
     """
 
     needs: ClassVar[Dim]  # what a step must have for it
-    refines: ClassVar[tuple[str, ...]] = ()  # names of those in whose place it comes on the same axis
+    order: ClassVar[int] = 0  # of those that rest on the same rule, on one axis: what a later one says stands
 
     def __init__(self, *axes: str) -> None:
         if not all(isinstance(axis, str) for axis in axes):
@@ -207,7 +210,7 @@ class ZeRO(Tactic):
     """
 
     needs = Dim.BATCH
-    refines = ("DataParallel", "ExpertParallel", "Ulysses")
+    order = 1
 
     def __init__(self, level: int, *axes: str) -> None:
         super().__init__(*axes)
@@ -249,7 +252,7 @@ class HSDP(Tactic):
     """
 
     needs = Dim.BATCH
-    refines = ("DataParallel",)
+    order = 1
 
     def __init__(self, shard: str, replica: str) -> None:
         super().__init__(shard, replica)
@@ -293,7 +296,7 @@ class SequenceParallel(_OnEveryAxis):
 
     rule = (_MEGATRON, _SEQUENCE)
     needs = Dim.FEATURE
-    refines = ("Megatron",)
+    order = 1
 
 
 class Ulysses(_OnEveryAxis):
@@ -303,7 +306,7 @@ class Ulysses(_OnEveryAxis):
         axis: the mesh axis.
     """
 
-    rule = (_ULYSSES, AxisRule())
+    rule = (_DATA, _ULYSSES)
     needs = Dim.SEQUENCE | Dim.HEAD
 
 
@@ -316,7 +319,7 @@ class ExpertParallel(_OnEveryAxis):
 
     rule = (_DATA, _EXPERTS)
     needs = Dim.EXPERT
-    refines = ("DataParallel", "FSDP", "ZeRO")
+    order = 2
 
 
 class TwoDimensional(Tactic):
@@ -357,10 +360,14 @@ class TwoAndAHalf(Tactic):
 
 
 class ThreeDimensional(Tactic):
-    """Rows of activations along one axis, the two dims of each weight along two others, and weights along all three.
+    """Rows of activations along one axis, the two dims of each weight along two others.
+
+    Activations are gathered along one of the two before a product, and reduce_scattered along the other one after it,
+    in turns. Weights are whole along `rows`, where the paper has a piece on each device and gathers them. What is moved
+    is the same, since gradients are all_reduced. `ZeRO(1, rows)` splits the optimizer's state as well.
 
     Args:
-        rows: the mesh axis along which rows are split.
+        rows: the mesh axis along which rows are split; it stands before the others in the mesh.
         first: one mesh axis for the dims of weights.
         second: the other.
     """
@@ -372,4 +379,5 @@ class ThreeDimensional(Tactic):
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
         rows, first, second = axes
-        return {rows: (_DATA, _ZERO[3]), first: (_CUBE, AxisRule()), second: (_CUBE, AxisRule())}
+        cube = replace(_CUBE, apart_from=frozenset({first, second}))
+        return {rows: (_DATA, AxisRule()), first: (cube, AxisRule()), second: (cube, AxisRule())}

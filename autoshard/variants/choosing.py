@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 import operator
-from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from autoshard.errors import MemoryLimitError, MicrobatchError
+from autoshard.meshes.cutoff import SlowMesh
 from autoshard.program import Program
+from autoshard.remat.recomputation import Level
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
+# Twice as many microbatches have to gain this share of a step's seconds, or still more of them are not tried.
+LEAST_GAIN = 0.005
+# A plan that fills less of the memory than this is held to be free: less memory in use would not make it faster.
+FREE_BELOW = 0.5
+
 
 class PlannedProgram(Protocol):
-    """A program with its plan."""
+    """A program with its plan, as a dataclass."""
 
     @property
     def plan(self) -> Plan: ...
@@ -24,64 +33,160 @@ class PlannedProgram(Protocol):
 Planned = TypeVar("Planned", bound=PlannedProgram)
 
 
+@dataclass(frozen=True)
+class Wishes:
+    """What the user leaves open of how a step runs, and what bounds it."""
+
+    mesh: Mapping[str, int]
+    microbatches: int | None  # None: as many as are fastest
+    recomputes: bool  # whether autoshard chooses what is computed again
+    memory: float  # bytes per device that a plan may be predicted to fill
+    time_limit: float  # s, after which no more variants are planned
+
+
 def fastest(
     variants: StepVariants,
-    mesh: Mapping[str, int],
-    microbatches: int | None,
-    planned: Callable[[Program], Planned],
+    wishes: Wishes,
+    planned: Callable[[Program, float], Planned],
     given: Plan | None = None,
 ) -> Planned:
     """The step planned in the variant that is predicted to take the fewest seconds.
 
+    Its bound is that of all variants: none of those that fit is proven to be faster than that.
+
     Args:
-        microbatches: how many the user wants; None: as few as fit.
+        planned: plans a program, and may raise `SlowMesh` once it is proven to take more than so many seconds.
         given: the plan that the user gave, which is for one of the variants.
 
     Raises:
         MemoryLimitError: no variant fits.
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
     """
-    try:
-        return _in_microbatches(variants, mesh, microbatches or 1, planned, given)
-    except MemoryLimitError as error:
-        if microbatches is not None or given is not None:
-            raise
-        for count in (2**power for power in range(1, 31)):
-            try:
-                return _in_microbatches(variants, mesh, count, planned)
-            except MemoryLimitError:
-                continue
-            except MicrobatchError as refused:
-                raise error from refused
-        raise
+    if given is not None:
+        return planned(_given(variants, wishes, given), math.inf)
+    return _Search(variants, wishes, planned).fastest()
 
 
-def _in_microbatches(
-    variants: StepVariants,
-    mesh: Mapping[str, int],
-    count: int,
-    planned: Callable[[Program], Planned],
-    given: Plan | None = None,
-) -> Planned:
-    """The cheapest of the ways to add up microbatches: over all devices in each of them, or after the last.
+def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
+    """The variant that a plan was made for; the step as it is if the plan is for none, which then is an error."""
+    counts = [wishes.microbatches] if wishes.microbatches else [2**power for power in range(31)]
+    for count in counts:
+        try:
+            first = variants.program(Variant(count))
+        except MicrobatchError:
+            if wishes.microbatches:
+                raise
+            break
+        for variant in _grouped(variants, wishes.mesh, count):
+            levels = range(len(variants.recomputation(variant).levels)) if wishes.recomputes else ()
+            for one in (variant, *(replace(variant, level=level) for level in levels)):
+                if variants.program(one).fingerprint == given.fingerprint:
+                    return variants.program(one)
+    return first if wishes.microbatches else variants.program(Variant())
+
+
+def _grouped(variants: StepVariants, mesh: Mapping[str, int], count: int) -> Iterator[Variant]:
+    """The ways to add up microbatches: over all devices in each of them, or after the last.
 
     For the latter, each group of devices has a sum of its own. That takes more memory and communicates less.
+
+    Raises:
+        MicrobatchError: the batch cannot be split into so many.
     """
-    programs = [variants.program(Variant(count))]
-    if count > 1:
-        sizes = mesh.values()
-        for groups in sorted({*itertools.accumulate(sizes, operator.mul), *sizes} - {1}):
-            with contextlib.suppress(MicrobatchError):  # the rows of a microbatch are no multiple of so many groups
-                programs.append(variants.program(Variant(count, groups)))
-    if given is not None:  # it was made for one of them
-        programs = [one for one in programs if one.fingerprint == given.fingerprint] or programs[:1]
-    found: list[Planned] = []
-    errors: list[MemoryLimitError] = []
-    for one in programs:
+    variants.program(Variant(count))
+    yield Variant(count)
+    if count == 1:
+        return
+    for groups in sorted({*itertools.accumulate(mesh.values(), operator.mul), *mesh.values()} - {1}):
         try:
-            found.append(planned(one))
+            variants.program(Variant(count, groups))
+        except MicrobatchError:  # the rows of a microbatch are no multiple of so many groups
+            continue
+        yield Variant(count, groups)
+
+
+class _Search(Generic[Planned]):
+    """The search through the variants of a step."""
+
+    def __init__(self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned]):
+        self.variants, self.wishes, self.planned = variants, wishes, planned
+        self.until = time.monotonic() + wishes.time_limit
+        self.best: Planned | None = None
+        self.bounds: list[float] = []  # s, of the variants that fit
+        self.errors: list[MemoryLimitError] = []
+        self.slow: list[SlowMesh] = []  # what is proven of variants that nobody would want
+
+    def fastest(self) -> Planned:
+        asked = self.wishes.microbatches
+        for count in [asked] if asked is not None else (2**power for power in range(31)):
+            before = self.best
+            try:
+                self.plan_all_in(count)
+            except MicrobatchError as refused:
+                if asked is not None:
+                    raise
+                if self.best is None and not self.slow:
+                    raise self.smallest_error from refused
+                break
+            if self.best is not None and not self.may_gain(before):
+                break
+        if self.best is None:
+            raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
+        bound = min(self.bounds)
+        if bound >= self.best.plan.bound:
+            return self.best
+        found: Any = self.best
+        proven: Planned = replace(found, plan=replace(found.plan, bound=bound, status="feasible"))
+        return proven
+
+    @property
+    def smallest_error(self) -> MemoryLimitError:
+        return min(self.errors, key=lambda error: error.needed)
+
+    def may_gain(self, before: Planned | None) -> bool:
+        """Whether still more microbatches may be faster: memory binds, and the last doubling has gained."""
+        assert self.best is not None, "something fits"
+        if time.monotonic() > self.until or self.best.plan.predicted.peak_bytes < FREE_BELOW * self.wishes.memory:
+            return False
+        return before is None or self.best.plan.cost < before.plan.cost * (1 - LEAST_GAIN)
+
+    def plan_all_in(self, count: int) -> None:
+        """Plans the variants of so many microbatches."""
+        ways = list[tuple[float, Variant]]()
+        for variant in _grouped(self.variants, self.wishes.mesh, count):
+            levels = self.levels(variant)
+            cost = self.plan(replace(variant, level=len(levels) - 1) if levels else variant)
+            if cost is not None:
+                ways.append((cost, variant))
+        if not ways:  # not even with the least that can be kept
+            return
+        _, variant = min(ways, key=lambda way: way[0])
+        for level in reversed(range(len(self.levels(variant)) - 1)):
+            if time.monotonic() > self.until:
+                self.bounds.append(0.0)  # nothing is proven of what is not planned
+                break
+            one = replace(variant, level=level)
+            if self.variants.least_bytes(one) / math.prod(self.wishes.mesh.values()) > self.wishes.memory:
+                break
+            if self.plan(one) is None:  # levels before it keep still more
+                break
+
+    def levels(self, variant: Variant) -> Sequence[Level]:
+        return self.variants.recomputation(variant).levels if self.wishes.recomputes else ()
+
+    def plan(self, variant: Variant) -> float | None:
+        """The seconds of a variant's plan, or those that it is proven to take; None if it does not fit."""
+        try:
+            enough = math.inf if self.best is None else self.best.plan.cost
+            found = self.planned(self.variants.program(variant), enough)
         except MemoryLimitError as error:
-            errors.append(error)
-    if not found:
-        raise errors[0]
-    return min(found, key=lambda one: one.plan.cost)
+            self.errors.append(error)
+            return None
+        except SlowMesh as slow:
+            self.slow.append(slow)
+            self.bounds.append(slow.bound)
+            return slow.bound
+        self.bounds.append(found.plan.bound)
+        if self.best is None or found.plan.cost < self.best.plan.cost:
+            self.best = found
+        return found.plan.cost

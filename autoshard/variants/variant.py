@@ -11,17 +11,21 @@ import jax
 from jax.sharding import AbstractMesh
 
 from autoshard.jaxprs import ClosedJaxpr
+from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import in_microbatches
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
+from autoshard.remat.costs import bytes_of
+from autoshard.remat.recomputation import Recomputation
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Variant:
     """One way to run a step. All variants of a step compute the same numbers, in other seconds and bytes."""
 
     microbatches: int = 1  # parts of the batch, one after the other
     groups: int = 1  # of rows, side by side in every microbatch, and summed up after the last
+    level: int | None = None  # of recomputation; None: as the user wrote it
 
 
 class StepVariants:
@@ -32,16 +36,20 @@ class StepVariants:
         traced: TracedStep,
         mesh: AbstractMesh,
         types: tuple[Any, ...],
+        topology: Topology,
         finish: Callable[[Program], Program] | None,
     ):
         """
         Args:
             mesh: under which the step was traced; it is traced again under the same.
             types: of its arguments, as they were traced.
+            topology: of which recomputation is priced.
             finish: what a program becomes before it is planned; None: it stays as it is.
         """
-        self.types, self.mesh, self._finish = types, mesh, finish
+        self.types, self.mesh, self._topology, self._finish = types, mesh, topology, finish
         self._traced = replace(traced, again=functools.cache(lambda types: traced.again(types)))
+        self._jaxprs: dict[Variant, ClosedJaxpr] = {}
+        self._recomputations: dict[Variant, Recomputation] = {}
         self._programs: dict[Variant, Program] = {}
 
     @property
@@ -62,12 +70,39 @@ class StepVariants:
         """
         if variant not in self._programs:
             with jax.sharding.use_abstract_mesh(self.mesh):
-                read = self._traced.read(self._jaxpr(variant))
-            read = replace(read, microbatches=variant.microbatches)
+                if variant.level is None:
+                    closed, remark = self._jaxpr(variant), ""
+                else:
+                    found = self.recomputation(variant)
+                    level = found.levels[variant.level]
+                    closed, remark = found.rewritten(level), found.remark(level)
+                read = replace(self._traced.read(closed), microbatches=variant.microbatches, recomputed=remark)
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]
 
+    def recomputation(self, variant: Variant) -> Recomputation:
+        """What of a variant can be computed again instead of kept, whatever its level.
+
+        Raises:
+            MicrobatchError: the batch cannot be split so.
+        """
+        as_written = replace(variant, level=None)
+        if as_written not in self._recomputations:
+            with jax.sharding.use_abstract_mesh(self.mesh):
+                self._recomputations[as_written] = Recomputation.of(self._jaxpr(as_written), self._topology)
+        return self._recomputations[as_written]
+
+    def least_bytes(self, variant: Variant) -> float:
+        """Bytes that all devices together cannot do without: the state, and what is kept for the backward pass."""
+        assert variant.level is not None, "what the user wrote keeps may be computed again by XLA"
+        found = self.recomputation(variant)
+        state = (self._traced.closed.in_avals[i] for i in self._traced.carried)
+        return sum(map(bytes_of, state)) + found.held_bytes(found.levels[variant.level])
+
     def _jaxpr(self, variant: Variant) -> ClosedJaxpr:
+        """The step in microbatches, as the user wrote it otherwise."""
         if variant.microbatches == 1:
             return self._traced.closed
-        return in_microbatches(self._traced, variant.microbatches, variant.groups)
+        if variant not in self._jaxprs:
+            self._jaxprs[variant] = in_microbatches(self._traced, variant.microbatches, variant.groups)
+        return self._jaxprs[variant]

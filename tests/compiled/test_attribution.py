@@ -1,13 +1,15 @@
 """Every collective of a compiled step has the user's line, those of arguments, loops and results included."""
 
 import contextlib
+import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from oracles import mesh_of, slow_chips
+from oracles import SMALL, mesh_of, slow_chips
 
 import autoshard
 
@@ -86,3 +88,25 @@ def test_arguments_without_names_are_caught(monkeypatch):
     monkeypatch.setattr("autoshard.compiled.verification._argument_of", lambda name, program: None)
     with pytest.raises(AssertionError):
         assert_gather_is_named()
+
+
+def unnamed_constraints(model: str) -> list[str]:
+    """The constraints of a lowered step that say no line, though every inner value has one."""
+    made = SMALL[model]()
+    options = {"mesh": mesh_of({"x": 4, "y": 2}), "topology": slow_chips("xy"), "donate_argnums": 0, "time_limit": 2}
+    plan = autoshard.plan(made.step, made.state, made.batches(0), **options)
+    told = dataclasses.replace(plan, annotations=dataclasses.replace(plan.annotations, implied=()))
+    text = dataclasses.replace(plan.lowering, plan=told)().as_text(debug_info=True)
+    names = dict(re.findall(r"^(#loc\d+) = loc\((.*)\)$", text, re.MULTILINE))
+    constraints = re.findall(r"sdy\.sharding_constraint.*loc\((#loc\d+)\)", text)
+    assert len(constraints) > 20
+    return [names[one] for one in constraints if not re.search(r"\.py:\d+#|arguments\[", names[one])]
+
+
+def test_every_constraint_has_a_line():
+    assert unnamed_constraints("gpt remat") == []
+
+
+def test_constraints_behind_barriers_without_lines_are_caught(monkeypatch):
+    monkeypatch.setattr("autoshard.lower.emitter.reader_in", lambda *of: None)
+    assert unnamed_constraints("gpt remat")

@@ -14,16 +14,14 @@ from dataclasses import replace
 
 from autoshard.errors import SolverError
 from autoshard.layout import MeshShape
-from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.model.formulation import Formulation
+from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.option_set import OptionSet, Partition, place_of
-from autoshard.model.pricing.roofline import compute_dtype
 from autoshard.program import Program
-from autoshard.solver.problem import Solution
 
 AXES = 4  # from so many on, a problem may be too large
 WHOLE = 4_000  # layouts, of all shapes in the step, that are still priced whole
-ROUNDS = 2  # of parts near a choice
+ROUNDS = 1  # of parts near a choice
 CHANGES = 1  # axes in which an option near a choice may differ from it
 
 
@@ -44,24 +42,21 @@ def coarse_partitions(axes: Sequence[str]) -> tuple[Partition, ...]:
     return ((whole,), *((whole[:i], whole[i:]) for i in range(1, len(whole))))
 
 
-def in_parts(
-    axes: Sequence[str],
-    formulated: Callable[[OptionSet], Formulation],
-    solve: Callable[[Formulation], Solution],
-) -> Formulation:
+def in_parts(mesh: MeshShape, formulated: Callable[..., Formulation], seconds: float) -> Formulation:
     """The part of a problem that lies near the best choice found, with the seconds that no choice goes below.
 
     Args:
-        axes: of the mesh, those of one device left out.
-        formulated: makes the problem of a part.
-        solve: finds a good choice of one.
+        formulated: makes the problem of a part, `offered=`.
+        seconds: that the search in one part may take.
     """
-    partitions = coarse_partitions(axes)
-    part = formulated(OptionSet(partitions))
+    partitions = coarse_partitions([axis for axis, size in mesh.items() if size > 1])
+    offered = OptionSet(partitions)
+    part = formulated(offered=offered)
     with contextlib.suppress(SolverError):  # whoever solves the part says what is wrong
         for _ in range(ROUNDS):
-            choice = solve(part).choice
-            part = formulated(near_choice(part, choice, _partitions_used(part, choice, partitions)))
+            choice = solve_within(part, seconds).choice
+            near = near_choice(part, choice, _partitions_used(part, choice, partitions))
+            part = formulated(offered=replace(near, steps_by_rank=offered.steps_by_rank))
     return replace(part, least=least_seconds(part))
 
 
@@ -93,11 +88,8 @@ def _partitions_used(
 
 
 def least_seconds(part: Formulation) -> float:
-    """Seconds that no choice of the whole problem goes below: its FLOPs, shared out over all devices."""
+    """Seconds that no choice of the whole problem goes below: its FLOPs and bytes, shared out over all devices."""
     devices = math.prod(part.mesh.values())
-    total = []
-    for group, priced in zip(part.groups, part.priced, strict=True):
-        shared = sum(map(flops, group.equations)) / devices
-        seconds = compute_seconds(shared, 0.0, compute_dtype(group.equations), part.prices.topology) * group.trips
-        total.append(min([seconds, *(one.compute for one in priced.seconds)]))  # some groups compute nothing
-    return math.fsum(total)
+    pairs = zip(part.groups, part.priced, strict=True)
+    least = [(part.prices.work.least_seconds(group, devices) * group.trips, priced) for group, priced in pairs]
+    return math.fsum(min([seconds, *(one.compute for one in priced.seconds)]) for seconds, priced in least)

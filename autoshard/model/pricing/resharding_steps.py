@@ -65,7 +65,7 @@ def _kinds(sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarr
     >>> _kinds(layouts, layouts, np.array([(0, 1), (0, 2), (1, 0)]), {"a": 2}).tolist()
     [0, 0, 1]
     """
-    if not mesh:  # one device: nothing is split
+    if not mesh:  # nothing is split
         return np.zeros(len(pairs), dtype=int)
     split = np.concatenate([_dims_split(sources, mesh)[pairs[:, 0]], _dims_split(targets, mesh)[pairs[:, 1]]], axis=1)
     rank, number = len(sources[0]), np.arange(len(pairs))

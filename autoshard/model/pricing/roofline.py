@@ -64,6 +64,24 @@ class GroupWork:
         each = zip(least.tolist(), work.tolist(), moved.tolist(), strict=True)
         return [least + compute_seconds(done, through, dtype, self.topology) for least, done, through in each]
 
+    def least_seconds(self, group: Group, devices: int) -> float:
+        """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
+        first = group.equations[0]
+        is_free = group.only_moves and not (group.sunk or group.copied)
+        if is_free or first.primitive in _CROSSINGS:
+            return 0.0
+        values = {value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.made))}
+        moves_parts = group.repeated or first.primitive in _READS_PART or first.primitive in _WRITES_PART
+        in_memory = (value for value in values.values() if not (moves_parts or value.on_host or self.kept_share(value)))
+        sizes = [
+            math.prod(value.shape) * self.arrays.widths.stored(value)
+            for value in in_memory
+            if value.id not in self.instead
+        ]
+        work, dtype = sum(map(flops, group.equations)), compute_dtype(group.equations)
+        shared = compute_seconds(work / devices, sum(sizes) / devices, dtype, self.topology)
+        return self.arrays.backend.operations.seconds(group) + shared
+
     def _least(self, group: Group, wants) -> np.ndarray | float:
         """Seconds that its operations take however little they do, per strategy."""
         operations = self.arrays.backend.operations

@@ -38,9 +38,13 @@ class Position(Moves):
         looks: node -> seconds of a quiet core that a look at its options takes.
     """
 
-    def __init__(self, problem: Problem, run: SearchRun):
+    def __init__(self, problem: Problem, run: SearchRun, *, offers: bool = True):
+        """
+        Args:
+            offers: whether choices are offered; not if the problem is made of another.
+        """
         super().__init__(problem, run.rng)
-        self.run = run
+        self.run, self.offers = run, offers
         self.sizes = [len(costs) for costs in problem.costs]
         self.decided = [node for node, size in enumerate(self.sizes) if size > 1]
         self.room = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
@@ -133,7 +137,7 @@ class Position(Moves):
 
     def offer(self) -> None:
         """Offers the choice if it is allowed."""
-        if self.is_allowed and self.cost < self.run.cost:
+        if self.offers and self.is_allowed and self.cost < self.run.cost:
             self.run.offer(self.choice.tolist(), self.cost)
 
     def repair(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.solver.arrays import memory_of
 from autoshard.solver.least_memory import leanest
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import NoChoice, Part, Run
@@ -152,6 +153,8 @@ class PartSearch:
         Raises:
             NoChoice: it is proven that nothing fits.
         """
+        if (memory_of(part.problem).room < 0).any():  # the leanest options do not fit
+            raise NoChoice
         searching = SearchRun(part, run)
         run.clock.grace = 0.0  # a part without a choice gets one below
         with run.report.during(self.name), contextlib.suppress(SearchEnded, TimeUp):
@@ -171,8 +174,6 @@ def _offer_leanest(part: Part, run: Run) -> None:
     Raises:
         NoChoice: that does not fit either.
     """
-    if part.problem.limit is None:
-        return
     run.clock.extend()
     with contextlib.suppress(TimeUp):
         found = leanest(part.problem, run)

@@ -9,8 +9,15 @@ from autoshard.errors import SolverError
 from autoshard.solver.searches.exact.alpa import alpa
 from autoshard.solver.searches.exact.optcnn import optcnn
 from autoshard.solver.searches.exact.pase import pase
+from autoshard.solver.searches.exact.tensoropt import tensoropt
 from autoshard.solver.searches.greedy.autoddl import autoddl
 from autoshard.solver.searches.greedy.partir import partir
+from autoshard.solver.searches.learning.auto_map import auto_map
+from autoshard.solver.searches.learning.colocrl import colocrl
+from autoshard.solver.searches.learning.spotlight import spotlight
+from autoshard.solver.searches.partitioning.double_recursive import double_recursive
+from autoshard.solver.searches.partitioning.scotch import scotch
+from autoshard.solver.searches.partitioning.tofu import tofu
 from autoshard.solver.searches.sampling.aceso import aceso
 from autoshard.solver.searches.sampling.automap import automap
 from autoshard.solver.searches.sampling.flexflow import flexflow
@@ -18,7 +25,25 @@ from autoshard.solver.searches.sampling.regal import regal
 from autoshard.solver.searches.sampling.toast import toast
 from autoshard.solver.searches.search_run import PartSearch, Search
 
-_ALL: tuple[Search, ...] = (aceso, alpa, autoddl, automap, flexflow, optcnn, partir, pase, regal, toast)
+_ALL: tuple[Search, ...] = (
+    aceso,
+    alpa,
+    auto_map,
+    autoddl,
+    automap,
+    colocrl,
+    double_recursive,
+    flexflow,
+    optcnn,
+    partir,
+    pase,
+    regal,
+    scotch,
+    spotlight,
+    tensoropt,
+    toast,
+    tofu,
+)
 
 SEARCHES: Mapping[str, Search] = MappingProxyType({search.__name__: search for search in _ALL})
 

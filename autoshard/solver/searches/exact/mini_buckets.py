@@ -1,16 +1,16 @@
 """Dynamic programming over a graph of any width, and the choices that are found by its tables in the order of cost.
 
-Nodes are minimised out one after the other, as in `exact/elimination.py`. Where the table of a node would be too large,
-the tables in its bucket are minimised in several groups instead, each of which takes an option of its own (mini-buckets:
+Nodes are minimised out one after the other, as in `exact/elimination.py`. Where the table of a node would be too
+large, the tables in its bucket are minimised in several groups instead, each with an option of its own (mini-buckets:
 Dechter and Rish, "Mini-buckets: a general scheme for bounded inference", JACM 2003). Then what is left to pay is a
-lower bound, and exact where no bucket was split.
+lower bound. It is exact where no bucket was split.
 
 Memory enters twice. Bytes have prices, at which the cheapest choice is one for the tables; what the limit gives back
 makes the least priced cost a bound. And a branch is left where the leanest options of all other nodes do not fit.
 
 The tables of node 0 in a chain 0 - 1 - 2, minimised out in this order, are its costs and those of edge (0, 1). Their
 minimum over node 0 is a table over node 1, which waits in the bucket of node 1. The choice is then made from node 2
-back to node 0. After node 2 is decided, the bound is the cost of its option plus the table over node 2 that node 1 left.
+back to node 0. Once node 2 is decided, the bound is what its option costs plus its entry in the table of node 1.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from autoshard.solver.searches.position import ENOUGH, SECONDS_PER_CHANGE, SECON
 from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.tables import summed
 
+SECONDS_PER_CELL = 1e-8  # of a quiet core: a bound of an option from a state
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -48,9 +50,7 @@ class MiniBuckets:
         is_exact: whether no bucket was split.
     """
 
-    def __init__(
-        self, problem: Problem, costs: Sequence[np.ndarray], order: Sequence[int], most: int, run: SearchRun
-    ):
+    def __init__(self, problem: Problem, costs: Sequence[np.ndarray], order: Sequence[int], most: int, run: SearchRun):
         """
         Args:
             costs: node -> option -> cost, prices of memory included.
@@ -80,6 +80,31 @@ class MiniBuckets:
                     self.bound += float(table)
             self.buckets.append(Bucket(node, tuple(factors[step]), tuple(left)))
         self.buckets.reverse()
+
+    def open_after(self, depth: int) -> list[int]:
+        """The nodes among the first `depth` + 1 that later nodes have tables with."""
+        first = {bucket.node for bucket in self.buckets[: depth + 1]}
+        later = (nodes for bucket in self.buckets[depth + 1 :] for nodes, _ in bucket.factors)
+        return sorted({node for nodes in later for node in nodes} & first)
+
+    def states_options(self, depth: int, chosen: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+        """The bounds that the options of a node lead to, from each of many states: [states, options].
+
+        Args:
+            chosen: what the nodes that are decided have chosen: int64[nodes, states].
+            bounds: of the states, before: [states].
+        """
+        bucket = self.buckets[depth]
+        own = np.arange(len(bucket.factors[0][1]))  # the first factor is the costs of the node
+        costs = np.zeros((len(bounds), len(own)))
+        for nodes, table in bucket.factors:
+            costs += table[tuple(own if node == bucket.node else chosen[node][:, None] for node in nodes)]
+        before = bounds.copy()
+        for nodes, table in bucket.left:
+            before -= table[tuple(chosen[node] for node in nodes)]
+        self.run.spend(SECONDS_PER_LOOK * (1 + len(bucket.factors)) + SECONDS_PER_CELL * costs.size)
+        before[np.isinf(before)] = 0.0  # of a state that allows no option here
+        return before[:, None] + costs
 
     def first_choice(self) -> list[int]:
         """The choice that takes the option with the lowest bound at every node, memory aside."""

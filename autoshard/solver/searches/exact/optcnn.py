@@ -11,12 +11,12 @@ the enumeration a bound to leave branches by, and memory its prices (`mini_bucke
 from __future__ import annotations
 
 from autoshard.solver.problem import Problem
-from autoshard.solver.searches.exact.pase import DynamicProgramSettings, search_by_tables
+from autoshard.solver.searches.exact.pase import DynamicProgramSettings, depth_first, search_by_tables
 from autoshard.solver.searches.search_run import SearchRun
 
 
 def optcnn(problem: Problem, run: SearchRun) -> None:
     """Elimination of nodes with two neighbours, and an enumeration that grows from round to round."""
     entries = max([len(costs) for costs in problem.costs]) ** 3  # a node and its two neighbours
-    settings = DynamicProgramSettings(entries=entries, most_entries=entries, branches=4.0, growth=2.0)
-    search_by_tables(problem, run, settings)
+    settings = DynamicProgramSettings(entries=entries, most_entries=entries, size=4.0, growth=2.0)
+    search_by_tables(problem, run, settings, depth_first)

@@ -10,6 +10,7 @@ buckets are split, and bytes have prices that follow the best choice at the last
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ class DynamicProgramSettings:
 
     entries: int = 1 << 16  # of a table, in the first round; twice as many in every further one, up to
     most_entries: int = 1 << 22
-    branches: float = 2.0  # options that are tried in the first round, per node
+    size: float = 2.0  # of what is explored in the first round: options that are tried per node, or choices kept
     growth: float = 1.5  # factor of these numbers from one round to the next
     noise: float = 0.5  # of logarithms of tables, in the orders of further rounds
 
@@ -38,25 +39,36 @@ SETTINGS = DynamicProgramSettings()
 
 def pase(problem: Problem, run: SearchRun) -> None:
     """Dynamic programming with tables that grow from round to round, until they need not be split."""
-    search_by_tables(problem, run, SETTINGS)
+    search_by_tables(problem, run, SETTINGS, depth_first)
 
 
-def search_by_tables(problem: Problem, run: SearchRun, settings: DynamicProgramSettings) -> None:
+Explore = Callable[[MiniBuckets, Problem, Prices, int], bool]  # ..., size -> whether all that matters is seen
+
+
+def depth_first(tables: MiniBuckets, problem: Problem, prices: Prices, size: int) -> bool:
+    """Goes through choices one after the other, trying `size` options per node; whether it has seen all that matter."""
+    return tables.choices(LeanRoom(problem, tables.run), prices.refund, size * len(problem.costs))
+
+
+def search_by_tables(problem: Problem, run: SearchRun, settings: DynamicProgramSettings, explore: Explore) -> None:
     """Rounds of dynamic programming, at prices of memory that follow the choices of the last round.
+
+    Args:
+        explore: goes through the choices that the tables lead to, and offers those that fit.
 
     Raises:
         NoChoice: nothing fits.
     """
     at, prices = Position(problem, run), Prices(problem)
     ends = np.cumsum(at.sizes)[:-1]
-    entries, branches = settings.entries, settings.branches * len(at.sizes)
+    entries, size = settings.entries, settings.size
     for turn in run.rounds():
         prices.set(at.prices)
         noise = settings.noise * (run.rng.random(len(at.sizes)) if turn else np.zeros(len(at.sizes)))
         order = smallest_tables_first(problem, noise, entries)
         tables = MiniBuckets(problem, np.split(prices.costs, ends), order, entries, run)
         run.prove(tables.bound - prices.refund)
-        if tables.choices(LeanRoom(problem, run), prices.refund, int(branches)):
+        if explore(tables, problem, prices, int(size)):
             run.take()
             if run.choice is None:
                 raise NoChoice
@@ -67,4 +79,4 @@ def search_by_tables(problem: Problem, run: SearchRun, settings: DynamicProgramS
         at.repair()
         at.settle()
         entries = min(settings.most_entries, int(settings.growth * entries))
-        branches *= settings.growth
+        size *= settings.growth

@@ -1,8 +1,8 @@
 """PartIR's search: a node is decided, and what follows from it without a resharding is propagated, never taken back.
 
-Alabed et al., "PartIR: Composing SPMD partitioning strategies for machine learning", ASPLOS 2025, section 5; Adaptive
-Paddle decides its operators in the same way (Ao et al., "End-to-end adaptive distributed training on PaddlePaddle",
-2021).
+Alabed et al., "PartIR: Composing SPMD partitioning strategies for machine learning", ASPLOS 2025, section 5. Adaptive
+Paddle decides its operators in the same way: Ao et al., "End-to-end adaptive distributed training on PaddlePaddle",
+2021.
 
 Kept: propagation goes both ways along edges, takes what costs no resharding, and stops at conflicts; decisions stand.
 Different: a user names PartIR's tactics; here the node that could lose most is decided first, with its cheapest option.
@@ -16,7 +16,6 @@ import numpy as np
 from autoshard.solver.problem import Problem
 from autoshard.solver.searches.position import ENOUGH, Position
 from autoshard.solver.searches.search_run import SearchRun
-
 
 NOISE = 2.0  # of the logarithm of what is at stake, in the orders of further rounds
 

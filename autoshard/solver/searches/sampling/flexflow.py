@@ -4,10 +4,10 @@ Jia, Zaharia and Aiken, "Beyond data and model parallelism for deep neural netwo
 
 Kept: a proposal changes one random node to a random option; it is taken with probability ``min(1, exp(-d / t))``, where
 ``d`` is the increase of the cost; a chain ends when its second half has brought nothing better, and another starts.
-Different: the change of the cost is read from tables, where FlexFlow simulates the tasks that change. A proposal that
-is more over the memory limit is refused, and one that is less so is taken. The first chain starts at the cheapest
-option of each node, others at a random choice or the best one, and all are made to fit first. Chains have temperatures of all
-magnitudes, since FlexFlow's is set by hand.
+Different: the change of the cost is read from tables, where FlexFlow simulates the tasks that change. Bytes over the
+memory limit have a price, another one in each chain, so that chains pass through what does not fit. The first chain
+starts at the cheapest option of each node, others at a random choice or the best one, and all are made to fit first.
+Chains have temperatures of all magnitudes, since FlexFlow's is set by hand.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class FlexFlowSettings:
 
     warmest: float = 0.3  # temperatures of chains, as shares of what a node costs on average
     coldest: float = 1e-3
+    dearest: float = 3.0  # prices of bytes in chains, as shares of what a byte may cost on average
+    cheapest: float = 0.03
     proposals: int = 100  # of a chain, at least
     proposals_per_option: int = 10  # on top of that
 
@@ -43,23 +45,25 @@ def flexflow(problem: Problem, run: SearchRun) -> None:
         at.offer()
         share = SETTINGS.warmest * (SETTINGS.coldest / SETTINGS.warmest) ** rng.random()
         cost = run.cost if run.cost < at.never else at.cost
-        _chain(at, temperature=share * abs(cost) / len(at.sizes), least=least)
+        price = at.typical_price * SETTINGS.dearest * (SETTINGS.cheapest / SETTINGS.dearest) ** rng.random()
+        _chain(at, temperature=share * abs(cost) / len(at.sizes), price=price, least=least)
 
 
-def _chain(at: Position, temperature: float, least: int) -> None:
+def _chain(at: Position, temperature: float, price: float, least: int) -> None:
     """Proposals until none has brought anything better for as long as it took to find the best.
 
     Args:
         temperature: increase of the cost that is taken with probability 1/e.
+        price: cost per byte over the limit and pressure point.
         least: proposals that are made in any case.
     """
-    rng, best, last, turn = at.rng, at.cost, 0, 0
+    rng, best, last, turn = at.rng, at.cost if at.is_allowed else at.never, 0, 0
     while at.decided and turn < max(least, 2 * last):
         turn += 1
         node = at.decided[rng.integers(len(at.decided))]
         option = int(rng.integers(at.sizes[node]))
-        added, more = at.added_cost(node, option), at.excess_change(node, option)
-        if more > 0 or (more == 0 and added > rng.exponential(temperature)):
+        added = at.added_cost(node, option)
+        if added + price * at.excess_change(node, option) > rng.exponential(temperature):
             continue
         at.change(node, option, added)
         if at.is_allowed and at.cost < best:

@@ -34,7 +34,12 @@ def toast(problem: Problem, run: SearchRun) -> None:
 
 
 def groups_together(at: Position, count: int, noise: float) -> list[list[int]]:
-    """The nodes in so many groups, or as few as edges reach, joined along the edges that cost most where ends differ."""
+    """The nodes in so many groups, joined along the edges that cost most where ends differ.
+
+    Args:
+        count: of groups; there are more where edges do not reach.
+        noise: of the logarithms of what edges cost.
+    """
     ties = []
     for node, tables in enumerate(at.tables):
         for other, table in tables.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,16 @@ class Frontier:
 
     Attributes:
         name: the step's.
-        plans: fastest first, so that each holds less than the one before. `plan.memory` is the limit, in bytes per
-            device, that `autoshard(memory=...)` gives this plan for; `plan.bound` holds for all plans under that limit.
-        free: whether the first plan was sought without a memory limit.
+        plans: fastest first, so that each holds less than the one before. `plan.bound` holds for all plans that hold no
+            more than it; `plan.memory` is the limit under which it was found, in bytes per device.
+        usable: the share of a limit that a plan fills at most; the rest stays free.
+        is_free: whether the first plan was sought without a memory limit.
     """
 
     name: str
     plans: tuple[Plan, ...]
-    free: bool = True
+    usable: float = 1.0
+    is_free: bool = True
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -47,15 +50,19 @@ class Frontier:
         """
         limit = bytes_of(memory)
         for plan in self.plans:
-            if plan.memory is not None and plan.memory <= limit:
+            if self.limit_of(plan) <= limit:
                 return plan
-        least = self.plans[-1].memory or 0.0
+        least = self.limit_of(self.plans[-1])
         raise MemoryLimitError(
             f"no plan of the frontier of {self.name} fits in {bytes_text(limit)} per device; the smallest limit is "
             f"{bytes_text(least)}.\nTry a larger mesh, or jax.checkpoint around the largest block.",
             budget=limit,
             needed=least,
         )
+
+    def limit_of(self, plan: Plan) -> int:
+        """The smallest memory limit that a plan fits in, in bytes per device."""
+        return math.ceil(plan.predicted.peak_bytes / self.usable)
 
     def __str__(self) -> str:
         return text_of(self.sections())
@@ -65,7 +72,7 @@ class Frontier:
         fastest = self.plans[0].cost
         rows = tuple(
             (
-                Bytes(plan.memory or 0.0),
+                Bytes(self.limit_of(plan)),
                 Bytes(plan.predicted.peak_bytes),
                 Seconds(plan.cost),
                 Share(plan.cost / fastest - 1 if fastest else 0.0),
@@ -74,9 +81,9 @@ class Frontier:
             for plan in self.plans
         )
         columns = tuple(Column(name, is_number=True) for name in ("peak", "step", "slower by", "gap"))
-        first = "sought without a limit" if self.free else "within the memory that was given"
+        first = "sought without a limit" if self.is_free else "within the memory that was given"
         lines = ((f"The first plan is {first}, the last is the smallest found.",),)
-        return [Section((f"{self.name}: memory limit",), columns, rows, lines)]
+        return [Section((f"{self.name}: fits in",), columns, rows, lines)]
 
     def _repr_html_(self) -> str:
         return sections_html(self.sections(), dict(self.plans[0].mesh.shape))

@@ -1,0 +1,76 @@
+"""Equations and variables of jaxprs in, out what it costs to run the one again and to keep the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from autoshard.jaxprs import REMAT, JaxprEqn, Literal, aval_of, called_jaxpr, is_array, key_bytes
+from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.topology import Topology
+from autoshard.primitives import facts_of
+from autoshard.program import Equation, Value
+from autoshard.program.reader import kind_of
+
+_STATEFUL = frozenset({"rng_uniform"})  # another run makes other numbers
+
+
+def bytes_of(aval: Any) -> int:
+    """Of a whole array; 0 of what is none."""
+    if not is_array(aval):
+        return 0
+    held = key_bytes(aval)
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) if held is None else held
+
+
+def seconds_again(eqn: JaxprEqn, topology: Topology) -> float:
+    """Of running an equation once more on one device that has all of its operands; infinite if it must not run again.
+
+    The roofline of its FLOPs and of the bytes of its results: what it reads is there for the backward pass, too.
+    Views take no time. Loops are taken at all of their turns, branches at the longest.
+    """
+    name = eqn.primitive.name
+    if eqn.effects or name in _STATEFUL:
+        return math.inf
+    inner = called_jaxpr(eqn) if name not in {"scan", "while", "cond"} else None
+    if name == "scan":
+        return eqn.params["length"] * _sum(eqn.params["jaxpr"].jaxpr, topology)
+    if name == "while":
+        return math.inf
+    if name == "cond":
+        return max(_sum(branch.jaxpr, topology) for branch in eqn.params["branches"])
+    if inner is not None or name in REMAT:
+        return math.inf if inner is None else _sum(inner.jaxpr, topology)
+    facts = facts_of(name)
+    made = sum(bytes_of(var.aval) for var in eqn.outvars)
+    if facts.is_view or facts.relabels:
+        return 0.0
+    equation = equation_of(eqn)
+    dtype = max((value.dtype for value in equation.inputs), key=lambda one: getattr(one, "itemsize", 0), default=None)
+    return compute_seconds(flops(equation), made, dtype, topology)
+
+
+def _sum(jaxpr: Any, topology: Topology) -> float:
+    return math.fsum(seconds_again(eqn, topology) for eqn in jaxpr.eqns)
+
+
+def equation_of(eqn: JaxprEqn) -> Equation:
+    """An equation of a jaxpr as rules and costs see it."""
+
+    def value(aval: Any) -> Value:
+        shape, dtype, is_on_host = kind_of(aval)
+        return Value(0, shape, dtype, bytes_of(aval), on_host=is_on_host)
+
+    inputs = tuple(
+        np.asarray(atom.val, aval_of(atom).dtype)
+        if isinstance(atom, Literal) and not aval_of(atom).shape
+        else value(aval_of(atom))
+        for atom in eqn.invars
+    )
+    return Equation(0, eqn.primitive.name, eqn.params, inputs, tuple(value(var.aval) for var in eqn.outvars), None, ())
+
+
+Seconds = Callable[[JaxprEqn], float]

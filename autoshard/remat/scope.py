@@ -1,0 +1,187 @@
+"""A jaxpr in, out where it keeps values for a backward pass, and the jaxpr with other ones kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, evaluated
+from autoshard.remat.costs import Seconds
+from autoshard.remat.cuts import Cut
+from autoshard.remat.loops import LoopPair
+from autoshard.remat.numbering import Body, Numbering, needed, variables
+from autoshard.remat.straight import StraightBlock, StraightPasses
+
+Block = LoopPair | StraightBlock
+
+SIZES = (1, 2, 4)  # so many of the smallest blocks outside of loops are taken together
+
+_BODIES = {"scan": "jaxpr", "while": "body_jaxpr"}  # loop -> the parameter that holds its body
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """The jaxpr of a step, or of a loop around forward and backward passes, as one over microbatches."""
+
+    closed: ClosedJaxpr
+    seconds: Seconds
+    turns: int = 1  # how often it runs per step
+
+    @cached_property
+    def numbering(self) -> Numbering:
+        return Numbering()
+
+    @cached_property
+    def body(self) -> Body:
+        return self.numbering.body(self.closed, [Var(var.aval) for var in self.closed.jaxpr.invars])
+
+    @cached_property
+    def pairs(self) -> tuple[LoopPair, ...]:
+        """Its forward scans, each with the backward scan that reads what it stacks."""
+        firsts, taken, found = dict[Var, int](), set[int](), list[LoopPair]()
+        equations = self.body.equations
+        for j, eqn in enumerate(equations):
+            loop = self.numbering.loops.get(eqn.outvars[0]) if eqn.primitive.name == "scan" and eqn.outvars else None
+            if loop is None:
+                continue
+            sources = {firsts[stack] for stack in variables(loop.sliced) if stack in firsts} - taken
+            i = max(sources, default=None)
+            if i is not None:
+                first = self.numbering.loops[equations[i].outvars[0]]
+                if first.length == loop.length:
+                    early = {var for one in equations[:i] for var in one.outvars} | set(variables(self.body.inputs))
+                    early |= self.numbering.constants.keys()
+                    found.append(LoopPair(first, loop, frozenset(early), self.read_by_others(j), self.seconds))
+                    taken |= {i, j}
+            firsts.update((stack, j) for stack in loop.stacks)
+        return tuple(found)
+
+    def read_by_others(self, second: int) -> frozenset[Var]:
+        """What is read beside the slices of one loop."""
+        read = set(variables(self.body.results))
+        for j, eqn in enumerate(self.body.equations):
+            loop = self.numbering.loops.get(eqn.outvars[0]) if j == second else None
+            read.update(variables(eqn.invars if loop is None else eqn.invars[: loop.consts + loop.carries]))
+        return frozenset(read)
+
+    @cached_property
+    def inner(self) -> Mapping[int, Scope]:
+        """Place of a loop that is in no pair -> its body, where that has forward and backward passes of its own."""
+        paired = {id(loop.eqn) for pair in self.pairs for loop in (pair.first, pair.second)}
+        found = dict[int, Scope]()
+        for i, eqn in enumerate(self.body.equations):
+            name = _BODIES.get(eqn.primitive.name)
+            if name is None or id(eqn) in paired:
+                continue
+            scope = Scope(eqn.params[name], self.seconds, self.turns * eqn.params.get("length", 1))
+            if any(True for _ in scope.blocks()):
+                found[i] = scope
+        return found
+
+    @cached_property
+    def passes(self) -> StraightPasses:
+        """What stands outside of its loops."""
+        place = {id(eqn): i for i, eqn in enumerate(self.body.equations)}
+        seconds = {place[id(pair.second.eqn)] for pair in self.pairs}
+        chosen_there = {var for pair in self.pairs for var in pair.first.stacks if var not in pair.others}
+        return StraightPasses(
+            equations=self.body.equations,
+            backward_loops=frozenset(seconds),
+            fixed=frozenset({place[id(pair.first.eqn)] for pair in self.pairs} | self.inner.keys()),
+            inputs=frozenset({*variables(self.body.inputs), *self.numbering.constants, *chosen_there}),
+            results=frozenset(variables(self.body.results)),
+            seconds=self.seconds,
+        )
+
+    @cached_property
+    def straight(self) -> Mapping[int, tuple[StraightBlock, ...]]:
+        """How many of the smallest blocks outside of loops are taken together -> the blocks."""
+        return {size: self.passes.blocks(size) for size in SIZES}
+
+    def blocks(self, size: int = 1) -> Iterator[tuple[Block, int]]:
+        """All places where values are kept, and how often per step they are.
+
+        Args:
+            size: how many of the smallest blocks outside of loops are taken together.
+        """
+        here: list[Block] = [*self.pairs, *self.straight[size]]
+        yield from ((block, self.turns) for block in here)
+        for scope in self.inner.values():
+            yield from scope.blocks(size)
+
+    def held_bytes(self, kept: Mapping[Block, float]) -> float:
+        """The most bytes that are kept at one time, of these that blocks keep."""
+        place = {id(eqn): i for i, eqn in enumerate(self.body.equations)}
+        turn = self.passes.turning_point
+        blocks = [block for several in self.straight.values() for block in several if block in kept]
+        flat = sum(kept[block] for block in blocks)
+        changes = [(place[id(pair.first.eqn)], kept[pair]) for pair in self.pairs]
+        changes += [(place[id(pair.second.eqn)], -kept[pair]) for pair in self.pairs]
+        changes += [(turn - 1, flat), (turn, -flat)]
+        held = itertools.accumulate(size for _, size in sorted(changes))
+        return max([*held, *(scope.held_bytes(kept) for scope in self.inner.values())], default=0.0)
+
+    def rewritten(self, chosen: Mapping[Block, Cut]) -> ClosedJaxpr:
+        """The jaxpr, from the same arguments to the same results, with these values kept."""
+        variables_in = [*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars]
+        avals = map(aval_of, variables_in)
+        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
+        made = jax.make_jaxpr(lambda *arrays: self.run(arrays, chosen))(*types)
+        consts = len(self.closed.jaxpr.constvars)
+        jaxpr = made.jaxpr.replace(
+            constvars=[*made.jaxpr.constvars, *made.jaxpr.invars[:consts]],
+            invars=made.jaxpr.invars[consts:],
+            debug_info=self.closed.jaxpr.debug_info,
+        )
+        return ClosedJaxpr(jaxpr, [*made.consts, *self.closed.consts])
+
+    def run(self, arrays: Any, chosen: Mapping[Block, Cut]) -> list[Any]:
+        consts = len(self.closed.jaxpr.constvars)
+        given = {id(const): array for const, array in zip(self.closed.consts, arrays[:consts], strict=True)}
+        env: dict[Var, Any] = dict(zip(variables(self.body.inputs), arrays[consts:], strict=True))
+        env |= {var: given.get(id(const), const) for var, const in self.numbering.constants.items()}
+        starts = {id(pair.first.eqn): pair for pair in self.pairs}
+        ends = {id(pair.second.eqn): pair for pair in self.pairs}
+        again = dict[int, list[StraightBlock]]()
+        for block in itertools.chain(*self.straight.values()):
+            if block in chosen and (place := block.place(chosen[block])) is not None:
+                again.setdefault(place, []).append(block)
+        late: dict[Var, Any] = {}  # what is made again, which the backward pass reads from then on
+        waiting: list[JaxprEqn] = []
+
+        def flush() -> None:
+            made = [var for eqn in waiting for var in eqn.outvars]
+            env.update(zip(made, evaluated(waiting, env | late, made), strict=True))
+            waiting.clear()
+
+        for i, eqn in enumerate(self.body.equations):
+            if i == self.passes.turning_point:
+                flush()
+                for block in itertools.chain(*self.straight.values()):
+                    if block in chosen:
+                        late_kept = [var for var in block.kept(chosen[block]) if var not in env]
+                        waiting += needed([one for one in block.forward if one.outvars[0] not in env], late_kept)
+                        flush()
+            if eqn.outvars and all(var in env for var in eqn.outvars):  # it was moved to the end of the forward pass
+                continue
+            if i in again:
+                flush()
+                for block in again[i]:
+                    late.update(block.run_again(chosen[block], env | late))
+            if id(eqn) in starts or id(eqn) in ends:
+                flush()
+                pair = starts.get(id(eqn)) or ends[id(eqn)]
+                run = pair.run_first if pair.first.eqn is eqn else pair.run_second
+                env.update(run(chosen[pair], env | late))
+            elif (scope := self.inner.get(i)) is not None:
+                name = _BODIES[eqn.primitive.name]
+                waiting.append(eqn.replace(params={**eqn.params, name: scope.rewritten(chosen)}))
+            else:
+                waiting.append(eqn)
+        flush()
+        return [atom.val if isinstance(atom, Literal) else env[atom] for atom in self.body.results]

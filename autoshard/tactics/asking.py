@@ -1,0 +1,141 @@
+"""Tactics in, what they ask for along each mesh axis out; or what contradicts itself, or finds nothing to apply to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import ArgumentError, ConflictError, MeshError
+from autoshard.tactics.roles import Dim, Roles
+from autoshard.tactics.rules import AxisRule
+from autoshard.tactics.schemes import Tactic
+
+TacticLike = Tactic | Callable[["Step"], Any]
+
+
+@dataclass(frozen=True)
+class StepArgument:
+    """One argument of a step, as a function that is a tactic sees it."""
+
+    name: str  # its path, "state/params/w"
+    shape: tuple[int, ...]
+    role: str  # "batch", "weight", "expert", "parameter", "cache" or "optimizer"
+    dims: tuple[Dim, ...]  # what each dim is
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a function that is a tactic sees of a step."""
+
+    name: str
+    mesh: Mapping[str, int]  # axis -> devices
+    arguments: tuple[StepArgument, ...]
+
+    @classmethod
+    def of(cls, roles: Roles) -> Step:
+        """That of a formulation."""
+        program = roles.formulation.program
+        kinds = {i: kind.name.lower() for i, kind in roles.state.items()} | dict.fromkeys(roles.batch, "batch")
+        arguments = (
+            StepArgument(value.name, value.shape, kinds[i], roles.dims_of_argument(i))
+            for i, value in enumerate(program.arguments)
+        )
+        return cls(program.name, dict(roles.formulation.mesh), tuple(arguments))
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one tactic says of one axis."""
+
+    tactic: Tactic
+    basis: AxisRule
+    own: AxisRule
+
+
+@dataclass
+class Asked:
+    """What all tactics together ask for."""
+
+    said: dict[str, list[Said]] = field(default_factory=dict)  # axis -> what tactics say of it
+    layouts: dict[str, PartitionSpec] = field(default_factory=dict)  # path or glob -> as functions want it
+    tactics: list[Tactic] = field(default_factory=list)
+
+    def rule(self, axis: str) -> AxisRule:
+        """What holds along an axis: the basis that its tactics share, and what each says in its place, in order."""
+        said = sorted(self.said[axis], key=lambda one: one.tactic.order)
+        return functools.reduce(lambda rule, one: rule.refined(one.own), said, said[0].basis)
+
+
+def text_of_tactic(tactic: TacticLike) -> str:
+    """A tactic as a user writes it, or the name of a function that is one."""
+    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", repr(tactic))
+
+
+def ask(asked: Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
+    """Adds what a tactic asks for.
+
+    Raises:
+        ConflictError: it contradicts an earlier one, or finds nothing to apply to.
+        MeshError: the mesh does not have its axis.
+    """
+    if not isinstance(tactic, Tactic):
+        _ask_function(asked, tactic, roles, mesh)
+        return
+    axes = tactic.axes_after(asked.tactics, mesh)
+    if unknown := [axis for axis in axes if axis not in mesh]:
+        raise MeshError(f"{tactic} names the axis {unknown[0]!r}; the mesh has {', '.join(map(repr, mesh))}")
+    _check_applies(tactic, roles)
+    for axis, (basis, own) in tactic.rules(axes).items():
+        said = asked.said.setdefault(axis, [])
+        for one in said:
+            is_same_step = one.tactic.order == tactic.order and one.own != own
+            if one.basis != basis or is_same_step:
+                raise ConflictError(
+                    f"{one.tactic} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
+                    "Give one of them another axis, or drop it."
+                )
+        said.append(Said(tactic, basis, own))
+    asked.tactics.append(tactic)
+
+
+def _ask_function(asked: Asked, tactic: Callable[[Step], Any], roles: Roles, mesh: Mapping[str, int]) -> None:
+    """Adds what a function returns: tactics, or PartitionSpecs by path or glob."""
+    found = tactic(Step.of(roles))
+    if isinstance(found, Mapping):
+        for pattern, spec in found.items():
+            if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
+                raise ArgumentError(
+                    f"{text_of_tactic(tactic)} returned {pattern!r}: {spec!r}; "
+                    "a path or glob and its PartitionSpec are needed"
+                )
+            asked.layouts[pattern] = spec
+        return
+    if not isinstance(found, Iterable):
+        raise ArgumentError(
+            f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
+        )
+    for one in found:
+        ask(asked, one, roles, mesh)
+
+
+_NEEDED = {
+    Dim.BATCH: "no batch: every argument is carried from step to step, or has no rows",
+    Dim.FEATURE: "no product with a weight",
+    Dim.SEQUENCE: "no sequence: products with weights have no rows beside the batch",
+    Dim.HEAD: "no attention: no product of two activations keeps heads",
+    Dim.EXPERT: "no experts: no product with a weight has a dim that both, and the result, have. A ragged product has "
+    "none that can be split",
+}
+
+
+def _check_applies(tactic: Tactic, roles: Roles) -> None:
+    has = Dim.OTHER
+    for kind in roles.dims.values():
+        has |= kind
+    for need, what in _NEEDED.items():
+        if need & tactic.needs and not need & has:
+            raise ConflictError(f"{tactic} finds nothing to apply to in {roles.formulation.program.name}: {what}.")

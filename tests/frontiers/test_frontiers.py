@@ -1,0 +1,123 @@
+"""The frontier is monotone and its ends are the ends; the largest batch and the fewest devices are those."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from models import mlp
+
+import autoshard
+from autoshard.frontiers.devices import machine_of
+
+MODEL = mlp.make(layers=2, width=64, batch=64, bias=False)
+STATE, BATCH = jax.eval_shape(lambda: MODEL.state), jax.eval_shape(lambda: MODEL.batches(0))
+MESH = AbstractMesh((8,), ("data",))
+GIVEN = {"mesh": MESH, "topology": "v5e:2x4", "donate_argnums": 0}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return autoshard.frontier(MODEL.step, STATE, BATCH, points=4, **GIVEN)
+
+
+def is_monotone(plans):
+    """Whether seconds go up and bytes go down."""
+    pairs = itertools.pairwise(plans)
+    return all(
+        a.predicted.step_seconds < b.predicted.step_seconds and a.predicted.peak_bytes > b.predicted.peak_bytes
+        for a, b in pairs
+    )
+
+
+def test_seconds_go_up_and_bytes_go_down(found):
+    assert len(found) >= 2 and is_monotone(found.plans)
+    assert not is_monotone(found.plans[::-1])
+    assert all(plan.bound <= plan.cost for plan in found)
+    bounds = [plan.bound for plan in found]
+    assert bounds == sorted(bounds)
+
+
+def test_the_ends_are_the_free_plan_and_the_smallest(found):
+    free = autoshard.plan(MODEL.step, STATE, BATCH, memory="1GiB", **GIVEN)
+    assert found.plans[0].cost == pytest.approx(free.cost)
+    assert found.plans[0].predicted.peak_bytes == free.predicted.peak_bytes
+    smallest = found.plans[-1]
+    with pytest.raises(autoshard.MemoryLimitError):
+        autoshard.plan(MODEL.step, STATE, BATCH, memory=0.8 * found.limit_of(smallest), **GIVEN)
+
+
+def test_planning_under_its_limit_finds_nothing_faster(found):
+    for plan in found:
+        again = autoshard.plan(MODEL.step, STATE, BATCH, memory=plan.memory, **GIVEN)
+        assert plan.bound * (1 - 1e-6) <= again.cost
+        assert plan.predicted.peak_bytes <= 0.85 * plan.memory
+        assert found.limit_of(plan) <= plan.memory
+
+
+def test_the_frontier_answers_and_shows(found):
+    assert found.within("1GiB") is found.plans[0]
+    assert found.within(found.limit_of(found.plans[-1])) is found.plans[-1]
+    with pytest.raises(autoshard.MemoryLimitError, match="no plan of the frontier of step fits in 1 B"):
+        found.within(1)
+    assert str(found).startswith("step: fits in")
+    assert str(found).count("us") + str(found).count("ns") + str(found).count("ms") >= len(found)
+    assert "<table>" in found._repr_html_()
+    (axes,) = found.plot().axes
+    assert axes.get_ylabel() == "ms per step"
+
+
+def product(w, x):
+    return w - jnp.mean(x @ w), jnp.sum(w)
+
+
+FEW = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+def test_a_memory_limit_is_where_it_begins():
+    limited = autoshard.frontier(product, *FEW, points=2, memory="40KiB", **GIVEN)
+    assert limited.plans[0].predicted.peak_bytes <= 0.85 * 40 * 2**10
+    assert "within the memory that was given" in str(limited)
+
+
+def test_the_largest_batch_is_the_largest():
+    best = autoshard.largest_batch(product, *FEW, memory="60KiB", multiple=64, **GIVEN)
+    assert best.refused == best.rows + 64
+    assert f"{best.refused} do not fit" in str(best)
+
+    def planned(rows):
+        return autoshard.plan(product, FEW[0], jax.ShapeDtypeStruct((rows, 64), jnp.float32), memory="60KiB", **GIVEN)
+
+    assert planned(best.rows).cost == pytest.approx(best.plan.cost)
+    with pytest.raises(autoshard.MemoryLimitError):
+        planned(best.refused)
+
+
+def test_the_fewest_devices_are_the_fewest():
+    given = {"chip": "v5e", "axes": ("data",), "memory": "24KiB", "donate_argnums": 0, "time_limit": 4}
+    plan = autoshard.fewest_devices(product, *FEW, most=32, **given)
+    assert 1 < plan.mesh.size <= 32
+    with pytest.raises(autoshard.MemoryLimitError):
+        autoshard.fewest_devices(product, *FEW, most=plan.mesh.size // 2, **given)
+
+
+def test_machines_of_a_chip():
+    assert [machine_of("v5e", 2**i) for i in range(5)] == ["v5e:1x1", "v5e:1x2", "v5e:2x2", "v5e:2x4", "v5e:4x4"]
+    assert machine_of("v5p", 64) == "v5p:4x4x4"
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, points=1, **GIVEN), "points=1"),
+        (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, microbatches="auto", **GIVEN), "several"),
+        (lambda: autoshard.largest_batch(MODEL.step, STATE, BATCH, multiple=0, **GIVEN), "multiple=0"),
+        (lambda: autoshard.fewest_devices(MODEL.step, STATE, BATCH, chip="v99"), "chip='v99'"),
+        (lambda: autoshard.fewest_devices(MODEL.step, STATE, BATCH, chip="v5e", axes=("a", "b", "c")), "axes="),
+        (lambda: autoshard.fewest_devices(MODEL.step, STATE, BATCH, chip="v5e", most=0), "most=0"),
+    ],
+)
+def test_wrong_options_are_one_error(call, said):
+    with pytest.raises(autoshard.ArgumentError, match=said):
+        call()

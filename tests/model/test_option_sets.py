@@ -1,0 +1,126 @@
+"""Parts of a problem on four axes: what they offer, and that they hold good choices and prove only what is true."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.model.formulating import formulate
+from autoshard.model.memory_limit import solve_within
+from autoshard.model.option_sets import growing
+from autoshard.model.option_sets.option_set import OptionSet, place_of
+from autoshard.options import options_of
+from autoshard.propagation import rules_for
+
+AXES = ("a", "b", "c", "d")
+MESH = AbstractMesh((2,) * 4, AXES, axis_types=(AxisType.Auto,) * 4)
+WEIGHTS = {"down": jax.ShapeDtypeStruct((2048, 512), np.float32), "up": jax.ShapeDtypeStruct((512, 2048), np.float32)}
+BATCH = jax.ShapeDtypeStruct((1024, 512), np.float32)
+
+
+def step(weights, batch):
+    hidden = jnp.tanh(batch @ weights["up"])
+    return hidden @ weights["down"]
+
+
+def offered(options, place, factors):
+    return list(options.assignments(place, AXES, factors))
+
+
+def test_blocks_are_taken_together():
+    found = offered(OptionSet(growing.coarse_partitions(AXES)), None, [0, 1])
+    assert found[0] == (None,) * 4 and len(set(found)) == len(found)
+    for one in itertools.product([None, 0, 1], repeat=4):
+        runs = [factor for factor, _ in itertools.groupby(one)]
+        assert (one in found) == (len(runs) <= 2)
+
+
+def test_all_that_is_near_is_offered_and_nothing_else():
+    before = (0, None, 1, 1)
+    place = {axis: factor for axis, factor in zip(AXES, before, strict=True) if factor is not None}
+    found = offered(OptionSet((), changes=1), place, [0, 1])
+    for one in itertools.product([None, 0, 1], repeat=4):
+        differs = sum(new != old for new, old in zip(one, before, strict=True))
+        assert (one in found) == (differs <= 1 or one == (None,) * 4)
+
+
+def test_where_axes_lie():
+    assert place_of((("a", "c"), (), ("b",))) == {"a": 0, "c": 0, "b": 2}
+
+
+def planned(fn=step, **options):
+    return autoshard.plan(fn, WEIGHTS, BATCH, mesh=MESH, topology="v5e:4x4", **options)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return planned()
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    monkeypatch.setattr(growing, "WHOLE", 0)
+
+
+def test_a_small_problem_is_priced_whole(whole):
+    assert whole.status == "optimal"
+
+
+def assert_close_and_true(plan, whole):
+    """A plan of a part is no better than the best of all, is close to it here, and claims no bound above it."""
+    assert whole.status == "optimal"
+    assert whole.cost * (1 - 1e-9) <= plan.cost <= whole.cost * 1.02
+    assert 0 < plan.bound <= whole.cost * (1 + 1e-9)
+
+
+def test_a_part_holds_a_good_choice(whole, in_parts):
+    assert_close_and_true(planned(), whole)
+
+
+def test_the_oracle_finds_a_part_without_good_choices(whole, in_parts, monkeypatch):
+    monkeypatch.setattr(growing, "coarse_partitions", lambda axes: ((tuple(axes),),))
+    monkeypatch.setattr(growing, "ROUNDS", 0)
+    with pytest.raises(AssertionError):
+        assert_close_and_true(planned(), whole)
+
+
+def test_each_part_holds_the_choice_of_the_one_before(whole):
+    program = autoshard.autoshard(step, mesh=MESH, topology="v5e:4x4").trace(WEIGHTS, BATCH)
+    options = options_of(MESH, topology="v5e:4x4")
+    how = {"memory": options.memory, "backend": options.backend}
+    make = functools.partial(formulate, program, rules_for(program), dict(MESH.shape), options.topology, **how)
+    first = make(offered=OptionSet(growing.coarse_partitions(AXES)))
+    best = solve_within(first, 10)
+    near = make(offered=growing.near_choice(first, best.choice, ()))
+    assert solve_within(near, 10).cost <= best.cost * (1 + 1e-9)
+    assert 0 < growing.least_seconds(near) <= whole.cost
+
+
+@pytest.mark.parametrize("machine", ["v5e:2x4", "h100:2x4", "cpu:8"])
+def test_no_strategy_computes_in_less_than_the_bound_says(machine):
+    mesh = AbstractMesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    options = options_of(mesh, topology=machine)
+    program = autoshard.autoshard(jax.grad(lambda *args: step(*args).sum()), mesh=mesh).trace(WEIGHTS, BATCH)
+    how = {"memory": options.memory, "backend": options.backend}
+    whole = formulate(program, rules_for(program), dict(mesh.shape), options.topology, **how)
+    exceeded = 0
+    for group, priced in zip(whole.groups, whole.priced, strict=True):
+        least = min(seconds.compute for seconds in priced.seconds)
+        assert whole.prices.work.least_seconds(group, 8) * group.trips <= least * (1 + 1e-9)
+        exceeded += whole.prices.work.least_seconds(group, 4) * group.trips > least
+    assert exceeded  # as it would be if the bound were of fewer devices
+
+
+def test_constraints_and_fixed_shardings_are_kept(in_parts):
+    def constrained(weights, batch):
+        return step(weights, jax.lax.with_sharding_constraint(batch, P(("a", "c"), "b")))
+
+    plan = planned(constrained, fixed={"up": P("d", ("a", "b"))})
+    assert plan.in_shardings[0]["up"].spec == P("d", ("a", "b"))
+    assert plan.explain("down").others

@@ -1,0 +1,97 @@
+"""Every cut of the chain is the cheapest of all choices at some price, and the chain has all of these."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+
+from autoshard.remat import cuts as module
+from autoshard.remat.cuts import ForwardPass, cuts
+
+
+def choices(forward):
+    """(bytes, seconds) of every choice there is, by trying which equations run again."""
+    runnable = [e for e, seconds in enumerate(forward.seconds) if math.isfinite(seconds)]
+    for count in range(len(runnable) + 1):
+        for again in itertools.combinations(runnable, count):
+            needed = {v for e in again for v in forward.reads[e]} | set(forward.wanted)
+            kept = [v for v in needed if forward.makers[v] not in again]
+            yield sum(forward.bytes[v] for v in kept), sum(forward.seconds[e] for e in again)
+
+
+def hull(points):
+    """The corners of the lower convex hull, most bytes first, down to the least bytes."""
+    best = {}
+    for size, seconds in points:
+        best[size] = min(seconds, best.get(size, math.inf))
+    corners = []
+    for point in sorted(best.items(), reverse=True):
+        if corners and point[1] <= corners[-1][1]:
+            corners = [one for one in corners if one[1] < point[1]]
+        corners.append(point)
+        while len(corners) > 2:
+            (a, s), (b, t), (c, u) = corners[-3:]
+            if (t - s) * (a - c) < (u - s) * (a - b):
+                break
+            del corners[-2]
+    return corners
+
+
+def random_pass(seed):
+    """Up to nine equations of up to two results, in integers, so that no corner hangs on rounding."""
+    rng = random.Random(seed)
+    inputs = rng.randint(1, 3)
+    makers, reads, seconds = [None] * inputs, [], []
+    for e in range(rng.randint(1, 9)):
+        reads.append(rng.sample(range(len(makers)), min(len(makers), rng.randint(1, 3))))
+        seconds.append(math.inf if rng.random() < 0.15 else rng.randint(1, 12))
+        makers += [e] * rng.choice([1, 1, 2])
+    sizes = [rng.choice([0, 1, 2, 4, 8]) if maker is None else rng.randint(1, 9) for maker in makers]
+    wanted = rng.sample(range(len(makers)), rng.randint(1, len(makers)))
+    return ForwardPass(tuple(sizes), tuple(makers), tuple(map(tuple, reads)), tuple(seconds), tuple(wanted))
+
+
+def check(forward):
+    found = [(cut.bytes, cut.seconds) for cut in cuts(forward)]
+    first, *expected = hull(choices(forward))
+    assert found[0] == (sum(forward.bytes[v] for v in set(forward.wanted)), 0) and found[0][0] >= first[0]
+    # The least bytes come with the least seconds that do; between these ends, exactly the corners.
+    assert found[-1] == (expected or [first])[-1], (found, first, expected)
+    assert found[1:] == expected or found == [first, *expected], (found, first, expected)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_chain_has_what_is_cheapest_at_every_price(seed):
+    check(random_pass(seed))
+
+
+def test_every_cut_can_be_computed():
+    for seed in range(40):
+        forward = random_pass(seed)
+        for cut in cuts(forward):
+            there = set(cut.kept)
+            for e in sorted(cut.again):  # makers come before readers
+                assert set(forward.reads[e]) <= there, (seed, cut)
+                there |= {v for v, maker in enumerate(forward.makers) if maker == e}
+            assert set(forward.wanted) <= there, (seed, cut)
+
+
+def test_a_wrong_price_is_caught(monkeypatch):
+    """The oracle sees a chain whose cuts count each byte twice."""
+    right = module._cheapest
+
+    def doubled(forward, price):
+        doubled_bytes = tuple(b * (1 + v % 2) for v, b in enumerate(forward.bytes))
+        cut = right(dataclasses.replace(forward, bytes=doubled_bytes), price)
+        return module._cut(cut.kept, cut.again, forward)
+
+    monkeypatch.setattr(module, "_cheapest", doubled)
+    cuts.cache_clear()
+    try:
+        with pytest.raises(AssertionError):
+            for seed in range(60):
+                check(random_pass(seed))
+    finally:
+        cuts.cache_clear()

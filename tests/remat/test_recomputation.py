@@ -1,0 +1,203 @@
+"""What a step keeps for its backward pass, chosen anew: the numbers stay, and so few bytes are kept as are said."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equality import assert_equal
+from jax.extend import core
+
+from autoshard.mesh.presets import topology
+from autoshard.remat import loops
+from autoshard.remat.recomputation import Recomputation
+
+MACHINE = topology("v5e:4x2", {"x": 4, "y": 2})
+LAYERS, ROWS, WIDTH = 4, 6, 8
+
+
+def numbers(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+STACK = {"up": numbers(0, LAYERS, WIDTH, 2 * WIDTH), "down": numbers(1, LAYERS, 2 * WIDTH, WIDTH) / 4}
+X, KEYS = numbers(2, ROWS, WIDTH), jax.random.split(jax.random.key(3), LAYERS)
+
+
+def layer(x, w):
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x + jnp.tanh(jax.nn.gelu(h @ w["up"]) @ w["down"])
+
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.sin(x)
+
+
+clipped.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cos, g: (jnp.clip(g * cos, -1, 1),))
+
+
+def dropped(x, w, key):
+    mask = jax.random.bernoulli(key, 0.8, x.shape)
+    return layer(jnp.where(mask, x / 0.8, 0.0), w)
+
+
+def scanned(body, *stacks, around=lambda f: f, **how):
+    def loss(w, x):
+        def turn(x, slices):
+            return around(body)(x, *slices), None
+
+        x, _ = jax.lax.scan(turn, x, (w, *stacks), **how)
+        return jnp.mean((x - 1) ** 2)
+
+    return loss
+
+
+def chunked(x, w):
+    """An inner loop over rows."""
+    _, rows = jax.lax.scan(lambda c, row: (c + row.sum(), jnp.tanh(row) * c), 0.0, x)
+    return layer(rows, w)
+
+
+def encoded_and_decoded(w, x):
+    memory, _ = jax.lax.scan(lambda x, one: (layer(x, one), None), x, w)
+    x, _ = jax.lax.scan(lambda x, one: (layer(x, one) * jnp.tanh(memory), None), x, w)
+    return jnp.mean(x**2)
+
+
+def returned(w, x):
+    """A stack that the step itself hands back."""
+    x, stack = jax.lax.scan(lambda x, one: (layer(x, one), x), x, w)
+    return jnp.mean(x**2) + 1e-3 * jnp.sum(stack[1:])
+
+
+def accumulated(w, x):
+    """Gradients added up over parts of the batch by the user's own loop."""
+
+    def part(total, rows):
+        value, gradient = jax.value_and_grad(scanned(layer))(w, rows)
+        return jax.tree.map(jnp.add, total, gradient), value
+
+    total, values = jax.lax.scan(part, jax.tree.map(jnp.zeros_like, w), x.reshape(2, -1, WIDTH))
+    return values.mean(), total
+
+
+def scaled(w, x):
+    """The cotangent is scaled by what the loss decides: a value that is there only after the forward pass."""
+    value, pull = jax.vjp(lambda w: scanned(layer)(w, x), w)
+    return value, pull(jnp.where(value > 1, 0.5, 2.0))
+
+
+def unrolled(body, around=lambda f: f):
+    def loss(w, x):
+        for i in range(LAYERS):
+            x = around(body)(x, jax.tree.map(lambda one, i=i: one[i], w))
+        return jnp.mean((x - 1) ** 2)
+
+    return loss
+
+
+def chain(w, x):
+    """A plain chain of products, which never has more than one value alive."""
+    for i in range(LAYERS):
+        x = jnp.tanh(jnp.tanh(x @ w["up"][i]) @ w["down"][i])
+    return jnp.mean(x**2)
+
+
+LOSSES = {
+    "chunked": scanned(chunked),
+    "custom_vjp": scanned(lambda x, w: clipped(layer(x, w))),
+    "dots saved": scanned(
+        layer, around=functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    ),
+    "dropout": scanned(dropped, KEYS),
+    "encoder and decoder": encoded_and_decoded,
+    "plain": scanned(layer),
+    "remat": scanned(layer, around=jax.checkpoint),
+    "returned": returned,
+    "reversed": scanned(layer, reverse=True),
+    "two layers a turn": scanned(layer, unroll=2),
+    "unrolled": unrolled(layer),
+    "unrolled chain": chain,
+    "unrolled custom_vjp": unrolled(lambda x, w: clipped(layer(x, w))),
+    "unrolled in jit": jax.jit(unrolled(layer)),
+    "unrolled remat": unrolled(layer, around=jax.checkpoint),
+}
+LAYERS_ALONE = ("remat", "plain")
+STEPS = {name: jax.value_and_grad(loss) for name, loss in LOSSES.items()}
+STEPS |= {"accumulated": accumulated, "scaled": scaled}
+
+
+def recomputation(step):
+    return Recomputation.of(jax.make_jaxpr(step)(STACK, X), MACHINE)
+
+
+def check_numbers(found, step):
+    expected = jax.tree.leaves(jax.jit(step)(STACK, X))
+    for level in {0: found.levels[0], 1: found.levels[-1]}.values():
+        made = found.rewritten(level)
+        assert_equal(list(jax.jit(core.jaxpr_as_fun(made))(*jax.tree.leaves((STACK, X)))), expected)
+
+
+def scans(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from scans(inner)
+
+
+def stacked_bytes(jaxpr):
+    """Of all that scans stack, counted in the jaxpr itself."""
+    found = 0
+    for eqn in scans(jaxpr):
+        inside = eqn.params["jaxpr"].jaxpr.outvars
+        found += sum(
+            out.aval.size * out.aval.dtype.itemsize
+            for out, var in zip(eqn.outvars, inside, strict=True)
+            if out.aval.ndim == var.aval.ndim + 1
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_numbers_are_those_of_the_step(name):
+    found = recomputation(STEPS[name])
+    assert found.levels, "it keeps values for a backward pass"
+    check_numbers(found, STEPS[name])
+
+
+@pytest.mark.parametrize("name", ["dropout", "plain", "remat"])
+def test_levels_stack_what_they_say(name):
+    """The first level stacks as many bytes more than another as it is said to keep more."""
+    found = recomputation(STEPS[name])
+    sizes = [(stacked_bytes(found.rewritten(level).jaxpr), level.bytes) for level in found.levels]
+    assert len(sizes) > 1
+    for (size, said), (fewer, less) in itertools.pairwise(sizes):
+        assert size - fewer == said - less > 0
+
+
+def test_marks_are_undone():
+    """A step with marks of `jax.checkpoint` has the levels of the step without."""
+    marked, plain = ([(one.bytes, one.seconds) for one in recomputation(STEPS[name]).levels] for name in LAYERS_ALONE)
+    assert marked == plain and len(plain) > 1
+
+
+def test_a_step_without_a_backward_pass_has_no_levels():
+    assert recomputation(scanned(layer)).levels == ()
+
+
+def test_a_missing_stack_is_caught(monkeypatch):
+    """The oracle sees a backward pass that reads the slices of another turn."""
+    right = loops._scan
+
+    def turned(loop, env, *rest):
+        reverse = loop.eqn.params["reverse"]
+        wrong = loop.eqn.replace(params=loop.eqn.params | {"reverse": not reverse}) if reverse else loop.eqn
+        return right(loops.Loop(wrong, loop.consts, loop.carries, loop.body), env, *rest)
+
+    monkeypatch.setattr(loops, "_scan", turned)
+    with pytest.raises(AssertionError):
+        check_numbers(recomputation(STEPS["plain"]), STEPS["plain"])

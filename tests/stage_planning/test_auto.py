@@ -1,0 +1,129 @@
+"""pipeline='auto' and the plans of pipelines: what is chosen, what plans say, that steps compute the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from autoshard import autoshard, plan
+from autoshard.errors import ArgumentError, MemoryLimitError, PlanError
+from autoshard.stage_planning.pipeline_plan import PipelinePlan
+
+WIDTH, LAYERS, ROWS = 61, 4, 8  # no mesh axis divides the width: a plan without stages has all weights on every device
+
+
+def step(params, x, y):
+    def loss(params):
+        h = x
+        for w in params:
+            h = jnp.tanh(h @ w)
+        return jnp.mean((h - y) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    return [w - 0.1 * g for w, g in zip(params, gradient, strict=True)], value
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    x = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    return [jax.random.normal(key, (WIDTH, WIDTH)) / 8 for key in keys], x, jnp.ones((ROWS, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+
+
+@pytest.fixture(scope="module")
+def tight(mesh):
+    """A step that fits in stages alone."""
+    return autoshard(step, mesh=mesh, pipeline="auto", memory="110KiB")
+
+
+@pytest.fixture(scope="module")
+def found(tight):
+    return tight.plan(*arguments())
+
+
+def test_a_step_that_fits_no_plan_without_stages_runs_in_stages(mesh, tight, found):
+    with pytest.raises(MemoryLimitError):
+        plan(step, *arguments(), mesh=AbstractMesh((2,), ("data",)), topology="cpu:2", memory="110KiB")
+    assert [len(stage.devices) for stage in found.stages] == [1, 1]
+    assert all(0 < stage.peak_bytes <= found.memory for stage in found.stages)
+    assert found.predicted.peak_bytes == max(stage.peak_bytes for stage in found.stages)
+    expected, results = jax.jit(step)(*arguments()), tight(*arguments())
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    params, loss = tight(results[0], *arguments()[1:])  # results lie as arguments are taken
+    assert loss < expected[1] and len(params) == LAYERS
+
+
+def test_what_a_plan_says_of_its_stages(found):
+    assert found.timeline.makespan <= found.predicted.step_seconds
+    assert [stage.plan.predicted.step_seconds > 0 for stage in found.stages] == [True, True]
+    assert found.stages[0].sent_bytes == found.stages[1].sent_bytes == ROWS * WIDTH * 4
+    assert found.stages[0].layers and found.stages[0].layers[0].startswith("test_auto.py:")
+    text = str(found)
+    for said in ("stage 1", "in flight", "of which the busiest stage waits", "Without stages: no sharding fits"):
+        assert said in text
+    assert repr(found).startswith("<Plan of 'step'")
+    meshes = {sharding.mesh.devices.item() for sharding in found.in_shardings[0]}
+    assert meshes == {stage.devices[0] for stage in found.stages}
+    assert found.bound <= found.cost == found.predicted.step_seconds
+
+
+def test_the_timeline_is_in_the_html_report(found, tmp_path):
+    page = found.show(tmp_path / "plan.html").read_text()
+    assert page.count("<title>F(") == found.timeline.schedule.microbatches * len(found.stages)
+    assert "stage 1" in page
+
+
+def test_programs_of_stages_are_verified(found):
+    verified = found.verify()
+    assert {name.split(" of ")[1] for name in verified.programs} == {"stage 0", "stage 1"}
+    assert "F of stage 0" in str(verified)
+
+
+@pytest.mark.parametrize("ask", [lambda p: p.save("x"), lambda p: p.explain("x"), lambda p: p.to_code()])
+def test_what_plans_with_stages_cannot_do_is_one_clear_error(found, ask):
+    with pytest.raises(PlanError, match=r"has 2 stages, and cannot be .*\n.*plan\.stages\[0\]\.plan"):
+        ask(found)
+
+
+def test_the_plan_without_stages_is_kept_where_it_is_faster(mesh):
+    automatic = autoshard(step, mesh=mesh, pipeline="auto")
+    chosen = automatic.plan(*arguments())
+    assert chosen.stages == () and chosen.timeline is None
+    assert "the best pipeline found takes" in str(chosen)
+    assert chosen.predicted == plan(step, *arguments(), mesh=mesh).predicted
+    assert automatic(*arguments())[1] == pytest.approx(jax.jit(step)(*arguments())[1])
+
+
+def test_a_step_that_cannot_run_in_microbatches_runs_without_stages(mesh):
+    def normed(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(((x - x.mean(0)) @ w @ w) ** 2))(w)
+
+    chosen = autoshard(normed, mesh=mesh, pipeline="auto").plan(*arguments()[0][:1], arguments()[1])
+    assert chosen.stages == ()
+    assert "cannot be cut" in str(chosen)
+
+
+def test_stages_that_are_asked_for_are_told_as_well(mesh):
+    asked = autoshard(step, mesh=mesh, pipeline={"stages": 2, "microbatches": 4, "schedule": "zb_h1"})
+    made = asked.plan(*arguments())
+    assert isinstance(made, PipelinePlan)
+    assert made.timeline.schedule.name == "zb_h1"
+    assert {"F", "B", "W"} <= made.stages[1].plans.keys()
+
+
+def test_fixed_holds_in_stages(mesh):
+    wide = autoshard(step, mesh=mesh, pipeline="auto", memory="110KiB", fixed={"x": P("data")})
+    made = wide.plan(*arguments())
+    assert made.stages
+
+
+def test_pipeline_takes_auto_or_a_dict(mesh):
+    with pytest.raises(ArgumentError, match="pipeline="):
+        autoshard(step, mesh=mesh, pipeline="gpipe")

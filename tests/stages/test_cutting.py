@@ -1,0 +1,149 @@
+"""A step that is cut into stages computes what it computes whole, whatever form it has."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from equality import are_equal, assert_equal
+from one_device import cut_evenly, cuttable, run_in_order
+from pipeline_steps import LAYERS, ROWS, STEPS, WIDTH, numbers, scanned
+
+from autoshard import MicrobatchError
+from autoshard.pipeline import SCHEDULES, schedule
+from autoshard.stages.cutting import cut
+from autoshard.stages.programs import Key
+
+QUICK = ["masked with dropout"]
+ACTIVATION = (ROWS // 2, 4, WIDTH)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(STEPS)]
+)
+def test_stages_compute_the_step(name):
+    step, args = STEPS[name]()
+    programs = cut_evenly(step, args, 2, 2 if name in QUICK else 3, weight_programs=name not in QUICK)
+    expected = jax.tree.leaves(jax.jit(step)(*args))
+    assert_equal(run_in_order(programs, jax.tree.leaves(args)), expected)
+
+
+@pytest.fixture(scope="module")
+def unrolled():
+    step, args = STEPS["unrolled"]()
+    return cuttable(step, args, 2)
+
+
+@functools.cache
+def evenly(step, stages, **options):
+    units = step.units(stages)
+    return cut(step, units.boundaries(units.balanced(stages)), **options)
+
+
+def test_one_activation_crosses_each_boundary_and_one_cotangent(unrolled):
+    programs = evenly(unrolled, 4)
+    assert sorted(programs.sends) == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    for keys in programs.sends.values():
+        assert [programs.types[key].shape for key in keys] == [ACTIVATION]
+
+
+def test_weight_programs_take_half_of_the_backward_pass(unrolled):
+    """Each product of the forward pass has two in the backward pass: one for its operand, one for its weight."""
+    whole, apart = evenly(unrolled, 3), evenly(unrolled, 3, weight_programs=True)
+    both = apart.loop["B", 1].flops + apart.loop["W", 1].flops
+    assert whole.loop["B", 1].flops == pytest.approx(both, rel=0.1)
+    products = [str(apart.loop[kind, 1].jaxpr).count("dot_general") for kind in ("F", "B", "W")]
+    assert len(set(products)) == 1 and products[0] >= 2, products
+    assert ("B", 0) not in apart.loop, "no stage waits for the first"
+
+
+def test_products_are_kept_for_the_backward_pass_and_elementwise_work_is_done_again(unrolled):
+    programs = evenly(unrolled, 4)
+    kept = sorted(programs.types[key].shape for key in programs.kept[1])
+    assert kept == sorted([ACTIVATION, (*ACTIVATION[:2], 2 * WIDTH)]), "what the layer reads, and its inner product"
+
+
+def test_each_stage_has_its_own_optimizer(unrolled):
+    programs = evenly(unrolled, 3)
+    assert sorted(program.stage for program in programs.after) == [0, 1, 2]
+    for argument, taken in programs.carried.items():
+        home, maker = programs.homes[argument], programs.makers[taken].stage
+        assert home == maker or programs.types[argument].shape == (), f"{argument} moves from {maker} to {home}"
+
+
+def test_trips_of_a_loop_over_layers_are_units():
+    step, args = scanned(remat=True)
+    found = cuttable(step, args, 2)
+    assert [unit.start.trip for unit in found.units().units] == [0, 1, 2, 3, 0]
+    programs = evenly(found, 2)
+    bounds = {(piece.start, piece.stop) for piece in programs.pieces}
+    assert bounds == {(0, 2), (2, LAYERS)}, "every stage has two layers, of weights and of moments"
+    assert all(len(program.inputs) < 40 for program in programs.after)
+
+
+def test_norms_of_all_gradients_are_numbers_that_stages_send():
+    step, args = STEPS["tied"]()
+    programs = cut_evenly(step, args, 2, 2)
+    sent = {
+        key
+        for program in programs.after
+        for key in program.inputs
+        if key.kind == "late" and programs.makers[key].stage != program.stage
+    }
+    assert sent and all(programs.types[key].shape == () for key in sent)
+
+
+def test_a_planted_fault_is_seen():
+    """A stage that adds the gradient of one microbatch alone."""
+    step, args = STEPS["with rows"]()
+    programs = cut_evenly(step, args, 2, 2)
+    leaves, expected = jax.tree.leaves(args), jax.tree.leaves(jax.jit(step)(*args))
+    assert are_equal(run_in_order(programs, leaves), expected)
+    late = {key: program for key, program in programs.loop.items() if key[0] != "B"}
+    late["B", 0] = programs.loop["B", 0]
+    late["B", 1] = dataclasses.replace(
+        programs.loop["B", 1],
+        outputs=tuple(key if key.kind != "sum" else Key("sum", -1) for key in programs.loop["B", 1].outputs),
+    )
+    assert not are_equal(run_in_order(dataclasses.replace(programs, loop=late), leaves), expected)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_tasks_of_every_schedule_find_their_inputs(name, unrolled):
+    """Devices follow their orders, each as far as what its next task reads is there."""
+    order = schedule(name, 2, 4)
+    stages = len(order.placement) // order.replicas
+    programs = evenly(unrolled, stages, weight_programs=order.has_weight_tasks)
+    made, position = set(), [0] * len(order.orders)
+    count = sum(map(len, order.orders))
+    while sum(position) < count:
+        before = sum(position)
+        for device, tasks in enumerate(order.orders):
+            while position[device] < len(tasks):
+                kind, microbatch, stage = tasks[position[device]]
+                program = programs.loop.get((kind, stage % stages))
+                if program is not None:
+                    read = {(key, microbatch) for key in program.inputs if key.kind == "value"}
+                    if not read <= made:
+                        break
+                    made |= {(key, microbatch) for key in program.outputs}
+                position[device] += 1
+        assert sum(position) > before, f"{name} waits for ever at {position}"
+
+
+def normalized_over_the_batch(weights, batch):
+    def loss(weights):
+        x = batch["x"] @ weights["up"]
+        x = (x - x.mean(0)) / (x.std(0) + 1e-3)
+        return jnp.mean((x @ weights["down"] - batch["y"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def test_a_step_that_needs_the_whole_batch_is_refused_with_its_line():
+    weights = {"up": numbers(0, WIDTH, 2 * WIDTH), "down": numbers(1, 2 * WIDTH, WIDTH)}
+    batch = {"x": numbers(2, ROWS, WIDTH), "y": numbers(3, ROWS, WIDTH)}
+    with pytest.raises(MicrobatchError, match=r"microbatches=4 would change .* at test_cutting.py:\d+"):
+        _ = cuttable(normalized_over_the_batch, (weights, batch), 4).roles
