@@ -59,6 +59,7 @@ from autoshard.model.pricing.cost_tables import (
 )
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.regions.pricing import Regions
+from autoshard.model.regions.shared_work import shared_work
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
 from autoshard.model.weights import entering_loops, made_of_state
@@ -186,6 +187,8 @@ class _Formulator:
         check_host_memory(arguments, zip(self.groups, self.priced, strict=True), self.readers)
         self._add_arguments(homes)
         self._add_groups()
+        for i, j, table in shared_work(self.groups, self.priced, self.prices):
+            self._connect(self.group_node(self.groups[i]), self.group_node(self.groups[j]), table)
         lives = tuple(live for live in self.lives if live.usage.any())
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(

@@ -117,18 +117,22 @@ class Regions:
             return id(params["operation"]), params["static"], params["batched"], equation.index in self.forward
         return (id(params["jaxpr"]),) if equation.primitive == SHARD_MAP else ()
 
-    def of(self, group: Group, run: Run | None) -> Region:
-        """What a group costs that is a region."""
+    def of(self, group: Group, run: Run | None, *, shares: bool = True) -> Region:
+        """What a group costs that is a region.
+
+        Args:
+            shares: whether the forward pass of a backward one runs the same way, so that XLA merges what both do.
+        """
         (equation,) = group.equations
         if run is not None:
-            return self._of_call(equation, run)
+            return self._of_call(equation, run, shares and equation.index in self.forward)
         key = self.key(equation)
         if key not in self._known:
             self._kept.append(equation.params["jaxpr"])
             self._known[key] = self._read([ClosedJaxpr(equation.params["jaxpr"], ())])
         return self._known[key]
 
-    def _of_call(self, equation: Equation, run: Run) -> Region:
+    def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
         """Equal for axes that do the same: they are found once, and named."""
         call = Call.of(equation, rule_of(equation))
         reads, _ = call.layouts(run, self.mesh)
@@ -138,10 +142,10 @@ class Regions:
         in_order = sorted(run.roles)
         axes = tuple(itertools.chain(*(names for _, names in in_order)))
         roles = tuple((role, tuple(self.mesh[axis] for axis in names)) for role, names in in_order) if run.name else ()
-        key = *self.key(equation)[1:], shapes, run.name, roles, self.machine
+        key = call.static, call.batched, shares, shapes, run.name, roles, self.machine
         known = call.operation.priced
         if key not in known:
-            known[key] = self._traced(call, run, equation, shapes), axes
+            known[key] = self._traced(call, run, equation, shapes, shares), axes
         region, names = known[key]
         renamed = dict(zip(names, axes, strict=True)) if run.name else {}
         collectives = [
@@ -152,16 +156,16 @@ class Regions:
             collectives += self._sums(call, run, equation)
         return replace(region, collectives=tuple(collectives))
 
-    def _traced(self, call: Call, run: Run, equation: Equation, shapes: Sequence[tuple]) -> Region:
+    def _traced(self, call: Call, run: Run, equation: Equation, shapes: Sequence[tuple], shares: bool) -> Region:
         """What the devices run of one call; without the sums of a split by the rule alone."""
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
         if not run.name:
             region = self._read([jax.make_jaxpr(call.local(run, self.mesh))(*structs)])
         else:
             region = self._read(list(_bodies(self._on_mesh(call, run, [x.shape for x in equation.inputs], structs))))
-        if equation.index in self.forward:
+        if shares:
             forward = self.forward[equation.index]
-            done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)])
+            done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)], False)
             region = region.after(done, computes_again=not call.operation.is_written(run.name))
         return self._said(call, run, region, structs)
 
