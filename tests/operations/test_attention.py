@@ -64,7 +64,7 @@ def test_it_is_plain_attention(case):
 
 def test_in_bfloat16_it_is_as_exact_as_plain_attention():
     operands, said = arrays(dtype=jnp.bfloat16), {"is_causal": True}
-    truth = with_gradients(plain, said, *(x.astype(jnp.float32) for x in operands))
+    truth = jax.jit(functools.partial(with_gradients, plain, said))(*(x.astype(jnp.float32) for x in operands))
 
     def errors(function):
         found = jax.jit(functools.partial(with_gradients, function, said))(*operands)
@@ -114,9 +114,8 @@ def assert_implementations(case, shape, names):
 
 QUICK = [
     ("causal, heads in groups", SHAPES[2], ("ulysses_zigzag", "split_keys")),
-    ("bias that rows share", SHAPES[0], ("ulysses", "ring")),
-    ("segments", SHAPES[1], ("zigzag",)),
-    ("window", SHAPES[0], ("ring",)),
+    ("bias that rows share", SHAPES[0], ("ring",)),
+    ("segments", SHAPES[1], ("ulysses",)),
 ]
 
 
