@@ -39,7 +39,7 @@ from autoshard.program.explicit import is_explicit, type_sharding
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.tracing import traced_step
-from autoshard.propagation.registry import has_rule
+from autoshard.propagation.registry import has_rule, has_rule_in_jit
 from autoshard.propagation.stencils import with_stencils
 from autoshard.replanning.planner import Planner
 from autoshard.replanning.signatures import signature_remark
@@ -385,7 +385,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "leaves": list(map(abstract, tried)),
                         "obey": obey,
                         "merges": self._merges,
-                        "has_rule": has_rule,
+                        "has_rule": has_rule if self._merges else has_rule_in_jit,
                         "trips": self._options.trips,
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)

@@ -58,9 +58,7 @@ def execute(notebook: nbformat.NotebookNode) -> str:
 
 
 SLOW = {"03_planning_for_a_pod_you_dont_have"}  # plans a real model several times
-CASES = [
-    pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else (), id=path.stem) for path in NOTEBOOKS
-]
+CASES = [pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else (), id=path.stem) for path in NOTEBOOKS]
 
 
 @pytest.mark.parametrize("path", CASES)

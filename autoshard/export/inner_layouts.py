@@ -181,6 +181,9 @@ class _Table:
 
     def on_shards(self, equation: Equation) -> str | None:
         """How each device runs an equation on its shards: "" if XLA splits it, None if the table has it run whole."""
+        if (run := self.annotations.runs.get(equation.index)) is not None:
+            self.left.append(f"{run} of the operation at {equation.source}, which XLA splits")
+            return ""
         homes = [self.annotations.homes.get(value.id) for value in equation.outputs]
         scatter = self.annotations.scatters.get(equation.index)
         if None in homes or (scatter is None and not may_run_on_shards(equation)):

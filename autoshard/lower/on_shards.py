@@ -1,6 +1,6 @@
 """One equation and the layouts of its operands in, the function that each device runs on its own shards out.
 
-Most equations are left to XLA's partitioner. Five kinds are not, and run inside a `shard_map` instead:
+Most equations are left to XLA's partitioner. These kinds are not, and run inside a `shard_map` instead:
 
 - Sums of which each device gets a slice. The partitioner only knows all_reduces, and not every backend turns an
   all_reduce and a slice into a reduce_scatter.
@@ -13,6 +13,7 @@ Most equations are left to XLA's partitioner. Five kinds are not, and run inside
 - What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
   Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
 - Ragged products. Of rows that are split, each device counts those that it has of each group.
+- Foreign functions for which the user has registered a rule that lets them be split.
 
 A split factor of the rule becomes a smaller dim on each device; a split *group* factor of a convolution also becomes a
 smaller group count. Where a reduced factor is split the devices' partial results are finished here.
@@ -32,7 +33,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
-from autoshard.layout import Layout, MeshShape, divides, shards, spec_of, spec_text
+from autoshard.layout import Layout, MeshShape, divides, local_shape, shards, spec_of, spec_text
 from autoshard.lower.halos import with_halos, without_halos
 from autoshard.lower.reduce_scatter import reduce_scatter
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
@@ -47,6 +48,8 @@ from autoshard.propagation.projection import factors_of_layout, layout_of_factor
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
 from autoshard.propagation.rules.windows import STENCIL, beyond
+
+FOREIGN = "ffi_call"  # a function of another language, which knows nothing of partitioners
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,10 @@ def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> boo
 def local_params(equation: Equation, split: Split) -> dict[str, Any]:
     """What differs on one device: the group counts of a convolution, the padding of windows."""
     found: dict[str, Any] = {}
+    if equation.primitive == FOREIGN:
+        pairs = zip(equation.params["result_avals"], split.results(), strict=True)
+        local = [aval.update(shape=local_shape(aval.shape, layout or (), split.mesh)) for aval, layout in pairs]
+        found = {"result_avals": tuple(local)}
     if is_grouped_convolution(equation):
         numbers, images = equation.params["dimension_numbers"], split.rule.operands[0]
         batch, channels = numbers.lhs_spec[:2]

@@ -59,6 +59,7 @@ from autoshard.model.pricing.cost_tables import (
 )
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.regions.pricing import Regions
+from autoshard.model.regions.shared_work import shared_work
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
 from autoshard.model.weights import entering_loops, made_of_state
@@ -123,7 +124,7 @@ def formulate(
         instead=read_through(groups),
         images=image_dims(program),
         offered=offered,
-        regions=Regions(program, mesh, topology, functools.partial(_of_one_device, topology=topology, backend=backend)),
+        regions=Regions(program, mesh, topology, backend, formulate),
     )
     make = functools.partial(
         _Formulator,
@@ -139,11 +140,6 @@ def formulate(
     alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
     waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
     return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
-
-
-def _of_one_device(program: Program, rules: Sequence[Rule], topology: Topology, backend: Backend) -> Formulation:
-    """The problem of what a device runs on its shards, in which nothing is split."""
-    return formulate(program, rules, {}, topology, backend=backend)
 
 
 class _Formulator:
@@ -191,6 +187,8 @@ class _Formulator:
         check_host_memory(arguments, zip(self.groups, self.priced, strict=True), self.readers)
         self._add_arguments(homes)
         self._add_groups()
+        for i, j, table in shared_work(self.groups, self.priced, self.prices):
+            self._connect(self.group_node(self.groups[i]), self.group_node(self.groups[j]), table)
         lives = tuple(live for live in self.lives if live.usage.any())
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(

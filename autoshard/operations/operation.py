@@ -64,8 +64,10 @@ class Operation:
     rule_of: RuleOf = field(repr=False)
     implementations: list[Implementation] = field(default_factory=list, repr=False)
     plain_backward: Callable[..., Any] | None = field(default=None, repr=False)
+    seconds: Callable[..., float] | None = field(default=None, repr=False)  # of the function on shards, as said
     sums_shared: bool = False  # whether a split factor that a result lacks leaves partial sums of it: a backward pass
     forward: Forward | None = field(default=None, repr=False)  # of a backward pass: whose it is
+    priced: dict[Any, Any] = field(default_factory=dict, repr=False)  # what planners have found of its calls
     derived: dict[Any, Operation] = field(default_factory=dict, repr=False)  # backward passes that were asked for
 
     def __post_init__(self) -> None:
@@ -247,6 +249,7 @@ class Operation:
                 else Implementation(one.name, one.local, one.splits, one.where, _twice(one.seconds, operands_in))
                 for one in self.implementations
             ],
+            seconds=_twice(self.seconds, operands_in),
             sums_shared=True,
             forward=Forward(self, wrt, made),
         )
@@ -296,6 +299,7 @@ def operation(
     need_replication: str | Iterable[str] = "",
     sizes: Mapping[str, int] | None = None,
     name: str | None = None,
+    seconds: Callable[..., float] | None = None,
 ) -> Callable[[Callable[..., Any]], Operation]:
     """Makes a function of arrays one operation that autoshard splits by a rule, or by implementations that you add.
 
@@ -313,6 +317,8 @@ def operation(
         need_replication: factors that stay whole, but for implementations that split them.
         sizes: sizes of factors that occur in compound dims only.
         name: what plans and errors call it; by default that of the function.
+        seconds: what the function takes on shards, where JAX cannot tell, as of a kernel: a formula as for
+            `Operation.implementation`.
 
     Raises:
         RuleError: the notation is wrong.
@@ -343,6 +349,6 @@ def operation(
         def rule_of(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
             return parsed((*map(tuple, operands), *map(tuple, results)))
 
-        return Operation(called, function, rule_of)
+        return Operation(called, function, rule_of, seconds=seconds)
 
     return made

@@ -14,6 +14,7 @@ from autoshard.mesh.collectives import Collective
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.lifetimes import aliased
+from autoshard.model.regions.shared_work import forward_groups
 from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.model.xla.rounding import Readers
@@ -174,8 +175,12 @@ class ChosenOptions:
 
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
         reduced_sums, halos = set(), set()
+        forward = forward_groups(self.formulation.groups, self.prices)
         for group, priced, strategy in choices:
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
+            shares = group.index not in forward or self.strategies[forward[group.index]].run == strategy.run
+            if not shares:
+                seconds = self.prices.run_apart(group, strategy)
             compute += seconds.compute
             communication += seconds.communication
             hidden += seconds.hidden
@@ -199,7 +204,7 @@ class ChosenOptions:
                 halos.add((received, want))
                 why = f"halo of {reader.primitive}"
                 note("collective_permute", halo.axes, size, group.trips, group.guessed, reader.source, why)
-            region = self.prices.region(group, strategy)
+            region = self.prices.region(group, strategy, shares=shares)
             for one in region.collectives if region is not None else ():
                 runs, why = group.trips * one.runs, f"inside {strategy.run or group.equations[0].primitive}"
                 note(one.kind, one.axes, one.bytes, runs, group.guessed, group.equations[0].source, why)

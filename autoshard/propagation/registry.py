@@ -47,6 +47,11 @@ def has_rule(equation: Equation | JaxprEqn | str) -> bool:
     return _known(equation) is not None
 
 
+def has_rule_in_jit(equation: JaxprEqn) -> bool:
+    """The same under a plain `jax.jit`, where the partitioner sees what is inside an operation."""
+    return equation.primitive.name != "operation" and has_rule(equation)
+
+
 def register_rule(
     primitive: Any,
     notation: str,

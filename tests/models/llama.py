@@ -37,11 +37,16 @@ def rotated(x: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x.dtype)
 
 
-def attention(p: Params, x: jax.Array, theta: float) -> jax.Array:
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys, values [batch, position, head, ...]
+
+
+def attention(p: Params, x: jax.Array, theta: float, attend: Attend | None = None) -> jax.Array:
     """Causal; several query heads share one head of keys and values."""
     query, key, value = (jnp.einsum("bsd,dhk->bshk", x, p[name].astype(x.dtype)) for name in ("query", "key", "value"))
     query = named(rotated(query, theta), "batch", None, "heads", None)
     key, value = (named(x, "batch", None, "shared_heads", None) for x in (rotated(key, theta), value))
+    if attend is not None:
+        return jnp.einsum("bshk,hkd->bsd", attend(query, key, value), p["out"].astype(x.dtype))
     shared = key.shape[2]
     query = query.reshape(*query.shape[:2], shared, -1, query.shape[-1])
     scores = jnp.einsum("bqhgk,bshk->bhgqs", query, key).astype(jnp.float32) * query.shape[-1] ** -0.5
@@ -65,9 +70,11 @@ def experts_of(p: Params, inputs: jax.Array) -> jax.Array:
     return jnp.einsum("EGCH,EHM->EGCM", jax.nn.silu(first) * second, down)
 
 
-def block(p: Params, x: jax.Array, theta: float, capacity: int) -> tuple[jax.Array, jax.Array | None]:
+def block(
+    p: Params, x: jax.Array, theta: float, capacity: int, attend: Attend | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     """The residual stream after it, and how badly its experts are balanced, if it has any."""
-    x = named(x + attention(p, normed(x, p["norm1"]), theta), "batch", "length", None)
+    x = named(x + attention(p, normed(x, p["norm1"]), theta, attend), "batch", "length", None)
     h = normed(x, p["norm2"])
     if "experts" in p:
         y, balance = moe.layer(p["experts"], h, capacity, experts_of)
@@ -91,6 +98,7 @@ def make(
     scan: bool = False,
     remat: bool | Callable = True,
     theta: float = 5e5,
+    attend: Attend | None = None,
     dtype: Any = jnp.float32,
 ) -> Model:
     """A Llama; `scan` stacks the blocks and loops over them, `remat` recomputes each block in the backward pass: all of
@@ -100,6 +108,7 @@ def make(
 
     Args:
         shared_heads: heads of keys and values; they divide `heads`.
+        attend: computes attention; by default it is written out.
         experts: of each feed-forward layer; 0 for one that all tokens go through.
         capacity: tokens of a sentence that an expert takes.
     """
@@ -150,7 +159,7 @@ def make(
     optimizer = optax.adamw(3e-3, b2=0.95, eps=1e-6, weight_decay=0.1)
 
     def apply(p: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        return block(p, x, theta, capacity)
+        return block(p, x, theta, capacity, attend)
 
     if remat:
         apply = jax.checkpoint(apply, policy=None if remat is True else remat)

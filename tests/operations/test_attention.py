@@ -1,5 +1,6 @@
 """Attention: the numbers of `jax.nn.dot_product_attention`, whole and by every implementation, and its collectives."""
 
+import dataclasses
 import functools
 
 import jax
@@ -63,14 +64,14 @@ def test_it_is_plain_attention(case):
 
 def test_in_bfloat16_it_is_as_exact_as_plain_attention():
     operands, said = arrays(dtype=jnp.bfloat16), {"is_causal": True}
-    truth = with_gradients(plain, said, *(x.astype(jnp.float32) for x in operands))
+    truth = jax.jit(functools.partial(with_gradients, plain, said))(*(x.astype(jnp.float32) for x in operands))
 
     def errors(function):
         found = jax.jit(functools.partial(with_gradients, function, said))(*operands)
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True)
         return np.array([float(jnp.abs(one - other).max()) for one, other in pairs])
 
-    assert (errors(attention) <= 1.2 * errors(plain)).all()
+    assert (errors(attention) <= 2 * errors(plain)).all()
 
 
 def by_implementation(operands, said, shape, names):
@@ -113,9 +114,8 @@ def assert_implementations(case, shape, names):
 
 QUICK = [
     ("causal, heads in groups", SHAPES[2], ("ulysses_zigzag", "split_keys")),
-    ("bias that rows share", SHAPES[0], ("ulysses", "ring")),
-    ("segments", SHAPES[1], ("zigzag",)),
-    ("window", SHAPES[0], ("ring",)),
+    ("bias that rows share", SHAPES[0], ("ring",)),
+    ("segments", SHAPES[1], ("ulysses",)),
 ]
 
 
@@ -133,19 +133,20 @@ def test_all_implementations_compute_the_same_numbers(case, shape):
     call = next(e for e in step.trace(*operands).equations if e.primitive == "operation")
     runs = Call.of(call, rule_of(call)).runs(shape)
     names = {run.name for run in runs if run.name and not {role for role, _ in run.roles} - {"heads", "ring", "parts"}}
-    assert "ring" in names or case == "odd sizes"
+    assert names & {"ring", "zigzag"} or case == "odd sizes"
     assert_implementations(case, shape, sorted(names))
 
 
-@pytest.mark.parametrize(("heads", "said", "chosen"), [(8, {}, "ulysses"), (1, {"is_causal": True}, "zigzag")])
-def test_plans_choose_by_price_and_predict_what_is_compiled(heads, said, chosen):
-    """One sequence, so that the batch can split nothing."""
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_plans_choose_by_price_and_predict_what_is_compiled(is_causal):
+    """One sequence of one head, so that only the sequence can be split; zigzag computes half of what a ring does."""
     shape = {"x": 8}
-    operands = [normal(1, 256, heads, 16, seed=i) for i in range(3)]
-    step = functools.partial(with_gradients, attention, said)
-    fixed = dict.fromkeys(("operands/0", "operands/1", "operands/2"), P(None, "x"))
-    plan = autoshard(step, mesh=mesh_of(shape), topology=slow_chips(shape), fixed=fixed).plan(*operands)
-    assert {run.name for run in plan.annotations.runs.values()} == {chosen}
+    operands = [normal(1, 2048, 1, 64, seed=i) for i in range(3)]
+    topology = dataclasses.replace(slow_chips(shape), memory_bandwidth=1e11)
+    step = functools.partial(with_gradients, attention, {"is_causal": is_causal})
+    plan = autoshard(step, mesh=mesh_of(shape), topology=topology, fixed={"*": P(None, "x")}).plan(*operands)
+    names = {run.name for run in plan.annotations.runs.values()}
+    assert names == {"zigzag"} if is_causal else names <= {"ring", ""}
     assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
 
 

@@ -1,5 +1,7 @@
 """Ragged products: the numbers of `jax.lax.ragged_dot`, whole and by every implementation, and their collectives."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,13 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
-from autoshard import ArgumentError, autoshard
+from autoshard import ArgumentError, Link, autoshard
 from autoshard.operations.running import Call
 from autoshard.ops import ragged_dot
 from autoshard.propagation.registry import rule_of
 
 M, G = 64, 8
-LHS, RHS, WEIGHTS = normal(M, 16), normal(G, 16, 64, seed=1), normal(M, 64, seed=2)
+LHS, RHS, WEIGHTS = normal(M, 64), normal(G, 64, 64, seed=1), normal(M, 64, seed=2)
 SIZES = {"even": [8] * 8, "skewed": [30, 0, 1, 17, 0, 0, 9, 2], "one group": [0, 0, 64, 0, 0, 0, 0, 0]}
 SHAPES = ({"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2})
 
@@ -34,7 +36,7 @@ def chosen_runs(call, shape):
     return found
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], pytest.param(SHAPES[1], marks=pytest.mark.slow), SHAPES[2]])
 def test_implementations_compute_the_same_numbers(shape):
     mesh = mesh_of(shape)
     program = autoshard(lambda *x: with_gradients(ragged_dot, *x), mesh=mesh).trace(LHS, RHS, jnp.array(SIZES["even"]))
@@ -64,7 +66,7 @@ def test_experts_over_devices_are_planned_and_predicted():
     step = autoshard(
         lambda lhs, rhs, sizes: with_gradients(ragged_dot, lhs, rhs, sizes),
         mesh=mesh_of(shape),
-        topology=slow_chips(shape),
+        topology=dataclasses.replace(slow_chips(shape), links={"x": Link(1e-9, 1e7)}),
         fixed=fixed,
     )
     plan = step.plan(LHS, RHS, sizes)

@@ -256,11 +256,17 @@ class Prices:
         """Bytes of each halo that a device receives, one run."""
         return [halo.elements * self.widths.of(group.uses[halo.use].value) for halo in strategy.halos]
 
-    def region(self, group: Group, strategy: Strategy) -> Region | None:
+    def region(self, group: Group, strategy: Strategy, *, shares: bool = True) -> Region | None:
         """What devices run on their own shards, of a call of an operation or a `shard_map`; None for other groups."""
         if self.regions is None or group.equations[0].primitive not in REGIONS:
             return None
-        return self.regions.of(group, strategy.run)
+        return self.regions.of(group, strategy.run, shares=shares)
+
+    def run_apart(self, group: Group, strategy: Strategy) -> Seconds:
+        """Seconds of a backward pass whose forward pass runs in another way, so that XLA merges nothing of the two."""
+        region = self.region(group, strategy, shares=False)
+        assert region is not None, "a call is a region"
+        return self._region_seconds(group, region)
 
     def region_key(self, equation: Equation) -> tuple:
         """Equal for regions that cost the same; empty for other equations."""

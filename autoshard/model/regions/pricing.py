@@ -7,6 +7,7 @@ no matrix product goes into can run behind those; of it the share of `Overlap` f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from autoshard.jaxprs import ClosedJaxpr, Jaxpr, called_jaxpr, inner_jaxprs, with_plain_names
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, called_jaxpr, inner_jaxprs, with_plain_names
 from autoshard.layout import MeshShape, local_shape
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
+from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.running import Call
 from autoshard.operations.split import Run
@@ -60,6 +62,7 @@ class RegionCollective:
     bytes: int  # its result on one device, one run
     runs: int  # per run of the region
     is_ahead: bool  # whether no matrix product goes into it
+    is_in_loop: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,19 @@ class Region:
     collectives: tuple[RegionCollective, ...]
     workspace: float  # bytes beside operands and results
 
-    def without(self, again: Region) -> Region:
-        """This region where another one has done a part of its work, in the order in which it does it."""
-        rest = self.collectives[len(again.collectives) :]
-        return replace(self, compute=max(0.0, self.compute - again.compute), collectives=rest)
+    def after(self, forward: Region, *, computes_again: bool) -> Region:
+        """This region, of a backward pass, where the forward pass has done a part of its work.
+
+        XLA merges equal collectives of the operands that both have: those that both start with.
+
+        Args:
+            computes_again: whether it starts with all that the forward pass computes.
+        """
+        pairs = zip(self.collectives, forward.collectives, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1] and not pair[0].is_in_loop, pairs)
+        rest = self.collectives[len(list(same)) :]
+        compute = self.compute - forward.compute if computes_again else self.compute
+        return replace(self, compute=max(0.0, compute), collectives=rest)
 
 
 class Regions:
@@ -84,15 +96,18 @@ class Regions:
         program: Program,
         mesh: MeshShape,
         topology: Topology,
-        formulate: Callable[[Program, Sequence[Rule]], Formulation],
+        backend: Backend,
+        formulate: Callable[..., Formulation],
     ):
         """
         Args:
-            formulate: a program and its rules to the problem of one device.
+            formulate: a program, its rules and a mesh to their problem, by `topology=` and `backend=`.
         """
-        self.mesh, self.topology, self.formulate = dict(mesh), topology, formulate
+        self.mesh, self.topology = dict(mesh), topology
+        self.formulate = functools.partial(formulate, topology=topology, backend=backend)
+        self.machine = repr((topology, backend))
         self.forward = dict(_forward_calls(program))
-        self._known: dict[tuple, tuple[Region, tuple[str, ...]]] = {}
+        self._known: dict[tuple, Region] = {}  # of what the user wrote as regions
         self._kept: list[Any] = []  # what is known by its id
 
     def key(self, equation: Equation) -> tuple:
@@ -102,31 +117,36 @@ class Regions:
             return id(params["operation"]), params["static"], params["batched"], equation.index in self.forward
         return (id(params["jaxpr"]),) if equation.primitive == SHARD_MAP else ()
 
-    def of(self, group: Group, run: Run | None) -> Region:
-        """What a group costs that is a region."""
+    def of(self, group: Group, run: Run | None, *, shares: bool = True) -> Region:
+        """What a group costs that is a region.
+
+        Args:
+            shares: whether the forward pass of a backward one runs the same way, so that XLA merges what both do.
+        """
         (equation,) = group.equations
         if run is not None:
-            return self._of_call(equation, run)
+            return self._of_call(equation, run, shares and equation.index in self.forward)
         key = self.key(equation)
         if key not in self._known:
             self._kept.append(equation.params["jaxpr"])
-            self._known[key] = self._read([equation.params["jaxpr"]]), ()
-        return self._known[key][0]
+            self._known[key] = self._read([ClosedJaxpr(equation.params["jaxpr"], ())])
+        return self._known[key]
 
-    def _of_call(self, equation: Equation, run: Run) -> Region:
+    def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
         """Equal for axes that do the same: they are found once, and named."""
         call = Call.of(equation, rule_of(equation))
         reads, _ = call.layouts(run, self.mesh)
         shapes = tuple(
             (local_shape(x.shape, layout, self.mesh), x.dtype) for x, layout in zip(equation.inputs, reads, strict=True)
         )
-        axes = tuple(itertools.chain(*(names for _, names in run.roles)))
-        roles = tuple((role, tuple(self.mesh[axis] for axis in names)) for role, names in run.roles) if run.name else ()
-        key = *self.key(equation), shapes, run.name, roles
-        if key not in self._known:
-            self._kept.append(call.operation)
-            self._known[key] = self._traced(call, run, equation, shapes), axes
-        region, names = self._known[key]
+        in_order = sorted(run.roles)
+        axes = tuple(itertools.chain(*(names for _, names in in_order)))
+        roles = tuple((role, tuple(self.mesh[axis] for axis in names)) for role, names in in_order) if run.name else ()
+        key = call.static, call.batched, shares, shapes, run.name, roles, self.machine
+        known = call.operation.priced
+        if key not in known:
+            known[key] = self._traced(call, run, equation, shapes, shares), axes
+        region, names = known[key]
         renamed = dict(zip(names, axes, strict=True)) if run.name else {}
         collectives = [
             replace(one, axes=tuple(axis for axis in self.mesh if axis in {renamed[axis] for axis in one.axes}))
@@ -136,17 +156,17 @@ class Regions:
             collectives += self._sums(call, run, equation)
         return replace(region, collectives=tuple(collectives))
 
-    def _traced(self, call: Call, run: Run, equation: Equation, shapes: Sequence[tuple]) -> Region:
+    def _traced(self, call: Call, run: Run, equation: Equation, shapes: Sequence[tuple], shares: bool) -> Region:
         """What the devices run of one call; without the sums of a split by the rule alone."""
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
         if not run.name:
-            region = self._read([jax.make_jaxpr(call.local(run, self.mesh))(*structs).jaxpr])
+            region = self._read([jax.make_jaxpr(call.local(run, self.mesh))(*structs)])
         else:
             region = self._read(list(_bodies(self._on_mesh(call, run, [x.shape for x in equation.inputs], structs))))
-        if equation.index in self.forward and not call.operation.is_written(run.name):
+        if shares:
             forward = self.forward[equation.index]
-            again = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)])
-            region = region.without(again)
+            done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)], False)
+            region = region.after(done, computes_again=not call.operation.is_written(run.name))
         return self._said(call, run, region, structs)
 
     def _on_mesh(self, call: Call, run: Run, shapes: Sequence[tuple[int, ...]], types: Sequence[Any]) -> ClosedJaxpr:
@@ -158,13 +178,12 @@ class Regions:
     def _said(self, call: Call, run: Run, region: Region, structs: Sequence[Any]) -> Region:
         """A region with what the user's formulas say of it."""
         implementation = call.operation.named(run.name)
-        if implementation is None:
-            return region
         split, static = call.split(run, self.mesh), dict(call.static)
-        if implementation.seconds is not None:
-            region = replace(region, compute=implementation.seconds(split, self.topology, *structs, **static))
-        if implementation.bytes is not None:
-            region = replace(region, workspace=implementation.bytes(split, *structs, **static))
+        seconds = call.operation.seconds if implementation is None else implementation.seconds
+        if seconds is not None:
+            region = replace(region, compute=float(seconds(split, self.topology, *structs, **static)))
+        if implementation is not None and implementation.bytes is not None:
+            region = replace(region, workspace=float(implementation.bytes(split, *structs, **static)))
         return region
 
     def _sums(self, call: Call, run: Run, equation: Equation) -> Iterator[RegionCollective]:
@@ -176,7 +195,7 @@ class Regions:
                     elements *= size
                 yield RegionCollective("all_reduce", axes, elements * value.itemsize, 1, is_ahead=False)
 
-    def _read(self, jaxprs: Sequence[Jaxpr]) -> Region:
+    def _read(self, jaxprs: Sequence[ClosedJaxpr]) -> Region:
         """What one device does that runs these jaxprs, one after the other."""
         parts = list(map(self._read_one, jaxprs))
         return Region(
@@ -185,9 +204,9 @@ class Regions:
             workspace=max((part.workspace for part in parts), default=0.0),
         )
 
-    def _read_one(self, jaxpr: Jaxpr) -> Region:
+    def _read_one(self, jaxpr: ClosedJaxpr) -> Region:
         program = program_of(jaxpr)
-        formulation = self.formulate(program, _rules(program))
+        formulation = self.formulate(program, _rules(program), {})  # a mesh of one device
         choice = [0] * len(formulation.problem.costs)
         compute = sum(
             priced.seconds[0].compute
@@ -220,14 +239,18 @@ def _forward_calls(program: Program) -> Iterator[tuple[int, Equation]]:
         calls[id(operation), static, scope, *operands] = equation
 
 
-def program_of(jaxpr: Jaxpr) -> Program:
+def program_of(traced: ClosedJaxpr) -> Program:
     """What one device runs as a program of its own."""
-    closed = ClosedJaxpr(with_plain_names(jaxpr), ())
+    closed = ClosedJaxpr(with_plain_names(traced.jaxpr), traced.consts)
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
     results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals]
     in_tree, out_tree = Tree.of((tuple(operands), {})), Tree.of(results)
     places = Places(in_tree.array_paths, out_tree.array_paths, frozenset())
-    return Reader(closed, has_rule=has_rule).program(in_tree, out_tree, places)
+    return Reader(closed, has_rule=_is_known).program(in_tree, out_tree, places)
+
+
+def _is_known(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _OF_DEVICES or has_rule(eqn)
 
 
 def _rules(program: Program) -> list[Rule]:
@@ -242,11 +265,11 @@ def _rules(program: Program) -> list[Rule]:
         ]
 
 
-def _bodies(closed: ClosedJaxpr) -> Iterator[Jaxpr]:
+def _bodies(closed: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
     """The bodies of all `shard_map`s in a jaxpr, calls opened."""
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name == SHARD_MAP:
-            yield eqn.params["jaxpr"]
+            yield ClosedJaxpr(eqn.params["jaxpr"], ())
         elif (called := called_jaxpr(eqn)) is not None:
             yield from _bodies(called)
         else:
@@ -262,8 +285,9 @@ def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective
         if kind is None or not axes:
             continue
         is_ahead = not any(isinstance(x, Value) and x.id in after for x in equation.inputs)
+        is_in_loop = program.scope(equation.path) != ()
         for made in equation.outputs:
-            yield RegionCollective(kind, axes, made.bytes, equation.trips, is_ahead)
+            yield RegionCollective(kind, axes, made.bytes, equation.trips, is_ahead, is_in_loop)
 
 
 def _axes(params: Mapping[str, Any], mesh: MeshShape) -> tuple[str, ...]:

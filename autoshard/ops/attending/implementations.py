@@ -37,9 +37,9 @@ def _of_zigzag() -> _Kind:
         return Rows(*(rings.from_zigzag(split, x, dim) for x, dim in zip(found, (1, 3, 3), strict=True)))
 
     def backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients:
-        dims = (3, 3, 3, 1)
+        in_order, dims = rings.in_zigzag(split, call), (3, 3, 3, 1)
         moved = Saved(*(rings.to_zigzag(split, x, dim) for x, dim in zip(saved, dims, strict=True)))
-        found = rings.zigzag_backward(split, rings.in_zigzag(split, call), moved)
+        found = rings.zigzag_backward(split, in_order, moved)
         pairs = zip(found[:3], call.arrays, strict=True)
         query, key, value = (rings.from_zigzag(split, one.astype(like.dtype), 1) for one, like in pairs)
         return Gradients(query, key, value, None)
@@ -133,18 +133,20 @@ def _add_split_keys(operation: Operation, variant: Variant) -> None:
 
 
 def add_implementations(operation: Operation, variant: Variant) -> None:
-    """Adds all of them to the operation of one variant."""
+    """Adds all of them to the operation of one variant. Where zigzag can run, a ring would compute twice as much."""
 
     def always(split: CallSplit) -> bool:
         return True
 
-    def halves(split: CallSplit) -> bool:
-        return split.sizes["q"] == split.sizes["k"] and split.sizes["q"] % (2 * split.count(rings.ROLE)) == 0
+    def has_halves(split: CallSplit) -> bool:
+        same = split.sizes["q"] == split.sizes["k"] and split.sizes["q"] % (2 * split.count(rings.ROLE)) == 0
+        return same and variant.is_plainly_causal
+
+    def has_none(split: CallSplit) -> bool:
+        return not has_halves(split)
 
     _add(operation, variant, "ulysses", (heads.ROLE,), _of_device(), always)
-    _add(operation, variant, "ring", (rings.ROLE,), _of_ring(), always)
-    _add(operation, variant, "ulysses_ring", (heads.ROLE, rings.ROLE), _of_ring(), always)
-    if variant.is_plainly_causal:
-        _add(operation, variant, "zigzag", (rings.ROLE,), _of_zigzag(), halves)
-        _add(operation, variant, "ulysses_zigzag", (heads.ROLE, rings.ROLE), _of_zigzag(), halves)
+    for name, kind, fits in (("ring", _of_ring(), has_none), ("zigzag", _of_zigzag(), has_halves)):
+        _add(operation, variant, name, (rings.ROLE,), kind, fits)
+        _add(operation, variant, f"ulysses_{name}", (heads.ROLE, rings.ROLE), kind, fits)
     _add_split_keys(operation, variant)

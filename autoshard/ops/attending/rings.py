@@ -19,6 +19,7 @@ So the high queries always meet the low keys, and the second pair is picked.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,13 @@ def _sent_on(split: CallSplit, tree: Any, by: int = 1) -> Any:
     count, axes = split.count(ROLE), split.axes(ROLE)
     pairs = [(i, (i + by) % count) for i in range(count)]
     return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), tree)
+
+
+def _turned(turn: Callable[[Any, Any], tuple[Any, None]], start: Any, steps: range) -> Any:
+    """The carry after all steps. A single one is no loop, so that XLA can merge it with one of another pass."""
+    if len(steps) == 1:
+        return turn(start, steps[0])[0]
+    return lax.scan(turn, start, jnp.arange(steps.start, steps.stop))[0]
 
 
 def _hops(split: CallSplit, call: Attended) -> int:
@@ -66,12 +74,12 @@ def ring(split: CallSplit, call: Attended) -> Softmax:
         here = _at(call, moved, step, split)
         return swept(state, *here.arrays, here.seeing, call.variant.scale, blocks)
 
-    def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
+    def turn(carry: Any, step: Any) -> tuple[Any, None]:
         state, moved = carry
         return (met(state, moved, step), _sent_on(split, moved)), None
 
     start = Softmax.empty(call.query, call.value), (call.key, call.value, call.seeing.key_segments)
-    (state, moved), _ = lax.scan(turn, start, jnp.arange(hops))
+    state, moved = _turned(turn, start, range(hops))
     return met(state, moved, hops)
 
 
@@ -85,13 +93,13 @@ def ring_backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients:
         found = swept_back(so_far, *here.arrays, saved, here.seeing, call.variant.scale, blocks)
         return (found.query, found.bias), (found.key, found.value)
 
-    def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
+    def turn(carry: Any, step: Any) -> tuple[Any, None]:
         own, moved, of_moved = carry
         own, of_moved = met(own, moved, of_moved, step)
         return (own, _sent_on(split, moved), _sent_on(split, of_moved)), None
 
     start = (none.query, none.bias), (call.key, call.value, call.seeing.key_segments), (none.key, none.value)
-    (own, moved, of_moved), _ = lax.scan(turn, start, jnp.arange(hops))
+    own, moved, of_moved = _turned(turn, start, range(hops))
     (query, bias), of_moved = met(own, moved, of_moved, hops)
     key, value = _sent_on(split, of_moved, -hops)
     return Gradients(query, key, value, bias)
@@ -207,7 +215,7 @@ def zigzag(split: CallSplit, call: Attended) -> Softmax:
     low = over(low, _halves(low_keys)[0])
     high = over(over(high, _halves(_keys(seen, moved)[0])[1]), _halves(high_keys)[1])
 
-    def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
+    def turn(carry: Any, step: Any) -> tuple[Any, None]:
         low, high, moved = carry
         moved = _sent_on(split, moved)
         is_earlier = (own - step) % count < own
@@ -216,7 +224,7 @@ def zigzag(split: CallSplit, call: Attended) -> Softmax:
         found = over(_picked(is_earlier, low, high), _second(seen, keys, is_earlier))
         return (_picked(is_earlier, found, low), _picked(is_earlier, high, found), moved), None
 
-    (low, high, _), _ = lax.scan(turn, (low, high, moved), jnp.arange(1, count))
+    low, high, _ = _turned(turn, (low, high, moved), range(1, count))
     dims = (3, 3, 1)
     return Softmax(*(jnp.concatenate(both, dim) for *both, dim in zip(low, high, dims, strict=True)))
 
@@ -241,7 +249,7 @@ def zigzag_backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients
     query = both(ll.query, hl.query + hh.query)
     of_moved = both(ll.key + hl.key, hh.key), both(ll.value + hl.value, hh.value)
 
-    def turn(carry: Any, step: jax.Array) -> tuple[Any, None]:
+    def turn(carry: Any, step: Any) -> tuple[Any, None]:
         query, moved, of_moved = carry
         moved, of_moved = _sent_on(split, moved), _sent_on(split, of_moved)
         is_earlier = (own - step) % count < own
@@ -254,6 +262,6 @@ def zigzag_backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients
         more = both(first.key + to_low.key, to_high.key), both(first.value + to_low.value, to_high.value)
         return (query, moved, jax.tree.map(jnp.add, of_moved, more)), None
 
-    (query, _, of_moved), _ = lax.scan(turn, (query, moved, of_moved), jnp.arange(1, count))
+    query, _, of_moved = _turned(turn, (query, moved, of_moved), range(1, count))
     key, value = _sent_on(split, of_moved)
     return Gradients(query, key, value, none.bias)

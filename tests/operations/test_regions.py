@@ -1,0 +1,104 @@
+"""What devices run on their own shards: `shard_map`s of the user, kernels and foreign functions."""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import normal
+from equality import assert_equal
+from jax import lax
+from jax.experimental import pallas
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips, tally
+
+import autoshard as library
+from autoshard import autoshard, operation
+from autoshard.mesh.targets import target_mesh
+from autoshard.propagation import registry
+
+SHAPE = {"x": 4, "y": 2}
+X, W = normal(64, 32), normal(32, 32, seed=1)
+
+
+def test_a_shard_map_is_predicted():
+    """Its collectives, in a loop too, the work of its products, and what it holds beside operands and results."""
+    mesh = mesh_of(SHAPE)
+    pairs = [(i, (i + 1) % 4) for i in range(4)]
+
+    def local(x, w):
+        def turn(carry, _):
+            return lax.ppermute(jnp.tanh(carry @ w), "x", pairs), None
+
+        x, _ = lax.scan(turn, x, length=5)
+        return lax.psum(x, "x"), lax.all_gather(x, "y", tiled=True)
+
+    specs = {"in_specs": (P("x"), P()), "out_specs": (P(), P("x"))}
+    region = jax.shard_map(local, mesh=mesh, check_vma=False, **specs)
+    sharded = autoshard(region, mesh=mesh, topology=slow_chips(SHAPE))
+    plan = sharded.plan(X, W)
+    found = plan.verify()
+    assert tally(plan.predicted.collectives) == tally(found.collectives)
+    assert ("collective_permute", ("x",)) in tally(found.collectives)
+    products = 5 * 2 * 16 * 32 * 32 / 1e9  # s, on one device
+    assert products < plan.predicted.compute_seconds < 2 * products
+    assert_equal(sharded(X, W), jax.jit(region)(X, W))
+
+
+def _doubling(x, out):
+    out[...] = x[...] * 2
+
+
+@operation("i j -> i j", name="doubled", seconds=lambda split, topology, x, **_: x.size * 8 / topology.memory_bandwidth)
+def doubled(x, *, interpret=False):
+    block = pallas.BlockSpec((8, x.shape[1]), lambda i: (i, 0))
+    kernel = {"grid": (x.shape[0] // 8,), "in_specs": [block], "out_specs": block, "interpret": interpret}
+    return pallas.pallas_call(_doubling, jax.ShapeDtypeStruct(x.shape, x.dtype), **kernel)(x)
+
+
+def test_a_kernel_with_a_rule_runs_on_shards():
+    step = functools.partial(doubled, interpret=True)
+    sharded = autoshard(
+        lambda x: step(jnp.sin(x)), mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), fixed={"x": P("x")}
+    )
+    plan = sharded.plan(X)
+    assert plan.results[0].local_bytes < X.nbytes and not plan.predicted.collectives
+    assert not plan.verify().collectives
+    assert_equal(sharded(X), 2 * jnp.sin(X))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_a_kernel_with_a_rule_compiles_for_tpu():
+    mesh = target_mesh("v5e:4x4", {"x": 4, "y": 4})
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    step = lambda x: jnp.sum(doubled(x @ x.T), axis=0)  # noqa: E731
+    plan = library.plan(step, x, mesh=mesh, topology="v5e:4x4", fixed={"x": P(("x", "y"))})
+    assert plan.annotations.runs
+    found = plan.verify()
+    assert tally(plan.predicted.collectives) == tally(found.collectives)
+
+
+def test_a_foreign_function_with_a_rule_runs_on_shards(monkeypatch):
+    """LAPACK's factorisation by a name of its own: each device factors its matrices."""
+    matrices = normal(16, 4, 4)
+    positive = matrices @ matrices.transpose(0, 2, 1) + 4 * jnp.eye(4)
+
+    def factored(x):
+        types = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
+        return jax.ffi.ffi_call("lapack_spotrf_ffi", types)(x, uplo=np.uint8(ord("L")))[0]
+
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    library.register_rule("ffi_call:lapack_spotrf_ffi", "b i j -> b k l, b", need_replication="i j k l")
+    sharded = autoshard(factored, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), fixed={"x": P(("x", "y"))})
+    plan = sharded.plan(positive)
+    assert plan.results[0].local_bytes == positive.nbytes // 8
+    assert not plan.predicted.collectives and not plan.verify().collectives
+    assert_equal(sharded(positive), jax.jit(factored)(positive))
+
+
+def test_a_region_with_other_collectives_is_caught(monkeypatch):
+    monkeypatch.setattr("autoshard.model.regions.pricing._KINDS", {})
+    with pytest.raises(AssertionError):
+        test_a_shard_map_is_predicted()
