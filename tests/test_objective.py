@@ -15,7 +15,7 @@ from random_steps import steps
 import autoshard
 from autoshard.model.formulation import Formulation
 from autoshard.solver import Problem
-from autoshard.solver.two_costs import TwoCosts
+from autoshard.solver.exact.two_costs import TwoCosts
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoshard.propagation.UnknownPrimitiveWarning")
 

@@ -3,7 +3,7 @@
 The problem charges a step its compute and its communication less a share of the latter that runs behind compute. Of a
 step of little compute that can be more than there is, and no problem of nodes and edges knows. Such a step takes as
 long as it communicates. So a step takes the larger of two costs: that of the problem, and its communication alone
-(`solver/two_costs.py`). Mixtures of the two are solved as the problem is. The best mixture lies where its cheapest
+(`solver/exact/two_costs.py`). Mixtures of the two are solved as the problem is. The best mixture lies where its cheapest
 choices change from those that hide too much to others. It is found by cutting planes (Kelley, 1960): the next mixture
 is that in which the least cost of all known choices is largest. What mixtures leave open, integer programs of both
 costs close where few options are left.
@@ -21,12 +21,12 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.prediction import Prediction
+from autoshard.solver.exact.two_costs import TwoCosts
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.run import count_options
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.settings import USUAL_SIZES
 from autoshard.solver.solve import with_bound
-from autoshard.solver.two_costs import TwoCosts
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
 FIRST_SHARE = 0.75  # of the problem in the first mixture: where most steps have their best one

@@ -33,8 +33,8 @@ from autoshard.processes import Group
 from autoshard.program import Program
 from autoshard.replanning.planner import Planner
 from autoshard.report.units import seconds_text
+from autoshard.solver.exact.two_costs import TwoCosts
 from autoshard.solver.problem import Problem, Solution
-from autoshard.solver.two_costs import TwoCosts
 from autoshard.solver.verify import verify
 from autoshard.specs import fitting
 from autoshard.together.joint_problem import JointProblem, Shared, homes_of, joint_problem

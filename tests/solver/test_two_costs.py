@@ -9,9 +9,9 @@ from problems import every_choice
 
 from autoshard.plans.limited_overlap import best_mixture
 from autoshard.solver import Problem
+from autoshard.solver.exact.two_costs import TwoCosts
 from autoshard.solver.problem import Edge, Live
 from autoshard.solver.runtime.budget import Budget
-from autoshard.solver.two_costs import TwoCosts
 
 
 def drawn(seed: int) -> TwoCosts:
