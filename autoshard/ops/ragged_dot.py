@@ -6,8 +6,6 @@ is dropped and no group has a capacity. Where devices have groups each, rows com
 ==================  ===========================================================================================
 `groups`            every device has all rows; what each makes of the rows of its groups is summed up
 `groups_and_rows`   rows are split too: an all_gather before, a reduce_scatter after
-`exchange`          rows are split too, and each goes to the device of its group alone, and back: a
-                    `ragged_all_to_all`, on backends that have it
 ==================  ===========================================================================================
 
 Each device's part is one `jax.lax.ragged_dot` of the rows that it has.

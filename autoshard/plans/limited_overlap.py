@@ -3,7 +3,7 @@
 The problem charges a step its compute and its communication less a share of the latter that runs behind compute. Of a
 step of little compute that can be more than there is, and no problem of nodes and edges knows. Such a step takes as
 long as it communicates. So a step takes the larger of two costs: that of the problem, and its communication alone
-(`solver/exact/two_costs.py`). Mixtures of the two are solved as the problem is. The best mixture lies where its cheapest
+(`solver/exact/two_costs.py`). Mixtures of both are solved as the problem is. The best mixture lies where its cheapest
 choices change from those that hide too much to others. It is found by cutting planes (Kelley, 1960): the next mixture
 is that in which the least cost of all known choices is largest. What mixtures leave open, integer programs of both
 costs close where few options are left.
