@@ -14,7 +14,6 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.pipeline import Schedule, Timeline, simulate
 from autoshard.pipeline.amounts import Amount
-from autoshard.stage_planning.sub_meshes import one_way
 from autoshard.stage_search import Channel
 from autoshard.stages.programs import LOOP, Key, StageProgram, StagePrograms
 from autoshard.user_plan import Plan
@@ -156,12 +155,9 @@ def pipeline_figures(
 
 def channel_between(mesh_shape: MeshShape, topology: Topology, first: int, second: int) -> Channel:
     """What two devices talk over, by their numbers in the order of the mesh: the slowest link on the way."""
-    shape = tuple(mesh_shape.values())
+    levels = [one for axis, size in mesh_shape.items() if size > 1 for one in topology.links[axis].over(size)]
+    shape = [devices for devices, _ in levels]
     places = [np.unravel_index(number, shape) for number in (first, second)]
-    crossed = [
-        topology.links[axis]
-        for axis, a, b in zip(mesh_shape, *places, strict=True)
-        if a != b and axis in topology.links
-    ]
+    crossed = [link for (_, link), a, b in zip(levels, *places, strict=True) if a != b]
     latency = max((link.latency for link in crossed), default=0.0)
-    return Channel(latency, min((one_way(link) for link in crossed), default=math.inf))
+    return Channel(latency, min((link.one_way() for link in crossed), default=math.inf))
