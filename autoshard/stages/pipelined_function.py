@@ -43,8 +43,12 @@ class PlannedPipeline:
 
     def home(self, key: Key) -> Any:
         """The mesh that keeps an argument, piece or constant, or makes a value for the next step."""
+        return self.meshes[self.device(key)]
+
+    def device(self, key: Key) -> int:
+        """The device of the schedule that does so."""
         stage = self.programs.homes[key] if key in self.programs.homes else self.programs.makers[key].stage
-        return self.meshes[self.schedule.placement[stage]]
+        return self.schedule.placement[stage]
 
     def part(self, mesh: Mesh, device: int) -> Mesh:
         """The part of another mesh of the same axes that a device of the schedule would have."""

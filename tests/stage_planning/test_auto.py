@@ -95,7 +95,9 @@ def test_programs_of_stages_are_verified(found):
     assert "F of stage 0" in str(verified)
 
 
-@pytest.mark.parametrize("ask", [lambda p: p.save("x"), lambda p: p.explain("x"), lambda p: p.to_code()])
+@pytest.mark.parametrize(
+    "ask", [lambda p: p.save("x"), lambda p: p.explain("x"), lambda p: p.to_code(), lambda p: p.on(p.mesh)]
+)
 def test_what_plans_with_stages_cannot_do_is_one_clear_error(found, ask):
     with pytest.raises(PlanError, match=r"has 2 stages, and cannot be .*\n.*plan\.stages\[0\]\.plan"):
         ask(found)
@@ -142,3 +144,38 @@ def test_options_that_stages_do_not_heed_are_refused(mesh, option):
 def test_pipeline_takes_auto_or_a_dict(mesh):
     with pytest.raises(ArgumentError, match="pipeline="):
         autoshard(step, mesh=mesh, pipeline="gpipe")
+
+
+def scanned(weights, x, y):
+    def loss(weights):
+        return jnp.mean((jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights["w"])[0] - y) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    return {"w": weights["w"] - 0.1 * gradient["w"]}, value
+
+
+@pytest.mark.parametrize("layers, is_view", [(4, True), (3, False)])
+def test_a_plan_says_how_stacks_lie_over_the_stages(mesh, layers, is_view):
+    weights, x = {"w": jnp.ones((layers, 6, 6)) / 8}, jnp.ones((4, 6))
+    step = autoshard(scanned, mesh=mesh, pipeline={"stages": 2, "microbatches": 2})
+    made = step.plan(weights, x, x)
+    assert any("copied between stages" in warning for warning in made.warnings) == (not is_view)
+    asked, given = made.in_shardings[0]["w"], made.out_shardings[0]["w"]
+    assert asked == given
+    assert asked.shard_shape((layers, 6, 6)) == ((2, 6, 6) if is_view else (3, 3, 6))
+    if not is_view:
+        result, _ = step({"w": jax.device_put(weights["w"], asked)}, x, x)
+        assert result["w"].sharding == given
+        expected, _ = jax.jit(scanned)(weights, x, x)
+        np.testing.assert_allclose(result["w"], expected["w"], rtol=1e-5)
+        again = jax.jit(scanned)(expected, x, x)[1]
+        np.testing.assert_allclose(step(result, x, x)[1], again, rtol=1e-5)
+
+
+def test_the_prediction_is_of_the_device_that_works_most(mesh):
+    pipeline = {"stages": 2, "microbatches": 2, "schedule": "interleaved_1f1b", "chunks": 2}
+    x = jnp.ones((4, 6))
+    made = autoshard(scanned, mesh=mesh, pipeline=pipeline).plan({"w": jnp.ones((4, 6, 6))}, x, x)
+    of_device = [sum(stage.seconds for stage in made.stages[device::2]) for device in range(2)]
+    predicted = made.predicted
+    assert predicted.compute_seconds + predicted.exposed_seconds == pytest.approx(max(of_device), rel=1e-6)
