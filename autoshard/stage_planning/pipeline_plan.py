@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -46,6 +46,8 @@ class PipelinePlan(Plan):
 
     `arguments` say how each array lies on the mesh of the stage that keeps it, and `in_shardings` where that is.
     """
+
+    bound_is_of: ClassVar[str] = "the best choice searched, by the costs of layers"
 
     pipeline: PlannedPipeline | None = field(repr=False, default=None)
     without: Prediction | str | None = None  # the best plan without stages, or why there is none; None: nobody looked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ def pipeline_figures(
         return [max(seconds[kind, stage], least_task_seconds) for stage in virtual]
 
     travel = np.zeros((schedule.stages, schedule.stages))
-    for (source, target), keys in programs.sends.items():
+    for (source, target), keys in _hops(programs, schedule).items():
         size = float(sum(map(programs.bytes_of, keys)))
         for replica in range(schedule.replicas):
             a, b = (schedule.placement[replica * count + stage] for stage in (source, target))
@@ -151,6 +152,17 @@ def pipeline_figures(
         peaks.append(math.ceil(held + timeline.peak_bytes[device]))
     once = tuple(seconds["before", stage] + seconds["after", stage] for stage in range(count))
     return PipelineFigures(timeline, once, memory, tuple(peaks))
+
+
+def _hops(programs: StagePrograms, schedule: Schedule) -> dict[tuple[int, int], set[Key]]:
+    """What travels between stages that wait for each other. Whatever is sent past a stage is charged on every hop."""
+    found: dict[tuple[int, int], set[Key]] = {}
+    for (source, target), keys in programs.sends.items():
+        low, high = sorted((source, target))
+        is_direct = low in schedule.predecessors[high]
+        for a, b in [(low, high)] if is_direct else itertools.pairwise(range(low, high + 1)):
+            found.setdefault((a, b) if source < target else (b, a), set()).update(keys)
+    return found
 
 
 def channel_between(mesh_shape: MeshShape, topology: Topology, first: int, second: int) -> Channel:
