@@ -16,6 +16,7 @@ from autoshard.pipeline import schedule
 from autoshard.stage_planning import choosing
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.planned_stage import _hops
+from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key
 
@@ -241,6 +242,24 @@ def test_a_choice_that_cannot_be_cut_leaves_the_others(mesh, monkeypatch):
     monkeypatch.setattr(choosing, "exact_pipeline", refuses_first)
     found = autoshard(step, mesh=mesh, pipeline="auto", memory="110KiB").plan(*arguments())
     assert refused and len(found.stages) > 1
+
+
+def test_a_unit_that_cannot_be_cut_out_leaves_the_others_of_its_kind():
+    kinds = "abbbbc"
+    units = SimpleNamespace(
+        units=[SimpleNamespace(forward_flops=kind, parameter_bytes=0, crossing_bytes=1) for kind in kinds]
+    )
+
+    def cut_at(firsts, impossible):
+        if impossible & set(firsts):
+            raise StageError("an early stage would wait for a late one")
+        return tuple(firsts)
+
+    assert UnitCut.of(units, lambda firsts: cut_at(firsts, set())).cut == (1, 2, 3, 5)
+    found = UnitCut.of(units, lambda firsts: cut_at(firsts, {2}))
+    assert found.cut == (1, 3, 4, 5) and found.planned == (0, 2, 2, 2, 2, 4)
+    with pytest.raises(StageError):
+        UnitCut.of(units, lambda firsts: cut_at(firsts, {1}))
 
 
 def test_nothing_is_searched_under_a_trace(mesh, monkeypatch):
