@@ -120,7 +120,7 @@ def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCost
 
     >>> one = UnitCosts(np.array([[4.0]] * 7))
     >>> two = UnitCosts(np.array([[3.0]] * 7))
-    >>> between_microbatches({1: one, 2: two}, 4).values[0, 0]
+    >>> float(between_microbatches({1: one, 2: two}, 4).values[0, 0])
     2.5
     """
     if count in known or len(known) == 1:
