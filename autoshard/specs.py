@@ -52,7 +52,8 @@ def fixed_layouts(
             if layouts.setdefault(i, layout) != layout:
                 raise ConflictError(
                     f"{said_by}[{pattern!r}] wants {value} to be {spec_of(layout)}, "
-                    f"{said_by}[{fixed_by[i]!r}] wants it to be {spec_of(layouts[i])}.\nDrop one of them, or make the patterns narrower."
+                    f"{said_by}[{fixed_by[i]!r}] wants it to be {spec_of(layouts[i])}.\n"
+                    "Drop one of them, or make the patterns narrower."
                 )
             fixed_by.setdefault(i, pattern)
     position = {id(value): i for i, value in enumerate(program.arguments)}

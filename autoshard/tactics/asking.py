@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.errors import ArgumentError, ConflictError, MeshError
 from autoshard.layout import Layout, spec_of, without_idle_axes
+from autoshard.program.signature import text_of_function
 from autoshard.specs import fixed_layouts
 from autoshard.tactics.roles import Dim, Roles
 from autoshard.tactics.rules import AxisRule
@@ -96,7 +97,7 @@ def is_tactic(one: Any) -> bool:
 
 def text_of_tactic(tactic: TacticLike) -> str:
     """A tactic as a user writes it, or the name of a function that is one."""
-    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", repr(tactic))
+    return repr(tactic) if isinstance(tactic, Tactic) else text_of_function(tactic)
 
 
 def ask(asked: Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
@@ -138,8 +139,8 @@ def _ask_function(asked: Asked, tactic: Callable[[Step], Any], roles: Roles, mes
                 )
         _ask_layouts(asked, f"{text_of_tactic(tactic)}(step)", found, roles, mesh)
         return
-    tactics = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else [None]
-    if not all(is_tactic(one) for one in tactics):
+    tactics: list[Any] = list(found) if isinstance(found, Iterable) else [found]
+    if isinstance(found, str) or not all(map(is_tactic, tactics)):
         raise ArgumentError(
             f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
         )
