@@ -12,8 +12,9 @@ from autoshard.solver import SEARCHES, Edge, ForbiddenError, InfeasibleError, Li
 from autoshard.solver.method import Method
 from autoshard.solver.run import NoChoice, Part, Run, count_options
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.searches.exact import optcnn
 from autoshard.solver.searches.exact.mini_buckets import MiniBuckets, smallest_tables_first
-from autoshard.solver.searches.exact.pase import DynamicProgramSettings, depth_first, search_by_tables
+from autoshard.solver.searches.exact.pase import SETTINGS, DynamicProgramSettings, depth_first, search_by_tables
 from autoshard.solver.searches.learning.network import Network
 from autoshard.solver.searches.many_choices import ManyChoices
 from autoshard.solver.searches.nearest_allowed import NearestAllowed
@@ -132,6 +133,14 @@ def test_exact_searches_count_each_byte_of_a_large_limit(name):
             with pytest.raises(InfeasibleError):
                 solve(problem, search=name, time_limit=3)
     assert kinds == {"costs", "needs"}
+
+
+def test_tables_of_wide_nodes_are_capped(monkeypatch):
+    seen = []
+    monkeypatch.setattr(optcnn, "search_by_tables", lambda problem, run, settings, explore: seen.append(settings))
+    for options in (4, 400):
+        optcnn.optcnn(Problem((np.zeros(options),), (), (), None), None)
+    assert [one.entries for one in seen] == [one.most_entries for one in seen] == [4**3, SETTINGS.most_entries]
 
 
 @pytest.mark.parametrize("name", sorted(SEARCHES.keys() - {"alpa"}))  # HiGHS takes what it takes
