@@ -24,6 +24,7 @@ from autoshard.lower.on_shards import check_plan
 from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.program.paths import printable
+from autoshard.program.signature import text_of_function
 from autoshard.propagation import Rule
 from autoshard.tactics import text_of_tactic
 from autoshard.user_plan import Plan
@@ -56,7 +57,7 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         sorted(options.trips.items()),
         options.compiled_for and options.compiled_for.devices.flat[0].device_kind,
         sorted(options.pinned.items()),
-        options.search,
+        text_of_function(options.search) if callable(options.search) else options.search,
         list(map(text_of_tactic, options.tactics)),
         options.like and [(one.name, one.type, one.layout) for one in options.like.arguments],
     )

@@ -22,7 +22,7 @@ from autoshard.plans.plan import PlanData
 from autoshard.solver.progress import Progress
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.searches.table import algorithm_of
-from autoshard.tactics import Tactic, TacticLike
+from autoshard.tactics import Tactic, TacticLike, is_tactic
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -163,7 +163,7 @@ def _tactics(tactics: Any) -> tuple[TacticLike, ...]:
     """
     given = tactics if isinstance(tactics, list | tuple) else [tactics]
     for one in given:
-        if isinstance(one, type) or not (isinstance(one, Tactic) or callable(one)):
+        if not is_tactic(one):
             raise ArgumentError(
                 f"tactics={tactics!r}: a list of tactics is needed, as in [DataParallel('data'), Megatron('model')] of "
                 "autoshard.tactics; functions of the step may be among them"

@@ -21,11 +21,16 @@ from autoshard.propagation.rule import Rule
 _LISTED = 20  # arguments that a message names at most
 
 
-def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: MeshShape) -> dict[int, Layout]:
+def fixed_layouts(
+    program: Program, fixed: Mapping[str, PartitionSpec], mesh: MeshShape, said_by: str = "fixed"
+) -> dict[int, Layout]:
     """Argument index -> layout, from paths and globs.
 
     A pattern fits an argument if it fits the end of its path from some key on: "params/w" fits "state/params/w". A
     pattern that is the end of some path is that path, even if it holds the characters of a glob: "layers[0]".
+
+    Args:
+        said_by: what messages call the dict.
 
     Raises:
         ConflictError: a pattern fits no argument, a spec does not fit its array, or two contradict each other.
@@ -36,18 +41,19 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
         matches = _matches(pattern, program)
         if not matches:
             known = _names(program)
-            raise ConflictError(f"fixed: no argument of {program.name} fits {pattern!r}; its arguments are {known}")
+            raise ConflictError(f"{said_by}: no argument of {program.name} fits {pattern!r}; its arguments are {known}")
         for i in matches:
             value = program.arguments[i]
             try:
                 layout = _layout(spec, value, mesh)
                 _check_jit_takes(layout, value, mesh)
             except MeshError as error:
-                raise ConflictError(f"fixed[{pattern!r}]: {error}") from None
+                raise ConflictError(f"{said_by}[{pattern!r}]: {error}") from None
             if layouts.setdefault(i, layout) != layout:
                 raise ConflictError(
-                    f"fixed[{pattern!r}] wants {value} to be {spec_of(layout)}, fixed[{fixed_by[i]!r}] wants it to be "
-                    f"{spec_of(layouts[i])}.\nDrop one of them, or make the patterns narrower."
+                    f"{said_by}[{pattern!r}] wants {value} to be {spec_of(layout)}, "
+                    f"{said_by}[{fixed_by[i]!r}] wants it to be {spec_of(layouts[i])}.\n"
+                    "Drop one of them, or make the patterns narrower."
                 )
             fixed_by.setdefault(i, pattern)
     position = {id(value): i for i, value in enumerate(program.arguments)}
@@ -56,8 +62,8 @@ def fixed_layouts(program: Program, fixed: Mapping[str, PartitionSpec], mesh: Me
         if {argument, origin} <= layouts.keys() and layouts[argument] != layouts[origin]:
             raise ConflictError(
                 f"{program.arguments[origin]} becomes {program.arguments[argument]} in the next step, but "
-                f"fixed[{fixed_by[origin]!r}] wants it to be {spec_of(layouts[origin])}, and "
-                f"fixed[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
+                f"{said_by}[{fixed_by[origin]!r}] wants it to be {spec_of(layouts[origin])}, and "
+                f"{said_by}[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
             )
     return layouts
 

@@ -1,5 +1,6 @@
 """Plans kept on disk: what finds one again, what does not, and what happens to files that are not what was written."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from autoshard import CacheWarning, planning
 from autoshard.cache import find, keep, key_of
 from autoshard.options import options_of
 from autoshard.propagation import rules_for
+from autoshard.tactics import DataParallel
 
 SHAPE = {"x": 4, "y": 2}
 OPTIONS = {"mesh": mesh_of(SHAPE), "topology": slow_chips(SHAPE), "time_limit": 10}
@@ -104,6 +106,29 @@ def test_what_differs_is_planned_anew(tmp_path, made, change):
     assert len(made) == 2 and len(list(tmp_path.iterdir())) == 2
     planned(tmp_path, fn, *args, **options)
     assert len(made) == 2
+
+
+class Bare:
+    """Its text has its address."""
+
+
+def search(problem, run, beside=None):
+    """It finds nothing."""
+
+
+def split(step, beside, axis):
+    return [DataParallel(axis)]
+
+
+def test_functions_count_by_name_and_what_they_are_given():
+    program = traced()
+
+    def key(axis):
+        tactic = functools.partial(split, beside=Bare(), axis=axis)
+        how = {"tactics": [tactic], "search": functools.partial(search, beside=Bare())}
+        return key_of(program, rules_for(program), options_of(**OPTIONS, **how))
+
+    assert key("x") == key("x") != key("y")
 
 
 @pytest.mark.parametrize("what", ["autoshard", "jax", "rule", "compiler"])

@@ -28,6 +28,7 @@ ROOMS = {
     "mesh": ["autoshard.mesh"],
     "solver": ["autoshard.solver"],
     "model": ["autoshard.model"],
+    "specs": ["autoshard.specs"],
     "tactics": ["autoshard.tactics"],
     "plans": ["autoshard.plans"],
     "arrays": ["autoshard.arrays"],
@@ -39,7 +40,7 @@ ROOMS = {
     "user_plan": ["autoshard.user_plan"],
     "pipeline": ["autoshard.pipeline", "autoshard.stage_search"],
     "api": [
-        *("autoshard.options", "autoshard.specs", "autoshard.cache", "autoshard.processes"),
+        *("autoshard.options", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
         *("autoshard.decorated", "autoshard.stages", "autoshard.stage_planning", "autoshard.meshes"),
         *("autoshard.api", "autoshard.together", "autoshard.frontiers", "autoshard.padding", "autoshard.__init__"),

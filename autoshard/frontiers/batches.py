@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from jax.tree_util import PyTreeDef
 
 from autoshard.errors import ArgumentError, MemoryLimitError
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.mesh.topology import Topology
+from autoshard.program.flattening import flattened
+from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.report.units import bytes_text
 from autoshard.tactics import Roles, batch_dim
 from autoshard.user_plan import Plan
@@ -61,31 +64,34 @@ def largest_batch(
 
     Args:
         fn: any function that `jax.jit` takes.
-        *args: its positional arguments, with a batch of any size: pytrees of arrays or ShapeDtypeStructs.
+        *args: its positional arguments, with a batch of any size that it can be traced with: pytrees of arrays or
+            ShapeDtypeStructs.
         mesh: the devices, as for `autoshard`.
         topology: what the machine costs, as for `autoshard`.
-        multiple: what the rows are a multiple of; by default the number of devices.
+        multiple: what the rows are a multiple of; by default of the number of devices and of microbatches.
         most: rows, beyond which nothing is tried.
-        kwargs: keyword arguments of `fn`, which are not resized.
-        **options: those of `autoshard`, and keywords of `jax.jit`. `memory` is the limit; by default the machine's.
+        kwargs: keyword arguments of `fn`, whose batch is resized, too.
+        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `tactics`, `search`
+            and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the
+            machine's; `time_limit` is that of each plan.
 
     Raises:
         MemoryLimitError: not even `multiple` rows fit.
         ArgumentError: the step has no batch, or an option is of the wrong kind.
     """
 
-    def traced(args: tuple[Any, ...]) -> TracedStep:
-        return TracedStep.of(fn, args, kwargs or {}, mesh, topology, options)
-
-    given = traced(args)
-    dims = _batch_dims(given, args)
-    step = multiple if multiple is not None else math.prod(given.options.mesh.shape.values())
-    if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step <= most:
-        raise ArgumentError(f"multiple={multiple!r}, most={most!r}; rows are needed, 1 or more, and no more than most")
+    _check_rows(multiple, most)
+    given = TracedStep.of(fn, args, kwargs or {}, mesh, topology, options)
+    static, dynamic = ArgumentSelection.of(fn, options, "static").split(args, dict(kwargs or {}))
+    batch = _Batch.of(given, dynamic)
+    devices = math.prod(given.options.mesh.shape.values())
+    step = multiple if multiple is not None else math.lcm(devices, given.options.microbatches or 1)
+    _check_rows(step, most)
 
     def plan(count: int) -> Plan | None:
         """The plan on so many multiples; None if it does not fit."""
-        sized = traced(_resized(args, dims, count * step))
+        args, kwargs = join(static, batch.resized(count * step))
+        sized = TracedStep.of(fn, args, kwargs, mesh, topology, options)
         try:
             solution = sized.solution(sized.options.memory)
         except MemoryLimitError:
@@ -111,26 +117,49 @@ def largest_batch(
     return LargestBatch(fits * step, best, refused * step or None)
 
 
-def _batch_dims(step: TracedStep, args: tuple[Any, ...]) -> dict[int, int]:
-    """Leaf of the positional arguments -> its dim that is the batch."""
-    batch = Roles(step.formulation).batch
-    leaves = [path for path, leaf in jax.tree_util.tree_leaves_with_path(args) if hasattr(leaf, "shape")]
-    if not batch or len(leaves) != len(step.program.own_arguments):
-        raise ArgumentError(
-            f"{step.program.name}: no argument has rows of a batch, or some are keywords.\n"
-            "Pass the batch by position, as arrays with its rows along the first dim."
-        )
-    dims = {i: batch_dim(step.formulation, i) for i in batch}
-    return {i: dim for i, dim in dims.items() if dim is not None}
+def _check_rows(multiple: Any, most: Any) -> None:
+    """
+    Raises:
+        ArgumentError: they are no numbers of rows, or no multiple is within the most.
+    """
+    rows = (most,) if multiple is None else (multiple, most)
+    are_numbers = all(isinstance(one, int) and not isinstance(one, bool) for one in rows)
+    if not are_numbers or not 1 <= rows[0] <= most:
+        raise ArgumentError(f"multiple={multiple!r}, most={most!r}; rows are needed, 1 or more, and no more than most")
 
 
-def _resized(args: tuple[Any, ...], dims: Mapping[int, int], rows: int) -> tuple[Any, ...]:
-    """The arguments as types, with so many rows of the batch."""
-    leaves, tree = jax.tree.flatten(args)
-    arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-    for argument, dim in dims.items():
-        leaf = leaves[arrays[argument]]
-        shape = (*leaf.shape[:dim], rows, *leaf.shape[dim + 1 :])
-        leaves[arrays[argument]] = jax.ShapeDtypeStruct(shape, leaf.dtype)
-    resized: tuple[Any, ...] = jax.tree.unflatten(tree, leaves)
-    return resized
+@dataclass(frozen=True)
+class _Batch:
+    """Where the rows of a step's batch are among the leaves of its arguments, static arguments aside."""
+
+    leaves: list[Any]
+    tree: PyTreeDef
+    dims: Mapping[int, int]  # leaf -> its dim that is the batch
+
+    @classmethod
+    def of(cls, step: TracedStep, dynamic: Arguments) -> _Batch:
+        """That of a step's arguments.
+
+        Raises:
+            ArgumentError: there is none, or the step's arrays are not the leaves of its arguments.
+        """
+        leaves, tree = jax.tree.flatten(dynamic)
+        flat = flattened(dynamic)
+        static = {i for i, leaf in enumerate(leaves) if not hasattr(leaf, "shape")}
+        arrays = [i for i in range(len(leaves)) if i not in (flat.structure.places if flat.modules is None else static)]
+        batch = {i: batch_dim(step.formulation, i) for i in Roles(step.formulation).batch}
+        if not batch or len(arrays) != len(step.program.own_arguments):
+            raise ArgumentError(
+                f"{step.program.name}: no argument has rows of a batch, or arrays are shared by several arguments.\n"
+                "Pass the batch as arrays with its rows along the first dim."
+            )
+        return cls(leaves, tree, {arrays[i]: dim for i, dim in batch.items() if dim is not None})
+
+    def resized(self, rows: int) -> Arguments:
+        """The arguments with so many rows of the batch, as types."""
+        leaves = list(self.leaves)
+        for i, dim in self.dims.items():
+            shape = leaves[i].shape
+            leaves[i] = jax.ShapeDtypeStruct((*shape[:dim], rows, *shape[dim + 1 :]), leaves[i].dtype)
+        resized: Arguments = jax.tree.unflatten(self.tree, leaves)
+        return resized

@@ -42,7 +42,9 @@ def fewest_devices(
         axes: names of the mesh axes, one or two.
         most: devices, beyond which nothing is tried.
         kwargs: keyword arguments of `fn`.
-        **options: those of `autoshard`, and keywords of `jax.jit`. `memory` is the limit; by default the chip's.
+        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `tactics`, `search`
+            and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the chip's;
+            `time_limit` is that of each plan.
 
     Raises:
         MemoryLimitError: the step does not fit on `most` devices either.
@@ -50,7 +52,8 @@ def fewest_devices(
     """
     if chip not in CHIPS:
         raise ArgumentError(f"chip={chip!r}; one of {', '.join(CHIPS)} is needed")
-    if isinstance(axes, str) or not 1 <= len(axes) <= 2:
+    names = axes if isinstance(axes, list | tuple) else ()
+    if not all(isinstance(name, str) for name in names) or not 1 <= len(set(names)) == len(names) <= 2:
         raise ArgumentError(f"axes={axes!r}; the names of one or two mesh axes are needed, as in ('data', 'model')")
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ArgumentError(f"most={most!r}; a number of devices is needed, 1 or more")
@@ -61,7 +64,7 @@ def fewest_devices(
         Raises:
             MemoryLimitError: there is none.
         """
-        refused = None
+        refused, found = None, False
         for mesh in _meshes(2**power, axes):
             step = TracedStep.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
             try:
@@ -70,36 +73,31 @@ def fewest_devices(
                 if refused is None or error.needed < refused.needed:
                     refused = error
             else:
-                refused = None
+                found = True
                 yield step.plan(solution, step.options.memory, solution.bound)
-        if refused is not None:
+        if refused is not None and not found:
             raise refused
 
-    def fits(power: int) -> bool:
-        try:
-            next(fitting(power))
-        except (MemoryLimitError, StopIteration):
-            return False
-        return True
+    others = {power: fitting(power) for power in range(int(math.log2(most)) + 1)}
 
-    low, high = 0, int(math.log2(most))
-    if not fits(high):
-        list(fitting(high))
-    while low < high:
+    def first(power: int) -> Plan | MemoryLimitError:
+        """The first plan on so many devices that fits, or why none does."""
+        try:
+            return next(others[power])
+        except MemoryLimitError as error:
+            return error
+
+    low, high = 0, max(others)
+    best = first(high)
+    while low < high and isinstance(best, Plan):
         middle = (low + high) // 2
-        if fits(middle):
-            high = middle
+        if isinstance(found := first(middle), Plan):
+            high, best = middle, found
         else:
             low = middle + 1
-    return min(_those(fitting(high)), key=lambda plan: plan.cost)
-
-
-def _those(plans: Iterator[Plan]) -> Iterator[Plan]:
-    """The plans that come before an error."""
-    try:
-        yield from plans
-    except MemoryLimitError:
-        return
+    if isinstance(best, MemoryLimitError):
+        raise best
+    return min((best, *others[high]), key=lambda plan: plan.cost)
 
 
 def _meshes(devices: int, axes: Sequence[str]) -> Iterator[AbstractMesh]:

@@ -55,9 +55,10 @@ def frontier(
         topology: what the machine costs, as for `autoshard`.
         points: the most plans to find, 2 or more. There are fewer where no others are found between them.
         kwargs: keyword arguments of `fn`.
-        **options: those of `autoshard`, and keywords of `jax.jit`. `memory` is the limit of the fastest plan; without
-            it that plan is sought without a limit, even if it fits no device. `time_limit` is that of all searches
-            together, each of which gets an equal part.
+        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `tactics`, `search`
+            and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit of the fastest plan;
+            without it that plan is sought without a limit, even if it fits no device. `time_limit` is that of all
+            searches together, each of which gets an equal part.
 
     Returns:
         The plans, fastest first: seconds go up, bytes go down. Each has the bound of its own memory limit.

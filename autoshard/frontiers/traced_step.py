@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.api import autoshard
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.model.formulation import Formulation
@@ -22,7 +24,7 @@ from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.user_plan import Plan
 
-_OPTIONS = ("memory", "fixed", "time_limit", "ignore_constraints", "trips", "microbatches", "tactics")
+_OPTIONS = ("memory", "fixed", "time_limit", "ignore_constraints", "trips", "microbatches", "tactics", "search")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +53,16 @@ class TracedStep:
             ArgumentError: there is no such option, or one is of the wrong kind.
         """
         keywords = {name: value for name, value in given.items() if name not in _OPTIONS}
+        if others := [name for name in keywords if name in inspect.signature(autoshard).parameters]:
+            raise ArgumentError(
+                f"{', '.join(others)} cannot be among the options here; of those of autoshard these can: "
+                f"{', '.join(_OPTIONS)}.\nautoshard.plan takes the others, for one plan."
+            )
         check_jit_keywords(keywords)
         if given.get("microbatches") == "auto":
             raise ArgumentError(
-                "microbatches='auto' looks for what fits one limit, a frontier has several: give the number"
+                "microbatches='auto' is for one plan; here several are made, which are compared for the same number of "
+                "microbatches.\nGive the number."
             )
         known = {name: value for name, value in given.items() if name in _OPTIONS}
         options = options_of(mesh, topology=topology, **known)

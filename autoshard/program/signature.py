@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,23 @@ class ArgumentSelection:
         chosen += tuple((name, kwargs[name]) for name in sorted(kwargs) if name in self.names)
         others = tuple(arg for i, arg in enumerate(args) if i not in self.positions)
         return chosen, (others, {name: value for name, value in kwargs.items() if name not in self.names})
+
+
+def text_of_function(fn: Callable) -> str:
+    """A function by name, with what `functools.partial` gives it; the same in every process, so without addresses.
+
+    >>> text_of_function(functools.partial(max, 3, key=abs)), text_of_function(functools.partial(max, key=object()))
+    ('max(3, key=abs)', 'max(key=<object object>)')
+    """
+    if isinstance(fn, functools.partial):
+        given = *map(_text, fn.args), *(f"{name}={_text(value)}" for name, value in fn.keywords.items())
+        return f"{text_of_function(fn.func)}({', '.join(given)})"
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
+def _text(value: Any) -> str:
+    named = callable(value) and (hasattr(value, "__name__") or isinstance(value, functools.partial))
+    return text_of_function(value) if named else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def join(chosen: tuple, others: Arguments) -> Arguments:

@@ -8,7 +8,7 @@
 planner's choices become fewer in `restriction.py`.
 """
 
-from autoshard.tactics.asking import Step, StepArgument, TacticLike, text_of_tactic
+from autoshard.tactics.asking import Step, StepArgument, TacticLike, is_tactic, text_of_tactic
 from autoshard.tactics.restriction import restricted
 from autoshard.tactics.roles import Dim, Roles, batch_dim
 from autoshard.tactics.schemes import (
@@ -47,6 +47,7 @@ __all__ = [
     "Ulysses",
     "ZeRO",
     "batch_dim",
+    "is_tactic",
     "restricted",
     "text_of_tactic",
 ]

@@ -10,6 +10,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import ArgumentError, ConflictError, MeshError
+from autoshard.layout import Layout, spec_of, without_idle_axes
+from autoshard.program.signature import text_of_function
+from autoshard.specs import fixed_layouts
 from autoshard.tactics.roles import Dim, Roles
 from autoshard.tactics.rules import AxisRule
 from autoshard.tactics.schemes import Tactic
@@ -19,12 +22,21 @@ TacticLike = Tactic | Callable[["Step"], Any]
 
 @dataclass(frozen=True)
 class StepArgument:
-    """One argument of a step, as a function that is a tactic sees it."""
+    """One argument of a step, as a function that is a tactic sees it.
 
-    name: str  # its path, "state/params/w"
+    Attributes:
+        name: its path, "state/params/w".
+        shape: of the whole array.
+        role: "batch", whose rows the step goes through; "weight" of products, or of experts, "expert"; "table", as of
+            embeddings; "parameter", a scale or bias; "cache", state with rows of the batch; "optimizer", all other
+            state, and "expert_optimizer", what of that has the shape of an expert's weight.
+        dims: what each dim is.
+    """
+
+    name: str
     shape: tuple[int, ...]
-    role: str  # "batch", "weight", "expert", "parameter", "cache" or "optimizer"
-    dims: tuple[Dim, ...]  # what each dim is
+    role: str
+    dims: tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
@@ -32,11 +44,11 @@ class Step:
     """What a function that is a tactic sees of a step."""
 
     name: str
-    mesh: Mapping[str, int]  # axis -> devices
+    mesh: Mapping[str, int]  # axis -> devices, axes of one device included
     arguments: tuple[StepArgument, ...]
 
     @classmethod
-    def of(cls, roles: Roles) -> Step:
+    def of(cls, roles: Roles, mesh: Mapping[str, int]) -> Step:
         """That of a formulation."""
         program = roles.formulation.program
         kinds = {i: kind.name.lower() for i, kind in roles.state.items()} | dict.fromkeys(roles.batch, "batch")
@@ -44,7 +56,7 @@ class Step:
             StepArgument(value.name, value.shape, kinds[i], roles.dims_of_argument(i))
             for i, value in enumerate(program.arguments)
         )
-        return cls(program.name, dict(roles.formulation.mesh), tuple(arguments))
+        return cls(program.name, dict(mesh), tuple(arguments))
 
 
 @dataclass(frozen=True)
@@ -61,18 +73,31 @@ class Asked:
     """What all tactics together ask for."""
 
     said: dict[str, list[Said]] = field(default_factory=dict)  # axis -> what tactics say of it
-    layouts: dict[str, PartitionSpec] = field(default_factory=dict)  # path or glob -> as functions want it
+    layouts: dict[int, tuple[Layout, str]] = field(default_factory=dict)  # argument -> its layout, which function
     tactics: list[Tactic] = field(default_factory=list)
 
     def rule(self, axis: str) -> AxisRule:
         """What holds along an axis: the basis that its tactics share, and what each says in its place, in order."""
-        said = sorted(self.said[axis], key=lambda one: one.tactic.order)
+        said = self._in_order(axis)
         return functools.reduce(lambda rule, one: rule.refined(one.own), said, said[0].basis)
+
+    def speaker(self, axis: str, says: Callable[[AxisRule], bool] = lambda rule: True) -> Tactic:
+        """The last tactic that says something itself of an axis; the first where all rest on the basis for it."""
+        said = self._in_order(axis)
+        return next((one.tactic for one in reversed(said) if says(one.own)), said[0].tactic)
+
+    def _in_order(self, axis: str) -> list[Said]:
+        return sorted(self.said[axis], key=lambda one: one.tactic.order)
+
+
+def is_tactic(one: Any) -> bool:
+    """Whether it is a tactic, or a function that may be one: not a class of them."""
+    return not isinstance(one, type) and (isinstance(one, Tactic) or callable(one))
 
 
 def text_of_tactic(tactic: TacticLike) -> str:
     """A tactic as a user writes it, or the name of a function that is one."""
-    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", repr(tactic))
+    return repr(tactic) if isinstance(tactic, Tactic) else text_of_function(tactic)
 
 
 def ask(asked: Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
@@ -104,7 +129,7 @@ def ask(asked: Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int])
 
 def _ask_function(asked: Asked, tactic: Callable[[Step], Any], roles: Roles, mesh: Mapping[str, int]) -> None:
     """Adds what a function returns: tactics, or PartitionSpecs by path or glob."""
-    found = tactic(Step.of(roles))
+    found = tactic(Step.of(roles, mesh))
     if isinstance(found, Mapping):
         for pattern, spec in found.items():
             if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
@@ -112,14 +137,30 @@ def _ask_function(asked: Asked, tactic: Callable[[Step], Any], roles: Roles, mes
                     f"{text_of_tactic(tactic)} returned {pattern!r}: {spec!r}; "
                     "a path or glob and its PartitionSpec are needed"
                 )
-            asked.layouts[pattern] = spec
+        _ask_layouts(asked, f"{text_of_tactic(tactic)}(step)", found, roles, mesh)
         return
-    if not isinstance(found, Iterable):
+    tactics: list[Any] = list(found) if isinstance(found, Iterable) else [found]
+    if isinstance(found, str) or not all(map(is_tactic, tactics)):
         raise ArgumentError(
             f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
         )
-    for one in found:
+    for one in tactics:
         ask(asked, one, roles, mesh)
+
+
+def _ask_layouts(
+    asked: Asked, said_by: str, specs: Mapping[str, PartitionSpec], roles: Roles, mesh: Mapping[str, int]
+) -> None:
+    """Adds layouts by path or glob, of which each fits some argument."""
+    program = roles.formulation.program
+    for i, found in fixed_layouts(program, specs, mesh, said_by).items():
+        layout = without_idle_axes(found, roles.formulation.mesh)
+        other, other_by = asked.layouts.setdefault(i, (layout, said_by))
+        if other != layout:
+            raise ConflictError(
+                f"{other_by} wants {program.arguments[i]} to be {spec_of(other)}, {said_by} wants it to be "
+                f"{spec_of(layout)}.\nDrop one of them."
+            )
 
 
 _NEEDED = {

@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from autoshard.errors import ConflictError
-from autoshard.layout import Layout, layout_of, spec_of, without_idle_axes
+from autoshard.layout import Layout, spec_of
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
 from autoshard.model.resharding_memory import Reader
@@ -30,6 +29,7 @@ from autoshard.solver.problem import Edge, ForbiddenError, Problem
 from autoshard.tactics.asking import Asked, TacticLike, ask, text_of_tactic
 from autoshard.tactics.roles import Dim, Roles, State, Work
 from autoshard.tactics.rules import AxisRule, Moved, Storage
+from autoshard.tactics.schemes import Tactic
 
 _PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
 _FEASIBILITY_SECONDS = 20.0  # to find any choice at all; what tactics leave is small
@@ -57,7 +57,7 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
     if not _is_feasible(strict):
         if not _is_feasible(problem):
             what = (f"{formulation.program.name}: the tactics {named} leave no sharding.", *remarks)
-            advice = "Drop one of them, or what fixed= or the step itself says against it; or change the mesh."
+            advice = "Drop one of them, or what fixed=, like= or the step itself says against it; or change the mesh."
             raise ConflictError("\n".join((*what, advice)))
         remarks.append(
             "the step needs other collectives than the published scheme has: only where arrays lie and what is split "
@@ -102,7 +102,7 @@ class _Restriction:
         for axis, names in self.whole.items():
             if names:
                 listed = ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                tactic, devices = self.asked.said[axis][-1].tactic, self.formulation.mesh[axis]
+                tactic, devices = self.asked.speaker(axis), self.formulation.mesh[axis]
                 yield f"tactics: {axis!r} ({devices} devices) divides no dim that {tactic} splits of {listed}."
 
     # Where arrays lie, and what is split.
@@ -125,10 +125,9 @@ class _Restriction:
                     kept = [o for o in options if dims[o] < 0]
                     self.whole[axis].update([value.name] if value.shape else [])
                 if not kept:
-                    left = ", ".join(sorted({str(spec_of(homes[o])) for o in options}))
                     raise ConflictError(
-                        f"{self.asked.said[axis][-1].tactic} wants {value} to be {_wish(wanted)} along {axis!r}; what "
-                        f"fixed= or another tactic says leaves {left}.\nDrop one of them."
+                        f"{self._speaker(axis, i)} wants {value} to be {_wish(wanted)} along {axis!r}; "
+                        f"{_left_by(options, homes)}"
                     )
                 options = kept
             allowed[i] = options
@@ -151,16 +150,13 @@ class _Restriction:
 
     def _as_functions_say(self, argument: int, options: list[int], homes: Sequence[Layout]) -> list[int]:
         value = self.formulation.program.arguments[argument]
-        for pattern, spec in self.asked.layouts.items():
-            if fnmatchcase(value.name, pattern):
-                layout = without_idle_axes(layout_of(spec, len(value.shape)), self.formulation.mesh)
-                options = [o for o in options if homes[o] == layout]
-                if not options:
-                    raise ConflictError(
-                        f"a tactic wants {value} to be {spec}; it does not split every dim evenly, or fixed= says "
-                        "otherwise."
-                    )
-        return options
+        if argument not in self.asked.layouts:
+            return options
+        layout, said_by = self.asked.layouts[argument]
+        kept = [o for o in options if homes[o] == layout]
+        if not kept:
+            raise ConflictError(f"{said_by} wants {value} to be {spec_of(layout)}; {_left_by(options, homes)}")
+        return kept
 
     def _wanted_dims(self, argument: int, rule: AxisRule) -> set[int] | None:
         """The dims that the axis may split of an argument, -1 for none of them; None: any."""
@@ -181,6 +177,13 @@ class _Restriction:
                 return {i for i, dim in enumerate(dims) if dim & Dim.EXPERT} or {-1}
             case Storage.OPEN:
                 return None
+
+    def _speaker(self, axis: str, argument: int) -> Tactic:
+        """The tactic that says how an argument lies along an axis."""
+        state = self.roles.state.get(argument)
+        if state is None or state is State.CACHE:
+            return self.asked.speaker(axis, lambda rule: rule.batch is not None)
+        return self.asked.speaker(axis, lambda rule: state in rule.state)
 
     def _rows(self, kinds: Dim) -> Dim:
         """The kinds, with the batch for a sequence that the step does not have."""
@@ -346,6 +349,12 @@ def _place(strategy: Strategy, axis: str) -> tuple[Any, ...]:
     return _factor_over(strategy, axis), tuple(
         (factor, tuple(one for one in axes if one != axis)) for factor, axes in strategy.assignment
     )
+
+
+def _left_by(options: Sequence[int], homes: Sequence[Layout]) -> str:
+    """What else restricts an argument, and to which layouts; the end of a message."""
+    left = ", ".join(sorted({str(spec_of(homes[o])) for o in options}))
+    return f"what fixed=, like= or another tactic says leaves {left}.\nDrop one of them."
 
 
 def _wish(wanted: set[int]) -> str:

@@ -132,6 +132,8 @@ class Tactic:
     def __init__(self, *axes: str) -> None:
         if not all(isinstance(axis, str) for axis in axes):
             raise ArgumentError(f"{type(self).__name__}{axes!r}: names of mesh axes are needed, as in 'data'")
+        if len(set(axes)) < len(axes):
+            raise ArgumentError(f"{type(self).__name__}{axes!r}: every mesh axis may be named once")
         self.axes = axes
 
     def __repr__(self) -> str:
@@ -197,7 +199,7 @@ class ZeRO(Tactic):
 
     def __init__(self, level: int, *axes: str) -> None:
         super().__init__(*axes)
-        if level not in _ZERO or isinstance(level, bool):
+        if isinstance(level, bool) or not isinstance(level, int) or level not in _ZERO:
             raise ArgumentError(f"ZeRO({level!r}): a level is needed: 1, 2 or 3")
         self.level = level
 

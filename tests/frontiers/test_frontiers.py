@@ -10,6 +10,7 @@ from models import mlp
 
 import autoshard
 from autoshard.frontiers.devices import machine_of
+from autoshard.frontiers.traced_step import TracedStep
 
 MODEL = mlp.make(layers=2, width=64, batch=64, bias=False)
 STATE, BATCH = jax.eval_shape(lambda: MODEL.state), jax.eval_shape(lambda: MODEL.batches(0))
@@ -94,9 +95,37 @@ def test_the_largest_batch_is_the_largest():
         planned(best.refused)
 
 
-def test_the_fewest_devices_are_the_fewest():
+def scaled(rate, w, kind, *, x):
+    assert kind == "static"
+    return w - rate * jnp.mean(x @ w)
+
+
+def test_a_batch_is_found_beside_scalars_and_static_arguments():
+    given = {"mesh": MESH, "topology": "v5e:2x4", "static_argnums": 2, "donate_argnums": 1, "time_limit": 2}
+    found = autoshard.largest_batch(
+        scaled, 0.1, FEW[0], "static", kwargs={"x": FEW[1]}, most=30, search="pase", **given
+    )
+    assert (found.rows, found.refused) == (24, None)
+    assert {array.name: array.type for array in found.plan.arguments}["x"] == "float32[24, 64]"
+
+
+def test_rows_are_a_multiple_of_devices_and_microbatches():
+    given = {"mesh": AbstractMesh((2,), ("data",)), "topology": "v5e:1x2", "donate_argnums": 0, "time_limit": 2}
+    found = autoshard.largest_batch(MODEL.step, STATE, BATCH, most=20, microbatches=8, **given)
+    assert found.rows == 16
+
+
+def test_the_fewest_devices_are_the_fewest(monkeypatch):
+    solved, solution = [], TracedStep.solution
+
+    def noted(step, memory):
+        solved.append(tuple(step.options.mesh.shape.items()))
+        return solution(step, memory)
+
+    monkeypatch.setattr(TracedStep, "solution", noted)
     given = {"chip": "v5e", "axes": ("data",), "memory": "24KiB", "donate_argnums": 0, "time_limit": 4}
     plan = autoshard.fewest_devices(product, *FEW, most=32, **given)
+    assert len(solved) == len(set(solved))
     assert 1 < plan.mesh.size <= 32
     with pytest.raises(autoshard.MemoryLimitError):
         autoshard.fewest_devices(product, *FEW, most=plan.mesh.size // 2, **given)
@@ -111,8 +140,14 @@ def test_machines_of_a_chip():
     "call, said",
     [
         (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, points=1, **GIVEN), "points=1"),
-        (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, microbatches="auto", **GIVEN), "several"),
+        (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, microbatches="auto", **GIVEN), "Give the number"),
         (lambda: autoshard.largest_batch(MODEL.step, STATE, BATCH, multiple=0, **GIVEN), "multiple=0"),
+        (lambda: autoshard.largest_batch(MODEL.step, STATE, BATCH, most="9", **GIVEN), "most='9'"),
+        (lambda: autoshard.largest_batch(MODEL.step, STATE, BATCH, most=1e3, **GIVEN), "most=1000.0"),
+        (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, remat="auto", **GIVEN), "remat cannot be among"),
+        (lambda: autoshard.fewest_devices(product, *FEW, chip="v5e", mesh=MESH), "mesh cannot be among"),
+        (lambda: autoshard.fewest_devices(product, *FEW, chip="v5e", axes=1), "axes=1"),
+        (lambda: autoshard.fewest_devices(product, *FEW, chip="v5e", axes=("a", "a")), "axes="),
         (lambda: autoshard.fewest_devices(MODEL.step, STATE, BATCH, chip="v99"), "chip='v99'"),
         (lambda: autoshard.fewest_devices(MODEL.step, STATE, BATCH, chip="v5e", axes=("a", "b", "c")), "axes="),
         (lambda: autoshard.fewest_devices(MODEL.step, STATE, BATCH, chip="v5e", most=0), "most=0"),

@@ -8,12 +8,13 @@ import pytest
 from problems import answer_of_every_choice, binding_problem, hard_problem, random_problem
 
 from autoshard.errors import SolverError
-from autoshard.solver import SEARCHES, Edge, ForbiddenError, InfeasibleError, Problem, solve
+from autoshard.solver import SEARCHES, Edge, ForbiddenError, InfeasibleError, Live, Problem, solve
 from autoshard.solver.method import Method
 from autoshard.solver.run import NoChoice, Part, Run, count_options
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.searches.exact import optcnn
 from autoshard.solver.searches.exact.mini_buckets import MiniBuckets, smallest_tables_first
-from autoshard.solver.searches.exact.pase import DynamicProgramSettings, depth_first, search_by_tables
+from autoshard.solver.searches.exact.pase import SETTINGS, DynamicProgramSettings, depth_first, search_by_tables
 from autoshard.solver.searches.learning.network import Network
 from autoshard.solver.searches.many_choices import ManyChoices
 from autoshard.solver.searches.nearest_allowed import NearestAllowed
@@ -107,6 +108,39 @@ def test_exact_searches_prove_that_nothing_fits(name):
             with pytest.raises(NoChoice):
                 algorithm_of(name).improve(*part_of(problem))
     assert seen > 3
+
+
+def tight_problem(seed: int) -> Problem:
+    """Six nodes whose options hold a sixth of the limit, but for a few bytes; every two have an edge."""
+    rng, nodes, limit = np.random.default_rng(seed), 6, 10**10
+    costs = tuple(rng.integers(0, 20, 3).astype(float) for _ in range(nodes))
+    edges = tuple(Edge(i, j, rng.integers(0, 20, (3, 3)).astype(float)) for i in range(nodes) for j in range(i))
+    lives = tuple(Live(i, 0, 1, limit // nodes + rng.integers(-3, 5, 3) + seed % 4) for i in range(nodes))
+    return Problem(costs, edges, lives, limit)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_searches_count_each_byte_of_a_large_limit(name):
+    kinds = set()
+    for seed in range(12):
+        problem = tight_problem(seed)
+        kind, expected = answer_of_every_choice(problem)
+        kinds.add(kind)
+        if kind == "costs":
+            found = solve(problem, search=name, time_limit=3)
+            assert (found.cost, found.bound) == (pytest.approx(expected), pytest.approx(expected)), seed
+        else:
+            with pytest.raises(InfeasibleError):
+                solve(problem, search=name, time_limit=3)
+    assert kinds == {"costs", "needs"}
+
+
+def test_tables_of_wide_nodes_are_capped(monkeypatch):
+    seen = []
+    monkeypatch.setattr(optcnn, "search_by_tables", lambda problem, run, settings, explore: seen.append(settings))
+    for options in (4, 400):
+        optcnn.optcnn(Problem((np.zeros(options),), (), (), None), None)
+    assert [one.entries for one in seen] == [one.most_entries for one in seen] == [4**3, SETTINGS.most_entries]
 
 
 @pytest.mark.parametrize("name", sorted(SEARCHES.keys() - {"alpa"}))  # HiGHS takes what it takes

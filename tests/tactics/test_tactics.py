@@ -1,5 +1,7 @@
 """What tactics ask for, what contradicts them, and that a step within them computes the same."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +22,7 @@ from autoshard.tactics import (
     Megatron,
     Roles,
     SequenceParallel,
+    TwoDimensional,
     Ulysses,
     ZeRO,
 )
@@ -99,15 +102,67 @@ def test_a_function_may_be_a_tactic():
     plan = planned([large_first, lambda step: [DataParallel("data")]])
     assert layouts(plan)["params/1/w"] == ((), ("model",))
     assert layouts(plan)["batch/x"][0][0] == "data"
-    with pytest.raises(autoshard.ArgumentError, match="PartitionSpecs by path"):
-        planned([lambda step: 3])
+
+
+@pytest.mark.parametrize("said", [3, "data", ["data"], [DataParallel], [None]])
+def test_what_is_no_tactic_is_one_error(said):
+    with pytest.raises(autoshard.ArgumentError, match="tactics are needed, or PartitionSpecs by path"):
+        planned([lambda step: said])
+
+
+def bracketed(p, x):
+    return jax.tree.map(lambda w: w - jnp.mean(x @ w), p)
+
+
+@pytest.mark.parametrize(
+    "specs, said",
+    [
+        ({"w[0]": P(None, "model")}, None),
+        ({"p/w*": P(None, "model")}, None),
+        ({"nothing": P("model")}, "own(step): no argument of bracketed fits 'nothing'"),
+        ({"w[0]": P("modle")}, " names 'modle'; the mesh has the axes"),
+        ({"w[0]": P(None, None, "model")}, "does not fit"),
+        ({"w[0]": P(("model", "data"))}, "another order"),
+        ({"w[0]": P("data"), "p/*": P("model")}, "own(step)['p/*'] wants"),
+    ],
+)
+def test_layouts_of_a_function_are_matched_as_fixed_ones(specs, said):
+    def own(step):
+        assert dict(step.mesh) == {"data": 2, "model": 4, "one": 1}
+        return specs
+
+    array = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    mesh = AbstractMesh((2, 4, 1), ("data", "model", "one"))
+    given = {"mesh": mesh, "topology": "v5e:2x4", "tactics": [own]}
+    if said is None:
+        assert layouts(autoshard.plan(bracketed, {"w[0]": array}, array, **given))["p/w[0]"] == ((), ("model",))
+        return
+    with pytest.raises(autoshard.ConflictError, match=re.escape(said)):
+        autoshard.plan(bracketed, {"w[0]": array}, array, **given)
+
+
+def test_two_functions_that_differ_are_one_error():
+    def other(step):
+        return {"params/1/w": P("data")}
+
+    with pytest.raises(autoshard.ConflictError, match=r"large_first\(step\) wants .* other\(step\) wants"):
+        planned([large_first, other])
+
+
+def test_the_tactic_that_says_it_is_blamed():
+    for tactics in ([DataParallel("data"), ZeRO(1)], [ZeRO(1, "data"), DataParallel("data")]):
+        with pytest.raises(autoshard.ConflictError, match=r"DataParallel\('data'\) wants"):
+            planned(tactics, fixed={"params/0/w": P("data")})
+    model = mlp.make(layers=2, width=12, batch=16)
+    plan = planned([ZeRO(3, "data"), DataParallel("data")], model, AbstractMesh((8,), ("data",)))
+    assert any("that ZeRO(3, 'data') splits of params" in one for one in plan.warnings)
 
 
 @pytest.mark.parametrize(
     "tactics, options, error, said",
     [
         ([Megatron("data"), DataParallel("data")], {}, autoshard.ConflictError, "both say what the mesh axis 'data'"),
-        ([DataParallel("data")], {"fixed": {"params/0/w": P("data")}}, autoshard.ConflictError, "fixed= or another"),
+        ([DataParallel("data")], {"fixed": {"params/0/w": P("data")}}, autoshard.ConflictError, "like= or another"),
         (
             [lambda step: {"params/0/w": P("data")}, DataParallel("data")],
             {},
@@ -127,8 +182,12 @@ def test_what_cannot_be_is_one_error(tactics, options, error, said):
 
 
 def test_a_level_and_an_axis_are_checked():
-    with pytest.raises(autoshard.ArgumentError, match="1, 2 or 3"):
-        ZeRO(4)
+    for level in (4, True, [1]):
+        with pytest.raises(autoshard.ArgumentError, match="1, 2 or 3"):
+            ZeRO(level)
+    for make in (HSDP, DataParallel, FSDP, TwoDimensional):
+        with pytest.raises(autoshard.ArgumentError, match="every mesh axis may be named once"):
+            make("data", "data")
     with pytest.raises(autoshard.ArgumentError, match="name the mesh axis"):
         planned([FSDP()], mesh=AbstractMesh((8,), ("rows",)))
     assert [repr(one) for one in (ZeRO(2), FSDP("data"), HSDP("a", "b"))] == [

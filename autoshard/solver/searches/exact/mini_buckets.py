@@ -29,6 +29,7 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.searches.position import ENOUGH, SECONDS_PER_CHANGE, SECONDS_PER_LOOK
 from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.tables import summed
+from autoshard.solver.verify import ROUNDING
 
 SECONDS_PER_CELL = 1e-8  # of a quiet core: a bound of an option from a state
 
@@ -181,7 +182,7 @@ class LeanRoom:
         self.problem, self.run = problem, run
         memory = memory_of(problem)
         self.free = memory.room.copy()
-        self.rounding = ENOUGH * memory.unit
+        self.rounding = ROUNDING * memory.unit  # as `fits` allows: a byte over the limit is no rounding
         self.lives: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in problem.costs]
         for k, node in enumerate(memory.node.tolist()):
             usage = memory.usage[memory.usage_offsets[k] : memory.usage_offsets[k + 1]]

@@ -11,12 +11,13 @@ the enumeration a bound to leave branches by, and memory its prices (`mini_bucke
 from __future__ import annotations
 
 from autoshard.solver.problem import Problem
-from autoshard.solver.searches.exact.pase import DynamicProgramSettings, depth_first, search_by_tables
+from autoshard.solver.searches.exact.pase import SETTINGS, DynamicProgramSettings, depth_first, search_by_tables
 from autoshard.solver.searches.search_run import SearchRun
 
 
 def optcnn(problem: Problem, run: SearchRun) -> None:
     """Elimination of nodes with two neighbours, and an enumeration that grows from round to round."""
-    entries = max([len(costs) for costs in problem.costs]) ** 3  # a node and its two neighbours
+    widest = max(len(costs) for costs in problem.costs)
+    entries = min(SETTINGS.most_entries, widest**3)  # a node and its two neighbours; rounds do not enlarge it
     settings = DynamicProgramSettings(entries=entries, most_entries=entries, size=4.0, growth=2.0)
     search_by_tables(problem, run, settings, depth_first)

@@ -27,10 +27,10 @@ from autoshard.solver.searches.search_run import SearchRun
 class DynamicProgramSettings:
     """Rounds of dynamic programming, each with other tables and prices."""
 
-    entries: int = 1 << 16  # of a table, in the first round; twice as many in every further one, up to
+    entries: int = 1 << 16  # of a table, in the first round; `growth` times as many in every further one, up to
     most_entries: int = 1 << 22
     size: float = 2.0  # of what is explored in the first round: options that are tried per node, or choices kept
-    growth: float = 1.5  # factor of these numbers from one round to the next
+    growth: float = 1.5  # factor of entries and size from one round to the next
     noise: float = 0.5  # of logarithms of tables, in the orders of further rounds
 
 
