@@ -141,6 +141,43 @@ def test_a_plan_file_keeps_what_runs_calls():
         autoshard(loss, mesh=mesh, plan=Plan.loads(changed, mesh))(X[:3])
 
 
+def test_a_plan_is_not_that_of_another_operation_of_the_same_text():
+    """Operations of a factory close over what no fingerprint reads, as here which splits can run."""
+
+    def scaled(most):
+        made = operation("b n -> b n", need_replication="n", name="scaled")(lambda x: _softmax(x) * most)
+
+        @made.implementation(splits={"part": "n"}, where=lambda split: split.count("part") <= most)
+        def by_parts(split, x):
+            return _by_parts(split, x) * most
+
+        return made
+
+    shape, made = {"x": 8}, {most: scaled(most) for most in (8, 2)}
+
+    def step(x, most):
+        return made[most](x)
+
+    fixed = {"x": P(None, "x")}
+    sharded = autoshard(step, mesh=mesh_of(shape), topology=slow_chips(shape), fixed=fixed, static_argnames=("most",))
+    for most, names in ((8, {"by_parts"}), (2, set())):
+        assert {run.name for run in sharded.plan(X[:3], most=most).annotations.runs.values()} == names
+        assert_equal(sharded(X[:3], most=most), _softmax(X[:3]) * most)
+
+
+def test_a_backward_function_may_come_after_the_first_gradient():
+    other = operation("b n -> b n", need_replication="n", name="late")(_softmax)
+    by_parts = other.implementation(splits={"part": "n"})(_by_parts)
+    first = other.backward_of((0,), (True,))
+    by_parts.backward(lambda split, x, y, cotangent: cotangent)
+    second = other.backward_of((0,), (True,))
+    other.backward(lambda x, y, cotangent: 2 * cotangent)
+    assert first.is_derived("_by_parts") is second.is_derived("_by_parts") is False
+    assert second.implementations[0].local is not by_parts.local
+    assert_equal(jax.vjp(other, X)[1](X)[0], 2 * X)
+    assert other.backward_of((0,), (True,)) is other.backward_of((0,), (True,)) is not second
+
+
 def test_what_is_wrong_is_said():
     with pytest.raises(ArgumentError, match="operand 1 of project is a str"):
         project(X, "w")

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from autoshard.errors import ArgumentError
 from autoshard.operations.operation import Operation, operation
@@ -130,15 +129,15 @@ def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation
     @operation(f"{operands} -> {results}", need_replication=whole, name="attention")
     def computed(query: Any, key: Any, value: Any, *others: Any) -> tuple[jax.Array, jax.Array]:
         call = Attended.of(variant, query, key, value, *others)
-        output, statistics = Rows.of(call.forward(whole=has_all(call)), query).results
-        return output, lax.stop_gradient(statistics)
+        return Rows.of(call.forward(whole=has_all(call)), query).results
 
     @computed.backward
     def backward(*arrays: Any) -> tuple[jax.Array, ...]:
-        *inputs, output, statistics, cotangent, _ = arrays
+        *inputs, output, statistics, cotangent, of_statistics = arrays
         call = Attended.of(variant, *inputs)
-        saved = saved_of(output, statistics, cotangent, call.key.shape[2])
+        saved = saved_of(output, statistics, cotangent, of_statistics, call.key.shape[2])
         return gradients_like(call.backward(saved, whole=has_all(call)), inputs)
 
+    computed.said = repr(variant)
     add_implementations(computed, variant)
     return computed
