@@ -165,10 +165,10 @@ def plan_of_text(text: str, program: Program, rules: Sequence[Rule], options: Op
     return replace(loaded, comparison=comparison_of(program, rules, options))
 
 
-PlansByProgram = dict[tuple, tuple[tuple[Rule, ...], Plan]]  # identity of a program -> its rules and plan
+PlansByProgram = dict[tuple[Any, ...], tuple[tuple[Rule, ...], Plan]]  # identity of a program -> its rules and plan
 
 
-def identity_of(program: Program) -> tuple:
+def identity_of(program: Program) -> tuple[Any, ...]:
     """Equal for equal programs of one process: a fingerprint does not read what operations close over."""
     return program.fingerprint, *(one.params["operation"] for one in program.equations if one.primitive == OPERATION)
 

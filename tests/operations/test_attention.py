@@ -207,6 +207,15 @@ def test_plans_choose_by_price_and_predict_what_is_compiled(is_causal):
     assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
 
 
+def test_bias_may_be_integers():
+    query, key, value = arrays()
+    bias = (jnp.arange(T * T) % 7).reshape(1, 1, T, T)
+    found, expected = (
+        jax.jit(jax.grad(lambda x, f=f: f(x, key, value, bias).sum()))(query) for f in (attention, plain)
+    )
+    assert_equal(found, expected)
+
+
 def test_what_does_not_fit_is_said():
     query, key, value = arrays()
     with pytest.raises(ArgumentError, match="no multiple"):
@@ -217,6 +226,17 @@ def test_what_does_not_fit_is_said():
         attention(query, key, value, bias=jnp.zeros((3, 1, 1, 1)))
     with pytest.raises(ArgumentError, match="not bool"):
         attention(query, key, value, mask=jnp.zeros((T, T)))
+    with pytest.raises(ArgumentError, match="does not broadcast"):
+        attention(query, key, value, mask=jnp.ones((1, 1, 1, T, T), bool))
+    with pytest.raises(ArgumentError, match="3 or 4 dims"):
+        attention(query[0, 0], key[0, 0], value[0, 0])
+    for name in ("key_value_seq_lengths", "query_seq_lengths"):
+        for lengths in (jnp.array([1, 2, 3]), jnp.ones(2)):
+            with pytest.raises(ArgumentError, match=name):
+                attention(query, key, value, **{name: lengths})
+    for segments in (SEGMENTS[:, 1:], SEGMENTS.astype(jnp.float32), [SEGMENTS], (SEGMENTS, SEGMENTS[:1])):
+        with pytest.raises(ArgumentError, match="segment_ids are"):
+            attention(query, key, value, segment_ids=segments)
 
 
 def test_a_fault_is_caught(monkeypatch):

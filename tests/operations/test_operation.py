@@ -128,6 +128,15 @@ def test_an_implementation_that_cannot_run_is_not_chosen():
     assert not plan.annotations.runs
 
 
+def test_a_call_that_is_kept_whole_runs_by_hand_too():
+    """A compiler of TPU refuses a kernel whose partitioning is left to it."""
+    other = operation("b n -> b n", need_replication="b n", name="whole")(_softmax)
+    sharded = autoshard(lambda x: other(x), mesh=mesh_of({"x": 8}), topology=slow_chips({"x": 8}))
+    assert not sharded.plan(X).annotations.runs
+    assert "manual_computation" in sharded.lower(X).as_text()
+    assert_equal(sharded(X), _softmax(X))
+
+
 def test_a_plan_file_keeps_what_runs_calls():
     shape, fixed = {"x": 4, "y": 2}, {"x": P(None, "x")}
     mesh = mesh_of(shape)

@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 2**26  # logits of one block on one device, all heads: 256 MiB 
 MOST_ROWS = 4096  # of a block
 
 
-def wide(x: jax.Array) -> np.dtype:
+def wide(x: jax.Array) -> Any:
     """The type in which logits, sums and gradients are computed: float32 or, of float64, that."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
