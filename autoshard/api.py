@@ -228,7 +228,8 @@ def autoshard(
     request = None if is_automatic else PipelineRequest.of(pipeline)
     if pipeline is not None:
         others = {"pad": pad, "plan": plan, "like": like, "remat": remat, "search": search, "tactics": tactics or None}
-        check_combination({**others, "mesh": mesh if isinstance(mesh, str) else None})
+        refined = refine if request is not None and refine != 1 else None
+        check_combination({**others, "refine": refined, "mesh": mesh if isinstance(mesh, str) else None})
     given = _plan_on(plan, options.mesh)
     options = replace(options, like=_plan_on(like, options.mesh))
 

@@ -269,8 +269,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         try:
             compiled = self._compiled.get((*key, types))
         except (TypeError, ValueError) as error:
-            said = f"static arguments must be hashable, as for jax.jit: {error}"
-            raise self._not_an_array(static, dynamic) or ArgumentError(said) from error
+            raise self._unhashable(static, dynamic, error) from error
         if compiled is None:
             with uncollected():
                 with LiveLine(f"tracing {getattr(self._fn, '__name__', 'the step')}"):
@@ -353,6 +352,10 @@ class ShardedFunction(Generic[Parameters, Result]):
         if not self._is_ours(context):
             return merged
         return tuple(whole_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True))
+
+    def _unhashable(self, static: tuple[Any, ...], dynamic: Arguments, error: Exception) -> ArgumentError:
+        said = f"static arguments must be hashable, as for jax.jit: {error}"
+        return self._not_an_array(static, dynamic) or ArgumentError(said)
 
     def _not_an_array(self, static: tuple[Any, ...], dynamic: Arguments) -> ArgumentError | None:
         return not_an_array(self._fn, *join(tuple((place, None) for place, _ in static), dynamic))

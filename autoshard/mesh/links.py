@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.errors import MeshError
 
@@ -49,6 +50,38 @@ class Link:
     def over(self, devices: int) -> tuple[tuple[int, Link], ...]:
         """(devices, link) of every part of an axis of `devices`; the link itself where it is one."""
         return self.parts or ((devices, self),)
+
+    def one_way(self) -> float:
+        """Bytes/s from a device to one neighbour."""
+        return self.bandwidth / 2 if self.ring else self.bandwidth
+
+
+def part_of_link(link: Link, whole: int, part: int) -> Link:
+    """What neighbouring devices of an axis talk over: some of its inner links, and no ring that they do not close.
+
+    Devices that no inner links divide, as 6 on hosts of 8, talk as fast as the slowest link between them.
+
+    >>> part_of_link(Link(1e-6, 1e11, torus=True, ring=True), 16, 4)
+    Link(latency=1e-06, bandwidth=50000000000.0, torus=True, ring=False, shared=False, wires=None, parts=())
+    """
+    if part == whole:
+        return link
+    if not link.parts:
+        # Both ways round the ring count in its bandwidth; a line has one.
+        return replace(link, ring=False, bandwidth=link.one_way())
+    found: list[tuple[int, Link]] = []
+    left = part
+    for devices, inner in reversed(link.parts):
+        taken = math.gcd(left, devices)
+        if taken > 1:
+            found.append((taken, part_of_link(inner, devices, taken)))
+        left //= taken
+        if taken < devices:
+            break
+    if left == 1:
+        return Link.join(found[::-1])
+    slowest = min([link.bandwidth, *(inner.one_way() for _, inner in link.parts)])
+    return replace(link, ring=False, bandwidth=slowest, parts=())
 
 
 @dataclass(frozen=True)

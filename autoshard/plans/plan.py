@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -57,6 +57,8 @@ class PlacedArray:
 @dataclass(frozen=True, eq=False)
 class PlanData:
     """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
+
+    bound_is_of: ClassVar[str] = "the best possible on this mesh"  # what no plan is faster than
 
     name: str  # of the step
     mesh: Mesh | AbstractMesh  # axis types Auto

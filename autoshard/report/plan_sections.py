@@ -70,7 +70,7 @@ def proof(plan: PlanData) -> Phrase:
         return ("optimal on this mesh: no sharding of this step is predicted to be faster",)
     if plan.bound <= 0:
         return ("not proven to be near the best",)
-    return "at most ", Share(plan.gap), " slower than the best possible on this mesh"
+    return "at most ", Share(plan.gap), f" slower than {plan.bound_is_of}"
 
 
 def arguments(plan: PlanData) -> Section:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from autoshard.errors import StageError
 from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
@@ -141,15 +142,21 @@ def choose_pipeline(
         return None
     result = search_stages(found.space, settings)
     best: ExactPipeline | None = None
-    fitting = 0
+    fitting, refusal = 0, None
     for one in ([result.best] if result.best else []) + list(result.others):
         if fitting == PLANNED_EXACTLY or one.seconds >= _seconds(best):
             break  # they come in the order of their seconds
-        exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend, machine.memory)
+        try:
+            exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend, machine.memory)
+        except StageError as error:  # it cannot be cut there, and perhaps elsewhere
+            refusal = error
+            continue
         if exact is not None and exact.simulated.fits:
             fitting += 1
             best = exact if exact.simulated.seconds < _seconds(best) else best
     if best is None:
+        if refusal is not None:
+            raise refusal
         return None
     names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
     return ChosenPipeline(best, found.shapes, names, result)

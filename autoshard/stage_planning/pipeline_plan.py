@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.compiled.verification import Verification, compiled, verification
 from autoshard.errors import MeshError, PlanError
@@ -20,10 +21,12 @@ from autoshard.plans.prediction import Prediction
 from autoshard.report.html.elements import Html, joined
 from autoshard.report.html.tables import section_html
 from autoshard.report.section import Section
+from autoshard.report.units import bytes_text
 from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage, pipeline_figures
 from autoshard.stage_planning.report import stages_section, timeline_html
 from autoshard.stages.pipelined_function import PlannedPipeline
-from autoshard.stages.programs import Key
+from autoshard.stages.programs import LOOP, Key
+from autoshard.stages.views import StackSharding, stack_sharding
 from autoshard.user_plan import Plan
 
 
@@ -43,6 +46,8 @@ class PipelinePlan(Plan):
 
     `arguments` say how each array lies on the mesh of the stage that keeps it, and `in_shardings` where that is.
     """
+
+    bound_is_of: ClassVar[str] = "the best choice searched, by the costs of layers"
 
     pipeline: PlannedPipeline | None = field(repr=False, default=None)
     without: Prediction | str | None = None  # the best plan without stages, or why there is none; None: nobody looked
@@ -64,11 +69,14 @@ class PipelinePlan(Plan):
         return self.pipeline
 
     def _shardings(self, placed: Sequence[PlacedArray], parts: Sequence[tuple[Key, ...]]) -> tuple[NamedSharding, ...]:
+        held, laid = self._held, _placed_by_key(self._held)
         found = []
         for one, keys in zip(placed, parts, strict=True):
-            homes = {self._held.home(key) for key in keys}
-            is_whole = len(keys) == 1 and len(homes) == 1
-            found.append(one.sharding(homes.pop()) if is_whole else NamedSharding(self.mesh, PartitionSpec()))
+            if len(keys) > 1:
+                found.append(_stacked(held, keys, laid).sharding)
+            else:
+                here = one.sharding(held.home(keys[0])) if keys else NamedSharding(self.mesh, PartitionSpec())
+                found.append(here)
         return tuple(found)
 
     def verify(self, target: str | None = None) -> StageVerification:  # type: ignore[override]
@@ -108,6 +116,13 @@ class PipelinePlan(Plan):
         assert self.timeline is not None, "it has stages"
         colours = {axis: i for i, axis in enumerate(self.mesh.shape)}
         return joined(super()._html(), section_html(self._stages_section(), colours), timeline_html(self.timeline))
+
+    def on(self, mesh: Mesh | AbstractMesh) -> PipelinePlan:
+        """
+        Raises:
+            PlanError: always. The function planned on that mesh has a plan of its own.
+        """
+        self._refuse("moved to another mesh")
 
     def dumps(self) -> str:
         """
@@ -164,6 +179,66 @@ def _parts_of_argument(pipeline: PlannedPipeline, index: int) -> tuple[Key, ...]
     return pieces or ((key,) if key in programs.homes else ())
 
 
+def _placed_by_key(pipeline: PlannedPipeline) -> dict[Key, PlacedArray]:
+    """How everything with a name lies on the stage that reads or makes it first."""
+    placed: dict[Key, PlacedArray] = {}
+    for one, plan in zip(pipeline.programs.programs, pipeline.plans, strict=True):
+        names, arrays = (*one.inputs, *one.outputs), (*plan.arguments, *plan.results)
+        for key, array in zip(names, arrays, strict=True):
+            placed.setdefault(key, array)
+    return placed
+
+
+def _of_busiest_device(pipeline: PlannedPipeline, stages: Sequence[PlannedStage]) -> list[tuple[int, Prediction]]:
+    """The programs of all virtual stages of the device that works longest: how often each runs, and its figures."""
+    placement, programs = pipeline.schedule.placement, pipeline.programs
+    # Replicas share the microbatches, so a device may have several virtual stages that are one stage.
+    seconds = [0.0] * pipeline.schedule.stages
+    for virtual, device in enumerate(placement):
+        seconds[device] += stages[virtual % programs.stages].seconds / pipeline.schedule.replicas
+    busiest = max(range(len(seconds)), key=seconds.__getitem__)
+    found = []
+    for virtual, device in enumerate(placement):
+        for program, plan in zip(programs.programs, pipeline.plans, strict=True):
+            if device == busiest and program.stage == virtual % programs.stages:
+                runs = programs.microbatches // pipeline.schedule.replicas if program.kind in LOOP else 1
+                if program.kind in LOOP or virtual < programs.stages:
+                    found.append((runs, plan.predicted))
+    return found
+
+
+def _stacked(pipeline: PlannedPipeline, keys: Sequence[Key], placed: Mapping[Key, PlacedArray]) -> StackSharding:
+    """How the parts of a stack lie as one array, of which each stage keeps some rows."""
+    devices = [pipeline.device(key) for key in keys]
+    layouts = [placed.get(key) for key in keys]
+    shapes = [tuple(pipeline.programs.types[key].shape) for key in keys]
+    shardings = [
+        NamedSharding(pipeline.meshes[device], PartitionSpec())
+        if one is None
+        else one.sharding(pipeline.meshes[device])
+        for one, device in zip(layouts, devices, strict=True)
+    ]
+    return stack_sharding(shapes, shardings, [pipeline.positions[device] for device in devices])
+
+
+def _copied_stacks(pipeline: PlannedPipeline, placed: Mapping[Key, PlacedArray]) -> tuple[str, ...]:
+    """A warning if stacks among the results are copied on every step."""
+    program = pipeline.program
+    found = [
+        (name, math.prod(value.shape) * value.dtype.itemsize)
+        for name, value, keys in zip(program.result_names, program.results, pipeline.programs.results, strict=True)
+        if isinstance(keys, tuple) and len(keys) > 1 and not _stacked(pipeline, keys, placed).is_view
+    ]
+    if not found:
+        return ()
+    return (
+        f"{len(found)} stacked results ({', '.join(name for name, _ in found[:3])}{', ...' * (len(found) > 3)}; "
+        f"{bytes_text(sum(size for _, size in found))}) are copied between stages on every step, which is not in the "
+        "prediction: stages have unequal numbers of layers or unlike devices, or a device has several. "
+        "A number of stages that divides the layers, with chunks=1, leaves them where they are.",
+    )
+
+
 def pipeline_plan(
     pipeline: PlannedPipeline,
     options: Options,
@@ -181,15 +256,7 @@ def pipeline_plan(
     """
     figures = figures_of(pipeline, options, least_task_seconds)
     stages = planned_stages(pipeline, figures)
-    of_program = list(zip(pipeline.programs.programs, pipeline.plans, strict=True))
-    predictions = [plan.predicted for _, plan in of_program]
-    runs = [float(pipeline.programs.microbatches) if one.kind in "FBW" else 1.0 for one, _ in of_program]
-    busiest = max(range(len(stages)), key=lambda i: stages[i].seconds)
-    own = [
-        (count, predicted)
-        for (program, _), count, predicted in zip(of_program, runs, predictions, strict=True)
-        if program.stage == busiest
-    ]
+    own = _of_busiest_device(pipeline, stages)
     predicted = Prediction(
         step_seconds=figures.seconds,
         compute_seconds=sum(count * one.compute_seconds for count, one in own),
@@ -197,19 +264,13 @@ def pipeline_plan(
         exposed_seconds=sum(count * one.exposed_seconds for count, one in own),
         peak_bytes=max(figures.peak_bytes),
         collectives=tuple(
-            replace(found, count=found.count * int(count))
-            for count, one in zip(runs, predictions, strict=True)
+            replace(found, count=found.count * count, bytes=found.bytes * count)
+            for count, one in own
             for found in one.collectives
         ),
     )
     program = pipeline.program
-    placed: dict[Key, PlacedArray] = {}
-    for one, plan in of_program:
-        for key, array in [
-            *zip(one.inputs, plan.arguments, strict=True),
-            *zip(one.outputs, plan.results, strict=True),
-        ]:
-            placed.setdefault(key, array)
+    placed = _placed_by_key(pipeline)
 
     def laid(name: str, value: Any, keys: tuple[Key, ...]) -> PlacedArray:
         found = [placed[key] for key in keys if key in placed]
@@ -239,7 +300,7 @@ def pipeline_plan(
         bound=min(bound, figures.seconds),
         cost=figures.seconds,
         memory=options.memory,
-        warnings=(),
+        warnings=_copied_stacks(pipeline, placed),
         annotations=Annotations({}, {}, {}),
         argument_tree=program.in_tree,
         result_tree=program.out_tree,

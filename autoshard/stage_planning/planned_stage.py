@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.pipeline import Schedule, Timeline, simulate
 from autoshard.pipeline.amounts import Amount
-from autoshard.stage_planning.sub_meshes import one_way
 from autoshard.stage_search import Channel
 from autoshard.stages.programs import LOOP, Key, StageProgram, StagePrograms
 from autoshard.user_plan import Plan
@@ -128,7 +128,7 @@ def pipeline_figures(
         return [max(seconds[kind, stage], least_task_seconds) for stage in virtual]
 
     travel = np.zeros((schedule.stages, schedule.stages))
-    for (source, target), keys in programs.sends.items():
+    for (source, target), keys in _hops(programs, schedule).items():
         size = float(sum(map(programs.bytes_of, keys)))
         for replica in range(schedule.replicas):
             a, b = (schedule.placement[replica * count + stage] for stage in (source, target))
@@ -154,14 +154,22 @@ def pipeline_figures(
     return PipelineFigures(timeline, once, memory, tuple(peaks))
 
 
+def _hops(programs: StagePrograms, schedule: Schedule) -> dict[tuple[int, int], set[Key]]:
+    """What travels between stages that wait for each other. Whatever is sent past a stage is charged on every hop."""
+    found: dict[tuple[int, int], set[Key]] = {}
+    for (source, target), keys in programs.sends.items():
+        low, high = sorted((source, target))
+        is_direct = low in schedule.predecessors[high]
+        for a, b in [(low, high)] if is_direct else itertools.pairwise(range(low, high + 1)):
+            found.setdefault((a, b) if source < target else (b, a), set()).update(keys)
+    return found
+
+
 def channel_between(mesh_shape: MeshShape, topology: Topology, first: int, second: int) -> Channel:
     """What two devices talk over, by their numbers in the order of the mesh: the slowest link on the way."""
-    shape = tuple(mesh_shape.values())
+    levels = [one for axis, size in mesh_shape.items() if size > 1 for one in topology.links[axis].over(size)]
+    shape = [devices for devices, _ in levels]
     places = [np.unravel_index(number, shape) for number in (first, second)]
-    crossed = [
-        topology.links[axis]
-        for axis, a, b in zip(mesh_shape, *places, strict=True)
-        if a != b and axis in topology.links
-    ]
+    crossed = [link for (_, link), a, b in zip(levels, *places, strict=True) if a != b]
     latency = max((link.latency for link in crossed), default=0.0)
-    return Channel(latency, min((one_way(link) for link in crossed), default=math.inf))
+    return Channel(latency, min((link.one_way() for link in crossed), default=math.inf))

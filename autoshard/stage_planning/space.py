@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.errors import StageError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend
@@ -55,8 +56,20 @@ class PlannedSpace:
 
 
 def planned_space(request: SpaceRequest) -> PlannedSpace | None:
-    """The space of stages of a step; None if no sub-mesh has costs for all units."""
-    cuts = {count: request.cut_into_units(count) for count in sorted(request.planned)}
+    """The space of stages of a step; None if no sub-mesh has costs for all units.
+
+    Raises:
+        StageError: in no number of microbatches can it be cut.
+    """
+    cuts: dict[int, UnitCut] = {}
+    refusal: StageError | None = None
+    for count in sorted(request.planned):
+        try:
+            cuts[count] = request.cut_into_units(count)
+        except StageError as error:
+            refusal = error
+    if refusal is not None and not cuts:
+        raise refusal
     units = len(next(iter(cuts.values())).planned)
     row = device_row(request.mesh_shape, request.topology)
     memory = request.memory * request.backend.usable
@@ -107,7 +120,7 @@ def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCost
 
     >>> one = UnitCosts(np.array([[4.0]] * 7))
     >>> two = UnitCosts(np.array([[3.0]] * 7))
-    >>> between_microbatches({1: one, 2: two}, 4).values[0, 0]
+    >>> float(between_microbatches({1: one, 2: two}, 4).values[0, 0])
     2.5
     """
     if count in known or len(known) == 1:

@@ -15,9 +15,10 @@ from autoshard.planning import lowered
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
+from autoshard.report.units import bytes_text
 from autoshard.specs import fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.pipeline_plan import pipeline_plan
+from autoshard.stage_planning.pipeline_plan import figures_of, pipeline_plan
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction, PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
@@ -32,6 +33,25 @@ class StagedFunction(PipelinedFunction[Parameters, Result]):
         """How the step runs in stages, for arguments like these: arrays or ShapeDtypeStructs."""
         made = self.pipeline(*args, **kwargs)
         return pipeline_plan(made, self._options, DISPATCH_SECONDS)
+
+    def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
+        """
+        Raises:
+            MemoryLimitError: a stage holds more than the memory limit.
+        """
+        made, options = super()._pipeline_of(static, dynamic, types), self._options
+        peaks = figures_of(made, options, DISPATCH_SECONDS).peak_bytes
+        device = max(range(len(peaks)), key=peaks.__getitem__)
+        usable = options.memory * options.backend.usable
+        if peaks[device] > usable:
+            raise MemoryLimitError(
+                f"pipeline: stage {device} of {made.programs.name} is predicted to hold {bytes_text(peaks[device])} "
+                f"per device, and {bytes_text(usable)} of {bytes_text(options.memory)} are usable.\n"
+                "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
+                budget=options.memory,
+                needed=peaks[device] / options.backend.usable,
+            )
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +73,9 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
         self._choices: dict[Any, _Choice] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if self._choice(args, kwargs).pipeline is None:
+        leaves = flattened(self._static.split(args, kwargs)[1]).arrays
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if not is_traced and self._choice(args, kwargs).pipeline is None:
             return self._plain(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -64,6 +86,20 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
             MemoryLimitError: neither fits.
         """
         return self._choice(args, kwargs).plan
+
+    def pipeline(self, *args: Any, **kwargs: Any) -> PlannedPipeline:
+        """The stages for arguments like these: arrays or ShapeDtypeStructs.
+
+        Raises:
+            StageError: the step runs without stages.
+        """
+        found = self._choice(args, kwargs)
+        if found.pipeline is None:
+            raise StageError(
+                f"pipeline='auto': {found.plan.name} runs without stages.\n"
+                "plan(...) says why. Ask for stages with pipeline=dict(stages=...)."
+            )
+        return found.pipeline
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step, lowered, if it has no stages.
@@ -120,10 +156,12 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
         steps = CuttableSteps(traced.step, program, traced.mesh, own)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
         chosen = choose_pipeline(steps, machine)
-        return None if chosen is None else (planned_pipeline(chosen, program, options), chosen)
+        return None if chosen is None else (planned_pipeline(chosen, program, options, self._jit_keywords), chosen)
 
 
-def planned_pipeline(chosen: ChosenPipeline, program: Program, options: Options) -> PlannedPipeline:
+def planned_pipeline(
+    chosen: ChosenPipeline, program: Program, options: Options, jit_keywords: Mapping[str, Any]
+) -> PlannedPipeline:
     """A chosen pipeline as the runtime takes it."""
     found = chosen.pipeline
     stages, made = found.simulated.choice.stages, found.simulated.timeline.schedule
@@ -135,7 +173,7 @@ def planned_pipeline(chosen: ChosenPipeline, program: Program, options: Options)
         own = zip(found.cut.of_stage(stage), found.cut.traced(stage), cost.plans(mesh), strict=True)
         for stage_program, traced, data in own:
             plan = Plan.of(data).bound_to(traced)
-            plans[id(stage_program)] = lowered(traced, replace(plan, name=traced.name), {})
+            plans[id(stage_program)] = lowered(traced, replace(plan, name=traced.name), jit_keywords)
     order = found.cut.programs.programs
     layers = tuple(tuple(chosen.units[stage.first : stage.last]) for stage in stages)
     return PlannedPipeline(

@@ -6,6 +6,7 @@ axes inside it, so its devices are neighbours in the row. It keeps the names of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,12 +14,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
-from autoshard.mesh.links import Link
+from autoshard.mesh.links import Link, part_of_link
 from autoshard.mesh.topology import Topology
 from autoshard.stage_search import Channel, DeviceRow, SubMesh
-
-STAGE_AXES = ("stage", "pipe")  # names of a mesh axis that say that it is for stages, and for nothing else
+from autoshard.stages.sub_meshes import STAGE_AXES
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,19 @@ def sub_mesh_shapes(mesh_shape: MeshShape, topology: Topology, memory: float) ->
     """Every shape of a stage's devices, from one device to the whole mesh.
 
     With an axis named "stage" or "pipe" there is one shape: a stage has all other axes.
+
+    Raises:
+        MeshError: such an axis is not the outermost, so that the devices of a stage are no neighbours in the row.
     """
     named = [axis for axis in mesh_shape if axis in STAGE_AXES]
     if named:
+        outside = dict(itertools.takewhile(lambda one: one[0] != named[0], mesh_shape.items()))
+        if math.prod(outside.values()) > 1:
+            first = {named[0]: mesh_shape[named[0]], **mesh_shape}
+            raise MeshError(
+                f"pipeline='auto': the mesh axis {named[0]!r} lies inside {', '.join(map(repr, outside))}, and the "
+                f"devices of a stage have to follow each other.\nPut {named[0]!r} first, as in a mesh of {first}."
+            )
         return [_shape({**mesh_shape, named[0]: 1}, mesh_shape, topology, memory)]
     return [_shape(axes, mesh_shape, topology, memory) for axes in _parts(mesh_shape)]
 
@@ -75,29 +86,6 @@ def _shape(axes: MeshShape, mesh_shape: MeshShape, topology: Topology, memory: f
     return SubMeshShape(axes, replace(topology, links=links), in_row)
 
 
-def part_of_link(link: Link, whole: int, part: int) -> Link:
-    """What neighbouring devices of an axis talk over: some of its inner links, and no ring that they do not close.
-
-    >>> part_of_link(Link(1e-6, 1e11, torus=True, ring=True), 16, 4)
-    Link(latency=1e-06, bandwidth=50000000000.0, torus=True, ring=False, shared=False, parts=())
-    """
-    if part == whole:
-        return link
-    if not link.parts:
-        # Both ways round the ring count in its bandwidth; a line has one.
-        return replace(link, ring=False, bandwidth=link.bandwidth / 2) if link.ring else link
-    found: list[tuple[int, Link]] = []
-    left = part
-    for devices, inner in reversed(link.parts):
-        taken = math.gcd(left, devices)
-        if taken > 1:
-            found.append((taken, part_of_link(inner, devices, taken)))
-        left //= taken
-        if taken < devices:
-            break
-    return Link.join(found[::-1])
-
-
 def device_row(mesh_shape: MeshShape, topology: Topology) -> DeviceRow:
     """The devices of a mesh in a row: two neighbours talk over the outermost link that is between them."""
     levels: list[tuple[int, Link]] = []  # outermost first: devices, link
@@ -108,10 +96,5 @@ def device_row(mesh_shape: MeshShape, topology: Topology) -> DeviceRow:
     channels = []
     for position in range(1, math.prod(mesh_shape.values())):
         link = next(link for stride, (_, link) in zip(strides, levels, strict=True) if position % stride == 0)
-        channels.append(Channel(link.latency, one_way(link)))
+        channels.append(Channel(link.latency, link.one_way()))
     return DeviceRow(tuple(channels))
-
-
-def one_way(link: Link) -> float:
-    """Bytes/s from a device to one neighbour."""
-    return link.bandwidth / 2 if link.ring else link.bandwidth

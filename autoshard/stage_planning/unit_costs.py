@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.errors import StageError
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.costs import StageCost, SubMeshModel
 from autoshard.stage_planning.cut_step import CutStep
@@ -41,17 +42,32 @@ class UnitCut:
         """
         Args:
             cut_at: first units of all stages but the first -> the step cut so.
+
+        Raises:
+            StageError: it cannot be cut around units of all kinds, whichever of their kind they are.
         """
         found: dict[Any, list[int]] = {}
         for number, unit in enumerate(units.units):
             found.setdefault(_kind(unit), []).append(number)
         # The first of several units may differ from the others in what it reads.
-        chosen = {kind: numbers[min(1, len(numbers) - 1)] for kind, numbers in found.items()}
-        firsts = sorted({first for number in chosen.values() for first in (number, number + 1)} - {0, len(units.units)})
+        ways = [[min(1, len(numbers) - 1), len(numbers) // 2, -1, 0] for numbers in found.values()]
+        refusal: StageError | None = None
+        for picked in dict.fromkeys(zip(*ways, strict=True)):
+            chosen = {kind: numbers[at] for (kind, numbers), at in zip(found.items(), picked, strict=True)}
+            ends = {first for number in chosen.values() for first in (number, number + 1)}
+            firsts = sorted(ends - {0, len(units.units)})
+            try:
+                made = cut_at(firsts)
+                break
+            except StageError as error:
+                refusal = error
+        else:
+            assert refusal is not None, "there is a unit of some kind"
+            raise refusal
         stage_of = {number: bisect.bisect_right(firsts, number) for number in chosen.values()}
         crossing = [0.0, *(float(unit.crossing_bytes) for unit in units.units[1:]), 0.0]
         planned = tuple(stage_of[chosen[_kind(unit)]] for unit in units.units)
-        return cls(cut_at(firsts), planned, np.array(crossing))
+        return cls(made, planned, np.array(crossing))
 
 
 def _kind(unit: Unit) -> tuple[Any, ...]:

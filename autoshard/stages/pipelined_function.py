@@ -15,7 +15,7 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError, StageError
 from autoshard.options import Options
 from autoshard.pipeline import Schedule, schedule
-from autoshard.program import Program
+from autoshard.program import Program, context
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.specs import fixed_layouts
@@ -43,8 +43,12 @@ class PlannedPipeline:
 
     def home(self, key: Key) -> Any:
         """The mesh that keeps an argument, piece or constant, or makes a value for the next step."""
+        return self.meshes[self.device(key)]
+
+    def device(self, key: Key) -> int:
+        """The device of the schedule that does so."""
         stage = self.programs.homes[key] if key in self.programs.homes else self.programs.makers[key].stage
-        return self.meshes[self.schedule.placement[stage]]
+        return self.schedule.placement[stage]
 
     def part(self, mesh: Mesh, device: int) -> Mesh:
         """The part of another mesh of the same axes that a device of the schedule would have."""
@@ -68,6 +72,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             raise MeshError("pipeline= runs in one process, and the mesh has devices of several")
         self._request = request
         self._pipelines: dict[Any, PlannedPipeline] = {}
+        self._contexts: dict[int, Any] = {}  # of tracing
         self._runtimes: dict[int, PipelineRuntime] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -127,9 +132,20 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             return self._pipelines[key]
 
     def _key(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall) -> tuple[Any, ...]:
-        """Equal for calls that run in the same stages; the types of their arrays come last."""
+        """Equal for calls that run in the same stages; the types of their arrays come last.
+
+        Raises:
+            ArgumentError: a static argument cannot be hashed.
+        """
         types = self._types(flat.arrays, static, dynamic)
-        return static, tuple(type(value) for _, value in static), flat.structure, types
+        now = context()
+        self._contexts[id(now)] = now  # kept, so that no other context gets its address
+        key = static, tuple(type(value) for _, value in static), flat.structure, id(now), types
+        try:
+            hash(key)
+        except (TypeError, ValueError) as error:
+            raise self._unhashable(static, dynamic, error) from error
+        return key
 
     def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
         request, options = self._request, self._options
@@ -148,7 +164,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         fixed = fixed_layouts(program, options.fixed, dict(meshes[0].shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
         homes: Sequence[Any] = [meshes[order.placement[stage]] for stage in range(stages)]
-        plans = StagePlanner(programs, options, own, program.donated).plans(homes)
+        plans = StagePlanner(programs, options, own, program.donated, self._jit_keywords).plans(homes)
         runs = itertools.pairwise([0, *first, len(units.units)])
         layers = tuple(tuple(unit.name for unit in units.units[a:b]) for a, b in runs)
         positions = stage_positions(options.mesh, request.stages)

@@ -15,6 +15,8 @@ from jax.sharding import Mesh
 
 from autoshard.errors import MemoryLimitError
 from autoshard.layout import Layout, MeshShape
+from autoshard.mesh.links import part_of_link
+from autoshard.mesh.topology import Topology
 from autoshard.options import Options
 from autoshard.planning import lowered, planned
 from autoshard.plans.plan import PlacedArray
@@ -34,6 +36,7 @@ class StagePlanner:
     options: Options  # for the whole mesh
     fixed: Mapping[int, Layout]  # argument -> how the user wants it to lie
     donated: frozenset[int]  # arguments
+    jit_keywords: Mapping[str, Any] = field(default_factory=dict)  # that programs are compiled with
     known: dict[Any, Plan] = field(default_factory=dict)  # of programs that are alike
 
     def plans(self, meshes: Sequence[Any]) -> tuple[Plan, ...]:
@@ -65,9 +68,8 @@ class StagePlanner:
         donated = [key for key in donated if len(self._after_readers(key)) == 1]
         made = program_of(program, self.programs.name, self.programs.carried, donated)
         pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
-        options = replace(
-            self.options, mesh=mesh, given_mesh=mesh, fixed={}, pinned=pinned, microbatches=1, like=None, refine=1
-        )
+        where = {"mesh": mesh, "given_mesh": mesh, "topology": self._topology(dict(mesh.shape))}
+        options = replace(self.options, **where, fixed={}, pinned=pinned, microbatches=1, like=None, refine=1)
         key = made.fingerprint, tuple(sorted(pinned.items())), tuple(mesh.shape.items())
         if key not in self.known:
             self.known[key] = self._planned(program, made, options)
@@ -78,14 +80,23 @@ class StagePlanner:
             _laid(placed, layouts.setdefault(one, placed.layout), dict(mesh.shape))
             for one, placed in zip(program.outputs, plan.results, strict=True)
         )
-        return lowered(made, replace(plan, results=results, name=made.name), {})
+        return lowered(made, replace(plan, results=results, name=made.name), self.jit_keywords)
+
+    def _topology(self, part: MeshShape) -> Topology:
+        """What a part of the mesh costs: its links are those inside it."""
+        whole, topology = dict(self.options.mesh.shape), self.options.topology
+        links = {
+            axis: part_of_link(link, whole[axis], part[axis]) if part.get(axis, 1) > 1 else link
+            for axis, link in topology.links.items()
+        }
+        return replace(topology, links=links)
 
     def _after_readers(self, key: Key) -> list[StageProgram]:
         return [program for program in self.programs.readers.get(key, ()) if program.kind == "after"]
 
     def _planned(self, program: StageProgram, made: Program, options: Options) -> Plan:
         try:
-            return planned(made, options, {}, {})
+            return planned(made, options, self.jit_keywords, {})
         except MemoryLimitError as error:
             raise MemoryLimitError(
                 f"pipeline: {program.name}: {error}", budget=error.budget, needed=error.needed

@@ -360,7 +360,7 @@ def _as(array: Any, sharding: NamedSharding) -> Any:
 def _on(plan: Plan, mesh: Mesh) -> Plan:
     """The plan of a program on the devices of another replica."""
     assert plan.lowering is not None
-    return lowered(plan.lowering.program, plan.on(mesh), {})
+    return lowered(plan.lowering.program, plan.on(mesh), plan.lowering.jit_keywords)
 
 
 def _words(task: Task) -> str:

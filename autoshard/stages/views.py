@@ -1,18 +1,21 @@
 """Arrays of stages and the arrays that users see: parts of one array, on the devices of several stages.
 
 A stacked argument of which each stage has as many trips is one global array, split over the stages along dim 0. The
-arrays of stages share its buffers, so neither way copies anything. Any other stack is copied.
+arrays of stages share its buffers, so neither way copies anything. Any other stack is copied on every step, and split
+along another dim over the devices of all its stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def part_of(array: Any, start: int, stop: int, sharding: NamedSharding) -> jax.Array:
@@ -31,39 +34,73 @@ def part_of(array: Any, start: int, stop: int, sharding: NamedSharding) -> jax.A
     return jax.device_put(array[start:stop], sharding)
 
 
-def joined(parts: Sequence[jax.Array]) -> jax.Array:
-    """Parts along dim 0 as one array; a view if they are equally long, and lie alike on devices of their own."""
-    first = parts[0]
-    shardings = [part.sharding for part in parts]
-    devices = [device for sharding in shardings for device in sharding.device_set]
-    assert all(isinstance(sharding, NamedSharding) for sharding in shardings), "stages place their arrays so"
-    meshes: list[Any] = [sharding.mesh for sharding in shardings]  # type: ignore[attr-defined]
-    specs: list[Any] = [sharding.spec for sharding in shardings]  # type: ignore[attr-defined]
-    whole = (sum(part.shape[0] for part in parts), *first.shape[1:])
+@dataclass(frozen=True)
+class StackSharding:
+    """How a stack of parts lies on the devices of all its stages."""
+
+    sharding: NamedSharding
+    is_view: bool  # whether parts stay where they are; otherwise they are copied
+
+
+def stack_sharding(
+    shapes: Sequence[tuple[int, ...]], shardings: Sequence[NamedSharding], places: Sequence[Sequence[Hashable]]
+) -> StackSharding:
+    """How parts along dim 0 lie as one array.
+
+    A view if parts are equally long, and lie alike on devices of their own. Otherwise a dim other than 0 is split over
+    all devices, or over as many as divide it, since parts of any length can be put together so.
+
+    Args:
+        places: per part the devices of its mesh, or what stands for them.
+    """
+    meshes, specs = [one.mesh for one in shardings], [_entries(one.spec, len(shapes[0])) for one in shardings]
+    every = list(dict.fromkeys(place for part in places for place in part))
+    inner = dict(meshes[0].shape)
     is_view = (
-        len(set(devices)) == len(devices)
-        and all(part.shape == first.shape for part in parts)
+        len(every) == sum(map(len, places))
+        and all(shape == shapes[0] for shape in shapes)
         and all(spec == specs[0] for spec in specs)
-        and all(mesh.devices.shape == meshes[0].devices.shape for mesh in meshes)
+        and all(dict(mesh.shape) == inner for mesh in meshes)
     )
-    axes = ("stages", *meshes[0].axis_names)
-    types: Any = (AxisType.Auto,) * len(axes)
     if is_view:
-        mesh = Mesh(np.stack([mesh.devices for mesh in meshes]), axes, axis_types=types)
-        inner = specs[0][0] if len(specs[0]) else None
-        dim = ("stages", *(inner if isinstance(inner, tuple) else [inner] if inner else []))
-        sharding = NamedSharding(mesh, PartitionSpec(dim, *specs[0][1:]))
+        devices = [device for mesh in meshes if isinstance(mesh, Mesh) for device in mesh.devices.flat]
+        mesh = _mesh({"stages": len(meshes), **inner}, devices)
+        return StackSharding(NamedSharding(mesh, PartitionSpec(("stages", *specs[0][0]), *specs[0][1:])), True)
+    ways = [0, *(math.gcd(size, len(every)) for size in shapes[0][1:])]
+    dim = max(range(len(ways)), key=ways.__getitem__)
+    split = max(1, ways[dim])
+    devices = list(dict.fromkeys(device for mesh in meshes if isinstance(mesh, Mesh) for device in mesh.devices.flat))
+    mesh = _mesh({"stages": split, "copies": len(every) // split}, devices)
+    spec = PartitionSpec(*[None] * dim, "stages") if split > 1 else PartitionSpec()
+    return StackSharding(NamedSharding(mesh, spec), False)
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """Parts along dim 0 as one array, which lies as `stack_sharding` says."""
+    shardings: list[Any] = [part.sharding for part in parts]
+    assert all(isinstance(sharding, NamedSharding) for sharding in shardings), "stages place their arrays so"
+    places = [list(sharding.mesh.devices.flat) for sharding in shardings]
+    made = stack_sharding([part.shape for part in parts], shardings, places)
+    if made.is_view:
+        whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         shards = [shard.data for part in parts for shard in part.addressable_shards]
-        return jax.make_array_from_single_device_arrays(whole, sharding, shards)
-    every = list(dict.fromkeys(device for mesh in meshes for device in mesh.devices.flat))
-    mesh = Mesh(np.array(every), ("stages",), axis_types=types[:1])
-    free = [dim for dim, size in enumerate(whole) if size % len(every) == 0]
-    spread: list[Any] = [None] * len(whole)
-    if free:
-        spread[free[0]] = "stages"
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    copies = [jax.device_put(part, everywhere) for part in parts]
-    return jax.jit(jnp.concatenate, out_shardings=NamedSharding(mesh, PartitionSpec(*spread)))(copies)
+        return jax.make_array_from_single_device_arrays(whole, made.sharding, shards)
+    copies = [jax.device_put(part, made.sharding) for part in parts]
+    return jax.jit(jnp.concatenate, out_shardings=made.sharding)(copies)
+
+
+def _entries(spec: PartitionSpec, dims: int) -> list[tuple[str, ...]]:
+    """The mesh axes of each dim."""
+    named = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
+    return [*named, *[()] * (dims - len(named))]
+
+
+def _mesh(shape: Mapping[str, int], devices: Sequence[Any]) -> Mesh | AbstractMesh:
+    """A mesh of so many devices; one without devices if there are none."""
+    types: Any = (AxisType.Auto,) * len(shape)
+    if not devices:
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=types)
+    return Mesh(np.array(devices).reshape(tuple(shape.values())), tuple(shape), axis_types=types)
 
 
 def _spans(index: Sequence[slice], shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -41,7 +41,7 @@ TIGHT = [
 
 def planned(name: str, mesh: str, machine: str, share: float | None = None) -> Plan:
     model, axes = SMALL[name](), MESHES[mesh]
-    options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0, "time_limit": 2}
+    options = {"mesh": mesh_of(axes), "topology": MACHINES[machine](axes), "donate_argnums": 0, "time_limit": 20}
     if share is not None:
         options["memory"] = share_of_free_peak(model, share, **options)
     return plan_of(model.step, model.state, model.batches(0), **options)

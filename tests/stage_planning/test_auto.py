@@ -1,5 +1,7 @@
 """pipeline='auto' and the plans of pipelines: what is chosen, what plans say, that steps compute the same numbers."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,16 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from autoshard import autoshard, plan
-from autoshard.errors import ArgumentError, MemoryLimitError, PlanError
+from autoshard import autoshard, plan, topology
+from autoshard.errors import ArgumentError, MemoryLimitError, PlanError, StageError
+from autoshard.options import options_of
+from autoshard.pipeline import schedule
+from autoshard.stage_planning import choosing
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
+from autoshard.stage_planning.planned_stage import _hops
+from autoshard.stage_planning.unit_costs import UnitCut
+from autoshard.stages.planning import StagePlanner
+from autoshard.stages.programs import Key
 
 WIDTH, LAYERS, ROWS = 61, 4, 8  # no mesh axis divides the width: a plan without stages has all weights on every device
 
@@ -66,7 +75,13 @@ def test_what_a_plan_says_of_its_stages(found):
     assert found.stages[0].sent_bytes == found.stages[1].sent_bytes == ROWS * WIDTH * 4
     assert found.stages[0].layers and found.stages[0].layers[0].startswith("test_auto.py:")
     text = str(found)
-    for said in ("stage 1", "in flight", "of which the busiest stage waits", "Without stages: no sharding fits"):
+    for said in (
+        "stage 1",
+        "in flight",
+        "slower than the best choice searched, by the costs of layers",
+        "of which the busiest stage waits",
+        "Without stages: no sharding fits",
+    ):
         assert said in text
     assert repr(found).startswith("<Plan of 'step'")
     meshes = {sharding.mesh.devices.item() for sharding in found.in_shardings[0]}
@@ -95,7 +110,9 @@ def test_programs_of_stages_are_verified(found):
     assert "F of stage 0" in str(verified)
 
 
-@pytest.mark.parametrize("ask", [lambda p: p.save("x"), lambda p: p.explain("x"), lambda p: p.to_code()])
+@pytest.mark.parametrize(
+    "ask", [lambda p: p.save("x"), lambda p: p.explain("x"), lambda p: p.to_code(), lambda p: p.on(p.mesh)]
+)
 def test_what_plans_with_stages_cannot_do_is_one_clear_error(found, ask):
     with pytest.raises(PlanError, match=r"has 2 stages, and cannot be .*\n.*plan\.stages\[0\]\.plan"):
         ask(found)
@@ -107,6 +124,8 @@ def test_the_plan_without_stages_is_kept_where_it_is_faster(mesh):
     assert chosen.stages == () and chosen.timeline is None
     assert "the best pipeline found takes" in str(chosen)
     assert chosen.predicted == plan(step, *arguments(), mesh=mesh).predicted
+    with pytest.raises(StageError, match="step runs without stages"):
+        automatic.pipeline(*arguments())
     assert automatic(*arguments())[1] == pytest.approx(jax.jit(step)(*arguments())[1])
 
 
@@ -142,3 +161,127 @@ def test_options_that_stages_do_not_heed_are_refused(mesh, option):
 def test_pipeline_takes_auto_or_a_dict(mesh):
     with pytest.raises(ArgumentError, match="pipeline="):
         autoshard(step, mesh=mesh, pipeline="gpipe")
+
+
+def scanned(weights, x, y):
+    def loss(weights):
+        return jnp.mean((jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights["w"])[0] - y) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    return {"w": weights["w"] - 0.1 * gradient["w"]}, value
+
+
+@pytest.mark.parametrize("layers, is_view", [(4, True), (3, False)])
+def test_a_plan_says_how_stacks_lie_over_the_stages(mesh, layers, is_view):
+    weights, x = {"w": jnp.ones((layers, 6, 6)) / 8}, jnp.ones((4, 6))
+    step = autoshard(scanned, mesh=mesh, pipeline={"stages": 2, "microbatches": 2})
+    made = step.plan(weights, x, x)
+    assert any("copied between stages" in warning for warning in made.warnings) == (not is_view)
+    asked, given = made.in_shardings[0]["w"], made.out_shardings[0]["w"]
+    assert asked == given
+    assert asked.shard_shape((layers, 6, 6)) == ((2, 6, 6) if is_view else (3, 3, 6))
+    if not is_view:
+        result, _ = step({"w": jax.device_put(weights["w"], asked)}, x, x)
+        assert result["w"].sharding == given
+        expected, _ = jax.jit(scanned)(weights, x, x)
+        np.testing.assert_allclose(result["w"], expected["w"], rtol=1e-5)
+        again = jax.jit(scanned)(expected, x, x)[1]
+        np.testing.assert_allclose(step(result, x, x)[1], again, rtol=1e-5)
+
+
+def test_the_prediction_is_of_the_device_that_works_most(mesh):
+    pipeline = {"stages": 2, "microbatches": 2, "schedule": "interleaved_1f1b", "chunks": 2}
+    x = jnp.ones((4, 6))
+    made = autoshard(scanned, mesh=mesh, pipeline=pipeline).plan({"w": jnp.ones((4, 6, 6))}, x, x)
+    of_device = [sum(stage.seconds for stage in made.stages[device::2]) for device in range(2)]
+    predicted = made.predicted
+    assert predicted.compute_seconds + predicted.exposed_seconds == pytest.approx(max(of_device), rel=1e-6)
+
+
+def test_a_pipeline_that_is_asked_for_keeps_to_the_memory_limit(mesh):
+    pipeline = {"stages": 2, "microbatches": 4, "schedule": "gpipe"}
+    free = autoshard(step, mesh=mesh, pipeline=pipeline)
+    made = free.plan(*arguments())
+    programs = max(one.predicted.peak_bytes for one in made.pipeline.plans)
+    assert programs < made.predicted.peak_bytes  # so every program fits alone
+    memory = (made.predicted.peak_bytes - 1) / free._options.backend.usable
+    with pytest.raises(MemoryLimitError, match=r"stage \d of step is predicted to hold .*\n.*pipeline='auto'") as found:
+        autoshard(step, mesh=mesh, pipeline=pipeline, memory=memory).plan(*arguments())
+    assert found.value.needed > found.value.budget == memory
+    needed = autoshard(step, mesh=mesh, pipeline=pipeline, memory=found.value.needed + 1).plan(*arguments())
+    assert needed.predicted.peak_bytes == made.predicted.peak_bytes
+
+
+def test_stages_are_priced_with_the_links_inside_them():
+    axes = {"data": 16}
+    costs = topology("h100:2x8", axes)
+    options = options_of(AbstractMesh((16,), ("data",)), topology=costs)
+    planner = StagePlanner(None, options, {}, frozenset())
+    assert planner._topology({"data": 8}).links["data"] == costs.links["data"].parts[1][1]
+    assert planner._topology({"data": 16}) == costs
+
+
+def test_what_is_sent_past_a_stage_is_charged_on_every_hop():
+    past, near = Key("value", 0), Key("value", 1)
+    programs = SimpleNamespace(sends={(0, 2): (past,), (0, 1): (past, near), (2, 1): (near,)})
+    forward = {(0, 1): {past, near}, (1, 2): {past}, (2, 1): {near}}
+    assert _hops(programs, schedule("1f1b", 3, 3)) == forward
+    direct = schedule("graph", 3, 3, predecessors=[(), (0,), (0, 1)])
+    assert _hops(programs, direct) == {(0, 2): {past}, (0, 1): {past, near}, (2, 1): {near}}
+
+
+def test_a_choice_that_cannot_be_cut_leaves_the_others(mesh, monkeypatch):
+    made, refused = choosing.exact_pipeline, []
+
+    def refuses_first(space, choice, *rest):
+        if not refused:
+            refused.append(choice)
+            raise StageError("an early stage would wait for a late one")
+        return made(space, choice, *rest)
+
+    monkeypatch.setattr(choosing, "exact_pipeline", refuses_first)
+    found = autoshard(step, mesh=mesh, pipeline="auto", memory="110KiB").plan(*arguments())
+    assert refused and len(found.stages) > 1
+
+
+def test_a_unit_that_cannot_be_cut_out_leaves_the_others_of_its_kind():
+    kinds = "abbbbc"
+    units = SimpleNamespace(
+        units=[SimpleNamespace(forward_flops=kind, parameter_bytes=0, crossing_bytes=1) for kind in kinds]
+    )
+
+    def cut_at(firsts, impossible):
+        if impossible & set(firsts):
+            raise StageError("an early stage would wait for a late one")
+        return tuple(firsts)
+
+    assert UnitCut.of(units, lambda firsts: cut_at(firsts, set())).cut == (1, 2, 3, 5)
+    found = UnitCut.of(units, lambda firsts: cut_at(firsts, {2}))
+    assert found.cut == (1, 3, 4, 5) and found.planned == (0, 2, 2, 2, 2, 4)
+    with pytest.raises(StageError):
+        UnitCut.of(units, lambda firsts: cut_at(firsts, {1}))
+
+
+def test_nothing_is_searched_under_a_trace(mesh, monkeypatch):
+    automatic = autoshard(step, mesh=mesh, pipeline="auto")
+    monkeypatch.setattr(automatic, "_chosen", lambda *_: pytest.fail("it searches"))
+    assert jax.eval_shape(automatic, *arguments())[1].shape == ()
+
+
+def test_pipelines_are_kept_by_context_and_static_arguments(mesh):
+    def scaled(params, x, y, scale):
+        return step(params, x * scale[0], y)
+
+    how = {"pipeline": {"stages": 2, "microbatches": 2}, "static_argnums": 3}
+    options = {"xla_cpu_enable_fast_math": False}
+    sharded = autoshard(scaled, mesh=mesh, compiler_options=options, **how)
+    first = sharded.pipeline(*arguments(), (2.0,))
+    assert sharded.pipeline(*arguments(), (2.0,)) is first
+    assert {tuple(one.lowering.jit_keywords["compiler_options"]) for one in first.plans} == {tuple(options)}
+    with jax.default_matmul_precision("float32"):
+        assert sharded.pipeline(*arguments(), (2.0,)) is not first
+    assert sharded.pipeline(*arguments(), (2.0,)) is first
+    with pytest.raises(ArgumentError, match="static arguments must be hashable"):
+        sharded(*arguments(), [2.0])
+    with pytest.raises(ArgumentError, match="pipeline= cannot be combined with refine="):
+        autoshard(scaled, mesh=mesh, refine=2, **how)

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from autoshard import topology
+from autoshard import MeshError, topology
+from autoshard.mesh.links import part_of_link
 from autoshard.stage_planning.planned_stage import channel_between
 from autoshard.stage_planning.sub_meshes import device_row, sub_mesh_shapes
 
@@ -51,3 +52,36 @@ def test_the_devices_of_a_stage_are_neighbours_in_the_mesh():
     mesh = jax.make_mesh((4, 2), ("data", "model"), devices=jax.devices()[:8])
     pair = sub_mesh_shapes(HOSTS, topology("cpu:8", HOSTS), 1e9)[2]
     assert pair.on(mesh, 4).devices.ravel().tolist() == mesh.devices.ravel().tolist()[4:]
+
+
+def test_devices_that_hosts_do_not_divide_talk_over_the_network():
+    axes = {"data": 24}
+    costs = topology("h100:3x8", axes)
+    link = costs.links["data"]
+    assert [shape.axes["data"] for shape in sub_mesh_shapes(axes, costs, 1e9)] == [1, 2, 3, 4, 6, 8, 12, 24]
+    network, inside = (one.bandwidth for _, one in link.parts)
+    assert network < inside
+    for devices in (2, 4, 8):
+        assert part_of_link(link, 24, devices).bandwidth == inside
+    for devices in (3, 6, 12, 16, 24):
+        assert part_of_link(link, 24, devices).bandwidth == network
+
+
+def test_hosts_of_one_axis_talk_over_the_network():
+    axes = {"data": 16}
+    costs = topology("h100:2x8", axes)
+    network, inside = (one for _, one in costs.links["data"].parts)
+    assert channel_between(axes, costs, 0, 7).bandwidth == inside.bandwidth
+    assert channel_between(axes, costs, 7, 8).bandwidth == network.bandwidth
+    row = device_row(axes, costs)
+    assert [one.bandwidth for one in row.channels] == [
+        channel_between(axes, costs, at, at + 1).bandwidth for at in range(15)
+    ]
+
+
+def test_an_axis_for_stages_inside_another_is_refused():
+    axes = {"data": 2, "stage": 4}
+    with pytest.raises(MeshError, match=r"'stage' lies inside 'data'.*\n.*Put 'stage' first"):
+        sub_mesh_shapes(axes, topology("h100:2x4", axes), 1e9)
+    axes = {"data": 1, "stage": 4}
+    assert len(sub_mesh_shapes(axes, topology("h100:1x4", axes), 1e9)) == 1

@@ -139,6 +139,9 @@ def test_views_share_buffers_with_the_arrays_of_stages():
     np.testing.assert_array_equal(moved, np.asarray(whole)[1:3])
     uneven = joined([parts[0], jax.device_put(np.full((1, 4), 7), parts[1].sharding)])
     np.testing.assert_array_equal(uneven, [[0] * 4, [0] * 4, [7] * 4])
+    assert {shard.data.shape for shard in uneven.addressable_shards} == {(3, 1)}
+    odd = joined([jax.device_put(np.ones((rows, 6)), parts[0].sharding) for rows in (1, 2)])  # of one stage
+    assert odd.shape == (3, 6) and {shard.data.shape for shard in odd.addressable_shards} == {(3, 3)}
 
 
 @pytest.mark.parametrize(
