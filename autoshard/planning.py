@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import find, keep, key_of
 from autoshard.compiled.memory_check import MemoryWarning, within_limit
-from autoshard.errors import ConflictError, MemoryLimitError, SolverError
+from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
@@ -26,6 +26,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.growing import in_parts, is_too_large
 from autoshard.model.xla.backends import Backend
+from autoshard.operations.primitive import OPERATION
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
@@ -103,14 +104,14 @@ def checked(
         def replanned(target: float) -> Plan | None:
             if before is None:
                 return None
-            leaner = _leaner_of_all(group, program, before[program.fingerprint][0], options, jit_keywords, target)
+            leaner = _leaner_of_all(group, program, before[identity_of(program)][0], options, jit_keywords, target)
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
         agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
         made = within_limit(plan, options.memory, _compiled, replanned, agreed)
         if before is not None and made is not plan:
-            rules, _ = before[program.fingerprint]
-            before[program.fingerprint] = rules, replace(made, lowering=None, planner=None)
+            rules, _ = before[identity_of(program)]
+            before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
             if options.cache is not None and (group is None or group.leads):
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
@@ -164,7 +165,25 @@ def plan_of_text(text: str, program: Program, rules: Sequence[Rule], options: Op
     return replace(loaded, comparison=comparison_of(program, rules, options))
 
 
-PlansByProgram = dict[str, tuple[tuple[Rule, ...], Plan]]  # fingerprint of a program -> its rules and plan
+PlansByProgram = dict[tuple[Any, ...], tuple[tuple[Rule, ...], Plan]]  # identity of a program -> its rules and plan
+
+
+def identity_of(program: Program) -> tuple[Any, ...]:
+    """Equal for equal programs of one process: a fingerprint does not read what operations close over."""
+    return program.fingerprint, *(one.params["operation"] for one in program.equations if one.primitive == OPERATION)
+
+
+def _planned_before(program: Program, rules: tuple[Rule, ...], before: PlansByProgram, mesh: MeshShape) -> Plan | None:
+    """The plan of an equal program; None if there is none, or its operations have changed since."""
+    known = before.get(identity_of(program))
+    if known is None or known[0] != rules:
+        return None
+    bound = known[1].bound_to(program)
+    try:
+        check_plan(program, bound.annotations, mesh)
+    except PlanError:
+        return None
+    return bound
 
 
 def lowered(program: Program, plan: Plan, jit_keywords: Mapping[str, Any]) -> Plan:
@@ -187,9 +206,9 @@ def planned(
         group: the processes that share the mesh, all of which get the plan of one of them; None if one has it alone.
     """
     rules = checked_rules(program, dict(options.mesh.shape))
-    known = before.get(program.fingerprint)
-    if known is not None and known[0] == rules:
-        return known[1].bound_to(program)
+    known = _planned_before(program, rules, before, dict(options.mesh.shape))
+    if known is not None:
+        return known
     limited = replace(options, until=time.monotonic() + options.time_limit)
     make = functools.partial(_cached, program, rules, limited, jit_keywords)
     if group is None:
@@ -198,7 +217,7 @@ def planned(
         claims = Claims.of(program, rules, options, jit_keywords)
         made = plan_of_all(group, claims, make, lambda text: plan_of_text(text, program, rules, options))
     if not program.closes_over_tracers:
-        before[program.fingerprint] = rules, made
+        before[identity_of(program)] = rules, made
     return made
 
 

@@ -45,7 +45,9 @@ from autoshard.lower.names import first_readers, named_after, named_as, reader_i
 from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.mesh.resharding import stops
+from autoshard.operations.primitive import OPERATION
 from autoshard.operations.running import Call
+from autoshard.operations.split import WHOLE
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program, Value
 from autoshard.program.explicit import open_axes, type_sharding
@@ -277,10 +279,11 @@ class Emitter:
             arrays = within_bounds(arrays, *homes)
         if eqn.primitive.name.startswith("scatter"):
             arrays = apart_from_slices(eqn, arrays, *homes)
+        if equation is not None and equation.primitive == OPERATION:
+            chosen = self.annotations.runs.get(equation.index, WHOLE)  # by hand as well: there may be a kernel in it
+            return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         if None in homes or equation is None:
             return run(eqn, arrays)
-        if (chosen := self.annotations.runs.get(equation.index)) is not None:
-            return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
         if scatter is None and not may_run_on_shards(equation):
             return run(eqn, arrays)

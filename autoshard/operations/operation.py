@@ -66,6 +66,7 @@ class Operation:
     plain_backward: Callable[..., Any] | None = field(default=None, repr=False)
     seconds: Callable[..., float] | None = field(default=None, repr=False)  # of the function on shards, as said
     sums_shared: bool = False  # whether a split factor that a result lacks leaves partial sums of it: a backward pass
+    said: str = ""  # what it closes over, in words: programs of operations that say other things are others
     forward: Forward | None = field(default=None, repr=False)  # of a backward pass: whose it is
     priced: dict[Any, Any] = field(default_factory=dict, repr=False)  # what planners have found of its calls
     derived: dict[Any, Operation] = field(default_factory=dict, repr=False)  # backward passes that were asked for
@@ -74,7 +75,8 @@ class Operation:
         functools.update_wrapper(self, self.function)
 
     def __repr__(self) -> str:
-        return f"operation {self.name}: {', '.join(one.name for one in self.implementations) or 'plain'}"
+        names = ", ".join(one.name for one in self.implementations) or "plain"
+        return f"operation {self.name}: {names}{self.said and f' ({self.said})'}"
 
     def __call__(self, *arrays: Any, **static: Any) -> Any:
         """What the function makes of arrays.
@@ -196,7 +198,8 @@ class Operation:
             wrt: the operands whose gradients are wanted.
             made: per result, whether it has a cotangent.
         """
-        key = wrt, made, len(self.implementations)
+        written = tuple((one, one.local_backward) for one in self.implementations)
+        key = wrt, made, self.plain_backward, written
         if key not in self.derived:
             self.derived[key] = self._backward_of(wrt, made)
         return self.derived[key]
@@ -251,6 +254,7 @@ class Operation:
             ],
             seconds=_twice(self.seconds, operands_in),
             sums_shared=True,
+            said=f"{self.said} by {wrt}".strip(),
             forward=Forward(self, wrt, made),
         )
 

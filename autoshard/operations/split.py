@@ -32,6 +32,9 @@ class Run:
         return f"{self.name or 'shards'} ({'; '.join(roles)})"
 
 
+WHOLE = Run("", ())  # on every device, with whole arrays
+
+
 @dataclass(frozen=True)
 class CallSplit:
     """What a local function knows of the call that it computes a device's part of."""

@@ -15,6 +15,8 @@ from autoshard.model.formulating import formulate
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets import growing
 from autoshard.model.option_sets.option_set import OptionSet, place_of
+from autoshard.model.regions.strategies import is_call, operation_strategies
+from autoshard.ops import attention
 from autoshard.options import options_of
 from autoshard.propagation import rules_for
 
@@ -100,6 +102,26 @@ def test_each_part_holds_the_choice_of_the_one_before(whole):
     near = make(offered=growing.near_choice(first, best.choice, ()))
     assert solve_within(near, 10).cost <= best.cost * (1 + 1e-9)
     assert 0 < growing.least_seconds(near) <= whole.cost
+
+
+def test_of_a_call_with_implementations_only_what_is_offered_is_priced():
+    rows, mesh = [jax.ShapeDtypeStruct((1, 4096, 16, 64), np.float32)] * 3, dict(MESH.shape)
+    options = options_of(MESH, topology="v5e:4x4")
+    program = autoshard.autoshard(attention, mesh=MESH, topology="v5e:4x4").trace(*rows)
+    how = {"memory": options.memory, "backend": options.backend, "offered": OptionSet(growing.coarse_partitions(AXES))}
+    made = formulate(program, rules_for(program), mesh, options.topology, **how)
+    (group,) = (group for group in made.groups if is_call(group))
+
+    def place_in(strategy):
+        return {axis: factor for factor, split in strategy.assignment for axis in split}
+
+    every, blocks = operation_strategies(group, mesh), made.priced[group.index].strategies
+    assert not blocks[0].assignment and 1 < len(blocks) < len(every)
+    for one in blocks:
+        assert len(list(itertools.groupby(map(place_in(one).get, AXES)))) <= 2
+    chosen = next(one for one in every if one.run.name == "ulysses_ring" and len(place_in(one)) == 3)
+    near = operation_strategies(group, mesh, OptionSet((), {group.index: place_in(chosen)}, changes=1).choices)
+    assert chosen.run in [one.run for one in near] and len(near) < len(every) / 4
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "h100:2x4", "cpu:8"])

@@ -30,6 +30,7 @@ def arrays(heads=8, shared=4, batch=2, rows=T, keys=T, dtype=jnp.float32):
 SEGMENTS = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (2, T)), 1))
 MASK = jnp.asarray(np.random.default_rng(1).random((2, 1, T, T)) > 0.3)
 LENGTHS = {"key_value_seq_lengths": jnp.array([40, 3], jnp.int32), "query_seq_lengths": jnp.array([T, 30], jnp.int32)}
+LEAST = jnp.zeros((1, 1, T, T)).at[0, 0, 5].set(jnp.finfo(jnp.float32).min)
 
 CASES = {  # arrays, arguments by name
     "causal, heads in groups": (arrays(shared=2), {"is_causal": True}),
@@ -40,6 +41,8 @@ CASES = {  # arrays, arguments by name
     "window both ways": (arrays(), {"local_window_size": 5}),
     "segments": (arrays(), {"is_causal": True, "segment_ids": SEGMENTS}),
     "lengths": (arrays(), LENGTHS),
+    "window over more keys": (arrays(rows=16), {"is_causal": True, "local_window_size": (2, 2)}),
+    "a row that bias hides": ([*arrays(), LEAST], {}),
 }
 
 
@@ -72,6 +75,59 @@ def test_in_bfloat16_it_is_as_exact_as_plain_attention():
         return np.array([float(jnp.abs(one - other).max()) for one, other in pairs])
 
     assert (errors(attention) <= 2 * errors(plain)).all()
+
+
+SECOND = {
+    "of a gradient's sum": lambda f: lambda x: jax.grad(lambda x: jnp.sin(jax.grad(f)(x)).sum())(x),
+    "forward over reverse": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+def test_second_derivatives_are_those_of_plain_attention(how):
+    query, key, value = arrays()
+
+    def loss(function):
+        return lambda x: (function(x, key + x[..., ::2, :], value * x[..., ::2, :], is_causal=True) ** 2).sum()
+
+    found, expected = jax.jit(lambda x: tuple(SECOND[how](loss(f))(x) for f in (attention, plain)))(query)
+    assert_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_planned_second_derivatives_are_those_of_plain_attention():
+    """Of implementations: their backward passes are differentiated by JAX, statistics with a cotangent included."""
+    shape, operands = {"x": 4}, [normal(1, 1024, 1, 8, seed=i) for i in range(3)]
+
+    def second(function):
+        return lambda *operands: jax.grad(
+            lambda operands: sum(
+                jnp.sin(one).sum()
+                for one in jax.grad(lambda operands: (function(*operands, is_causal=True) ** 2).sum())(operands)
+            )
+        )(operands)
+
+    topology = dataclasses.replace(slow_chips(shape), memory_bandwidth=1e11)
+    step = autoshard(second(attention), mesh=mesh_of(shape), topology=topology, fixed={"*": P(None, "x")})
+    assert any(run.name for run in step.plan(*operands).annotations.runs.values())
+    assert_equal(step(*operands), jax.jit(second(plain))(*operands))
+
+
+def test_in_float64_it_is_as_exact():
+    with jax.enable_x64(True):
+        query, key, value = (x.astype(jnp.float64) for x in arrays(heads=1, shared=1))
+        found, pull = jax.vjp(jax.jit(attention), query, key, value)
+        weights = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(8))
+        assert found.dtype == jnp.float64 and pull(found)[0].dtype == jnp.float64
+        assert float(jnp.abs(found - jnp.einsum("bnts,bsnv->btnv", weights, value)).max()) < 1e-14
+
+
+def test_programs_of_other_variants_have_other_fingerprints():
+    """A plan of one is not taken for another, which its implementations could not run."""
+    mesh, operands = mesh_of(SHAPES[0]), arrays()
+    variants = ({}, {"is_causal": True}, {"is_causal": True, "local_window_size": (9, 0)})
+    steps = [functools.partial(with_gradients, attention, said) for said in variants]
+    assert len({autoshard(step, mesh=mesh).trace(*operands).fingerprint for step in steps}) == len(variants)
 
 
 def by_implementation(operands, said, shape, names):
@@ -116,6 +172,7 @@ QUICK = [
     ("causal, heads in groups", SHAPES[2], ("ulysses_zigzag", "split_keys")),
     ("bias that rows share", SHAPES[0], ("ring",)),
     ("segments", SHAPES[1], ("ulysses",)),
+    ("window over more keys", SHAPES[0], ("ring",)),
 ]
 
 
@@ -150,6 +207,15 @@ def test_plans_choose_by_price_and_predict_what_is_compiled(is_causal):
     assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
 
 
+def test_bias_may_be_integers():
+    query, key, value = arrays()
+    bias = (jnp.arange(T * T) % 7).reshape(1, 1, T, T)
+    found, expected = (
+        jax.jit(jax.grad(lambda x, f=f: f(x, key, value, bias).sum()))(query) for f in (attention, plain)
+    )
+    assert_equal(found, expected)
+
+
 def test_what_does_not_fit_is_said():
     query, key, value = arrays()
     with pytest.raises(ArgumentError, match="no multiple"):
@@ -160,6 +226,17 @@ def test_what_does_not_fit_is_said():
         attention(query, key, value, bias=jnp.zeros((3, 1, 1, 1)))
     with pytest.raises(ArgumentError, match="not bool"):
         attention(query, key, value, mask=jnp.zeros((T, T)))
+    with pytest.raises(ArgumentError, match="does not broadcast"):
+        attention(query, key, value, mask=jnp.ones((1, 1, 1, T, T), bool))
+    with pytest.raises(ArgumentError, match="3 or 4 dims"):
+        attention(query[0, 0], key[0, 0], value[0, 0])
+    for name in ("key_value_seq_lengths", "query_seq_lengths"):
+        for lengths in (jnp.array([1, 2, 3]), jnp.ones(2)):
+            with pytest.raises(ArgumentError, match=name):
+                attention(query, key, value, **{name: lengths})
+    for segments in (SEGMENTS[:, 1:], SEGMENTS.astype(jnp.float32), [SEGMENTS], (SEGMENTS, SEGMENTS[:1])):
+        with pytest.raises(ArgumentError, match="segment_ids are"):
+            attention(query, key, value, segment_ids=segments)
 
 
 def test_a_fault_is_caught(monkeypatch):

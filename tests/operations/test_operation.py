@@ -128,6 +128,15 @@ def test_an_implementation_that_cannot_run_is_not_chosen():
     assert not plan.annotations.runs
 
 
+def test_a_call_that_is_kept_whole_runs_by_hand_too():
+    """A compiler of TPU refuses a kernel whose partitioning is left to it."""
+    other = operation("b n -> b n", need_replication="b n", name="whole")(_softmax)
+    sharded = autoshard(lambda x: other(x), mesh=mesh_of({"x": 8}), topology=slow_chips({"x": 8}))
+    assert not sharded.plan(X).annotations.runs
+    assert "manual_computation" in sharded.lower(X).as_text()
+    assert_equal(sharded(X), _softmax(X))
+
+
 def test_a_plan_file_keeps_what_runs_calls():
     shape, fixed = {"x": 4, "y": 2}, {"x": P(None, "x")}
     mesh = mesh_of(shape)
@@ -139,6 +148,43 @@ def test_a_plan_file_keeps_what_runs_calls():
     changed = changed[: changed.rindex(',\n "digest"')] + "\n}\n"
     with pytest.raises(PlanError, match="by_magic"):
         autoshard(loss, mesh=mesh, plan=Plan.loads(changed, mesh))(X[:3])
+
+
+def test_a_plan_is_not_that_of_another_operation_of_the_same_text():
+    """Operations of a factory close over what no fingerprint reads, as here which splits can run."""
+
+    def scaled(most):
+        made = operation("b n -> b n", need_replication="n", name="scaled")(lambda x: _softmax(x) * most)
+
+        @made.implementation(splits={"part": "n"}, where=lambda split: split.count("part") <= most)
+        def by_parts(split, x):
+            return _by_parts(split, x) * most
+
+        return made
+
+    shape, made = {"x": 8}, {most: scaled(most) for most in (8, 2)}
+
+    def step(x, most):
+        return made[most](x)
+
+    fixed = {"x": P(None, "x")}
+    sharded = autoshard(step, mesh=mesh_of(shape), topology=slow_chips(shape), fixed=fixed, static_argnames=("most",))
+    for most, names in ((8, {"by_parts"}), (2, set())):
+        assert {run.name for run in sharded.plan(X[:3], most=most).annotations.runs.values()} == names
+        assert_equal(sharded(X[:3], most=most), _softmax(X[:3]) * most)
+
+
+def test_a_backward_function_may_come_after_the_first_gradient():
+    other = operation("b n -> b n", need_replication="n", name="late")(_softmax)
+    by_parts = other.implementation(splits={"part": "n"})(_by_parts)
+    first = other.backward_of((0,), (True,))
+    by_parts.backward(lambda split, x, y, cotangent: cotangent)
+    second = other.backward_of((0,), (True,))
+    other.backward(lambda x, y, cotangent: 2 * cotangent)
+    assert first.is_derived("_by_parts") is second.is_derived("_by_parts") is False
+    assert second.implementations[0].local is not by_parts.local
+    assert_equal(jax.vjp(other, X)[1](X)[0], 2 * X)
+    assert other.backward_of((0,), (True,)) is other.backward_of((0,), (True,)) is not second
 
 
 def test_what_is_wrong_is_said():

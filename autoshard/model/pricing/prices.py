@@ -131,7 +131,7 @@ class Prices:
         if key not in self._groups:
             call = is_call(group)
             strategies = tuple(
-                operation_strategies(group, self.mesh)
+                operation_strategies(group, self.mesh, choices)
                 if call
                 else strategies_of(group, self.mesh, self.backend, choices)
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.layout import MeshShape
 from autoshard.model.groups import Group
-from autoshard.model.strategies import Strategy
+from autoshard.model.strategies import Choices, Strategy, every_choice
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.running import Call
 from autoshard.propagation.registry import rule_of
@@ -15,8 +15,8 @@ def is_call(group: Group) -> bool:
     return group.equations[0].primitive == OPERATION
 
 
-def operation_strategies(group: Group, mesh: MeshShape) -> list[Strategy]:
-    """Every strategy of a call of an operation; the first splits nothing."""
+def operation_strategies(group: Group, mesh: MeshShape, choices: Choices = every_choice) -> list[Strategy]:
+    """Every strategy of a call of an operation, or those that are offered; the first splits nothing."""
     (equation,) = group.equations
     rule = rule_of(equation)
     call = Call.of(equation, rule)
@@ -27,4 +27,14 @@ def operation_strategies(group: Group, mesh: MeshShape) -> list[Strategy]:
         split = sorted((number[factor], axes) for factor, axes in call.assignment(run, mesh).items())
         wants = tuple(reads[use.operand] for use in group.uses)
         found.append(Strategy(tuple(split), wants, tuple(leaves), (), run=run))
-    return found
+    return found if choices is every_choice else _offered(found, group, mesh, choices)
+
+
+def _offered(strategies: list[Strategy], group: Group, mesh: MeshShape, choices: Choices) -> list[Strategy]:
+    """Those that are offered. An axis of a role splits several factors, of which the last stands for the role."""
+    axes = [axis for axis, size in mesh.items() if size > 1]
+    places = [{axis: factor for factor, split in one.assignment for axis in split} for one in strategies]
+    factors = sorted({factor for place in places for factor in place.values()})
+    offered = set(choices(group, axes, factors))
+    pairs = zip(strategies, places, strict=True)
+    return [one for one, place in pairs if tuple(place.get(axis) for axis in axes) in offered]

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from autoshard.errors import ArgumentError
 from autoshard.operations.operation import Operation, operation
@@ -52,15 +51,22 @@ def attention(
         An array of the query's shape and dtype, with the last dim of the values.
 
     Raises:
-        ArgumentError: shapes do not fit together.
+        ArgumentError: shapes or types do not fit together.
     """
     query, key, value = map(jnp.asarray, (query, key, value))
     is_batch = query.ndim == 4
     if not is_batch:
         query, key, value = query[None], key[None], value[None]
-    bias, mask = (None if x is None else _four_dims(x) for x in (bias, mask))
-    segments = _segments(segment_ids, is_batch)
-    _check(query, key, value, bias, mask)
+    _check(query, key, value)
+    whole = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+    bias, mask = (_of_logits(name, x, whole) for name, x in (("bias", bias), ("mask", mask)))
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        bias = bias.astype(jnp.float32)
+    if mask is not None and mask.dtype != bool:
+        raise ArgumentError(f"mask is {mask.dtype}, not bool: what is added to logits is the bias")
+    segments = _segments(segment_ids, is_batch, query.shape[:2], key.shape[:2])
+    query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
+    key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
     variant = Variant(
         bias=() if bias is None else tuple(size > 1 for size in bias.shape),
@@ -74,30 +80,65 @@ def attention(
     )
     others = [x for x in (bias, mask, *(segments or ())) if x is not None]
     if key_value_seq_lengths is not None:
-        others.append(jnp.atleast_1d(jnp.asarray(key_value_seq_lengths)))
+        others.append(key_value_seq_lengths)
     others += [jnp.arange(size, dtype=jnp.int32) for size in (query.shape[1], key.shape[1])]
     output, _ = attention_operation(variant, query.shape[1:2] + key.shape[1:2])(query, key, value, *others)
     if query_seq_lengths is not None:
-        counts = jnp.arange(query.shape[1])[None] < jnp.atleast_1d(jnp.asarray(query_seq_lengths))[:, None]
+        counts = jnp.arange(query.shape[1])[None] < query_seq_lengths[:, None]
         output = output * counts[..., None, None].astype(output.dtype)
     return output if is_batch else output[0]
 
 
-def _four_dims(x: Any) -> jax.Array:
+def _of_logits(name: str, x: Any, whole: tuple[int, ...]) -> jax.Array | None:
+    """A bias or mask with all four dims.
+
+    Args:
+        whole: sizes of the logits.
+    """
+    if x is None:
+        return None
     x = jnp.asarray(x)
-    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+    shape = (1,) * (4 - x.ndim) + x.shape
+    if len(shape) > 4 or any(size not in (1, most) for size, most in zip(shape, whole, strict=True)):
+        raise ArgumentError(f"{name} {x.shape} does not broadcast to the logits {whole}")
+    return x.reshape(shape)
 
 
-def _segments(said: Any, is_batch: bool) -> tuple[jax.Array, jax.Array] | None:
+def _lengths(name: str, said: Any, batch: int) -> jax.Array | None:
     if said is None:
         return None
-    pair = tuple(map(jnp.asarray, said)) if isinstance(said, tuple) else (jnp.asarray(said),) * 2
+    found = jnp.atleast_1d(jnp.asarray(said))
+    if found.shape != (batch,) or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ArgumentError(
+            f"{name} is {found.dtype}{list(found.shape)}: attention takes {batch} integers, one a sequence"
+        )
+    return found
+
+
+def _segments(
+    said: Any, is_batch: bool, of_queries: tuple[int, ...], of_keys: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array] | None:
+    """Segments of queries and of keys, one array if they are the same tokens.
+
+    Args:
+        of_queries, of_keys: their shapes.
+    """
+    if said is None:
+        return None
+    pair = tuple(map(jnp.asarray, said)) if isinstance(said, tuple | list) else (jnp.asarray(said),) * 2
     if not is_batch:
-        pair = tuple(x[None] for x in pair) if pair[0] is not pair[1] else (pair[0][None],) * 2
+        pair = tuple(x[None] for x in pair) if pair[0] is not pair[-1] else (pair[0][None],) * 2
+    is_whole = all(jnp.issubdtype(x.dtype, jnp.integer) for x in pair)
+    if tuple(x.shape for x in pair) != (of_queries, of_keys) or not is_whole:
+        found = ", ".join(f"{x.dtype}{list(x.shape)}" for x in pair)
+        raise ArgumentError(
+            f"segment_ids are {found}: attention takes integers {list(of_queries)} for queries and {list(of_keys)} for "
+            "keys"
+        )
     return pair[0], pair[1]
 
 
-def _check(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any) -> None:
+def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     shapes = f"queries {query.shape}, keys {key.shape}, values {value.shape}"
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise ArgumentError(f"attention takes arrays of 3 or 4 dims, not {shapes}")
@@ -107,12 +148,6 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: 
         )
     if query.shape[2] % key.shape[2]:
         raise ArgumentError(f"{query.shape[2]} heads of queries are no multiple of {key.shape[2]} heads of keys")
-    whole = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
-    for name, x in (("bias", bias), ("mask", mask)):
-        if x is not None and any(size not in (1, most) for size, most in zip(x.shape, whole, strict=True)):
-            raise ArgumentError(f"{name} {x.shape} does not broadcast to the logits {whole}")
-    if mask is not None and mask.dtype != bool:
-        raise ArgumentError(f"mask is {mask.dtype}, not bool: what is added to logits is the bias")
 
 
 @functools.lru_cache(maxsize=256)
@@ -130,15 +165,15 @@ def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation
     @operation(f"{operands} -> {results}", need_replication=whole, name="attention")
     def computed(query: Any, key: Any, value: Any, *others: Any) -> tuple[jax.Array, jax.Array]:
         call = Attended.of(variant, query, key, value, *others)
-        output, statistics = Rows.of(call.forward(whole=has_all(call)), query).results
-        return output, lax.stop_gradient(statistics)
+        return Rows.of(call.forward(whole=has_all(call)), query).results
 
     @computed.backward
     def backward(*arrays: Any) -> tuple[jax.Array, ...]:
-        *inputs, output, statistics, cotangent, _ = arrays
+        *inputs, output, statistics, cotangent, of_statistics = arrays
         call = Attended.of(variant, *inputs)
-        saved = saved_of(output, statistics, cotangent, call.key.shape[2])
+        saved = saved_of(output, statistics, cotangent, of_statistics, call.key.shape[2])
         return gradients_like(call.backward(saved, whole=has_all(call)), inputs)
 
+    computed.said = repr(variant)
     add_implementations(computed, variant)
     return computed

@@ -5,7 +5,7 @@ the sum `l` of ``exp(logit - m)``, and the sum `o` of the values under these wei
 ring of devices goes on where the last one stopped (Liu et al., "Ring Attention", ICLR 2024).
 
 Shapes: queries ``[b, t, g, r, d]``, keys ``[b, s, g, d]``, values ``[b, s, g, v]``; `g` groups of `r` heads share keys.
-``m, l`` are ``[b, g, r, t]`` and ``o`` is ``[b, t, g, r, v]``, all float32.
+``m, l`` are ``[b, g, r, t]`` and ``o`` is ``[b, t, g, r, v]``, all in the `wide` type of the queries.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ BLOCK_ELEMENTS = 2**26  # logits of one block on one device, all heads: 256 MiB 
 MOST_ROWS = 4096  # of a block
 
 
+def wide(x: jax.Array) -> Any:
+    """The type in which logits, sums and gradients are computed: float32 or, of float64, that."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32  # float8 has no promotion
+
+
 class Softmax(NamedTuple):
     """The softmax of rows, over the keys that were seen so far."""
 
-    m: jax.Array
+    m: jax.Array  # a constant in derivatives, as no output depends on it; `l` carries its own
     l: jax.Array  # noqa: E741 - the paper's name
     o: jax.Array
 
     @classmethod
     def empty(cls, query: jax.Array, value: jax.Array) -> Softmax:
-        b, t, g, r, _ = query.shape
-        rows, zeros = (b, g, r, t), jnp.zeros((b, t, g, r, value.shape[-1]), jnp.float32)
-        return cls(jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), zeros)
+        (b, t, g, r, _), dtype = query.shape, wide(query)
+        rows, zeros = (b, g, r, t), jnp.zeros((b, t, g, r, value.shape[-1]), dtype)
+        return cls(jnp.full(rows, jnp.finfo(dtype).min, dtype), jnp.zeros(rows, dtype), zeros)
 
     @property
     def output(self) -> jax.Array:
@@ -129,9 +134,9 @@ def _by_heads(x: jax.Array, groups: int, heads: int) -> jax.Array:
 def _logits(query: jax.Array, key: jax.Array, seeing: Visibility, scale: float) -> tuple[jax.Array, jax.Array | None]:
     """Logits of a block, masked ones `MASKED`, and which are seen."""
     _, _, g, r, _ = query.shape
-    found = jnp.einsum("btgrd,bsgd->bgrts", query, key, preferred_element_type=jnp.float32) * scale
+    found = jnp.einsum("btgrd,bsgd->bgrts", query, key, preferred_element_type=wide(query)) * scale
     if (added := seeing.added()) is not None:
-        found = found + _by_heads(added, g, r)
+        found = found + _by_heads(added, g, r).astype(found.dtype)
     seen = seeing.seen()
     if seen is not None and seen.shape[1] not in (1, g):
         seen = _by_heads(seen.reshape(seen.shape[0], -1, 1, *seen.shape[3:]), g, r)
@@ -143,15 +148,15 @@ def attend(
 ) -> Softmax:
     """The softmax after one more block of keys."""
     logits, _ = _logits(query, key, seeing, scale)
-    m = jnp.maximum(so_far.m, logits.max(-1))
+    m = lax.stop_gradient(jnp.maximum(so_far.m, logits.max(-1)))
     weights, kept = jnp.exp(logits - m[..., None]), jnp.exp(so_far.m - m)
     l = so_far.l * kept + weights.sum(-1)  # noqa: E741
-    more = jnp.einsum("bgrts,bsgv->btgrv", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+    more = jnp.einsum("bgrts,bsgv->btgrv", weights.astype(value.dtype), value, preferred_element_type=wide(query))
     return Softmax(m, l, so_far.o * jnp.moveaxis(kept, 3, 1)[..., None] + more)
 
 
 class Gradients(NamedTuple):
-    """Gradients that blocks add to, in float32."""
+    """Gradients that blocks add to, in the `wide` type."""
 
     query: jax.Array
     key: jax.Array
@@ -160,7 +165,7 @@ class Gradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass knows of rows: ``m`` and ``l`` of the softmax, and the sums of output times cotangent."""
+    """What the backward pass knows of rows: ``m`` and ``l`` of the softmax, what weights' gradients have too much."""
 
     m: jax.Array
     l: jax.Array  # noqa: E741
@@ -174,15 +179,15 @@ def gradients_of_block(
     """What one block adds to the gradients of queries, keys, values and logits."""
     logits, seen = _logits(query, key, seeing, scale)
     weights = jnp.exp(logits - saved.m[..., None]) / saved.l[..., None]
-    of_weights = jnp.einsum("btgrv,bsgv->bgrts", saved.cotangent, value, preferred_element_type=jnp.float32)
+    of_weights = jnp.einsum("btgrv,bsgv->bgrts", saved.cotangent, value, preferred_element_type=wide(query))
     of_logits = weights * (of_weights - saved.delta[..., None])
     if seen is not None:
         of_logits = jnp.where(seen, of_logits, 0.0)
     narrow = of_logits.astype(query.dtype)
-    f32 = {"preferred_element_type": jnp.float32}
-    of_query = jnp.einsum("bgrts,bsgd->btgrd", narrow, key, **f32) * scale
-    of_key = jnp.einsum("bgrts,btgrd->bsgd", narrow, query, **f32) * scale
-    of_value = jnp.einsum("bgrts,btgrv->bsgv", weights.astype(value.dtype), saved.cotangent, **f32)
+    widely = {"preferred_element_type": wide(query)}
+    of_query = jnp.einsum("bgrts,bsgd->btgrd", narrow, key, **widely) * scale
+    of_key = jnp.einsum("bgrts,btgrd->bsgd", narrow, query, **widely) * scale
+    of_value = jnp.einsum("bgrts,btgrv->bsgv", weights.astype(value.dtype), saved.cotangent, **widely)
     return of_query, of_key, of_value, of_logits
 
 

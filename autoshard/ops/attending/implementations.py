@@ -84,9 +84,9 @@ def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ..
 
     @made.backward
     def backward(split: CallSplit, *arrays: Any) -> tuple[jax.Array, ...]:
-        *inputs, output, statistics, cotangent, _ = arrays
+        *inputs, output, statistics, cotangent, of_statistics = arrays
         call = Attended.of(variant, *inputs)
-        saved = saved_of(output, statistics, cotangent, call.key.shape[2])
+        saved = saved_of(output, statistics, cotangent, of_statistics, call.key.shape[2])
         if heads.ROLE in roles:
             exchange = Exchange.of(split, call)
             found = kind.backward(split, exchange.call(call), exchange.saved(saved))
@@ -124,9 +124,9 @@ def _add_split_keys(operation: Operation, variant: Variant) -> None:
 
     @made.backward
     def backward(split: CallSplit, *arrays: Any) -> tuple[jax.Array, ...]:
-        *inputs, output, statistics, cotangent, _ = arrays
+        *inputs, output, statistics, cotangent, of_statistics = arrays
         call, axes = part(split, inputs), split.axes(PARTS)
-        saved = saved_of(output, statistics, cotangent, call.key.shape[2])
+        saved = saved_of(output, statistics, cotangent, of_statistics, call.key.shape[2])
         found = call.backward(saved, whole=False)
         bias = None if found.bias is None else lax.psum(found.bias, axes)
         return gradients_like(found._replace(query=lax.psum(found.query, axes), bias=bias), inputs)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.ops.attending.blocks import Blocks, Gradients, Saved, Softmax, Visibility, swept, swept_back
+from autoshard.ops.attending.blocks import Blocks, Gradients, Saved, Softmax, Visibility, swept, swept_back, wide
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Attended:
 
     @property
     def no_gradients(self) -> Gradients:
-        query, key, value = (jnp.zeros(x.shape, jnp.float32) for x in self.arrays)
+        query, key, value = (jnp.zeros(x.shape, wide(self.query)) for x in self.arrays)
         bias = self.seeing.bias
-        return Gradients(query, key, value, None if bias is None else jnp.zeros(bias.shape, jnp.float32))
+        return Gradients(query, key, value, None if bias is None else jnp.zeros(bias.shape, wide(self.query)))
 
     def rows(self, start: int, size: int) -> Attended:
         """Some of its queries."""
@@ -155,11 +155,16 @@ class Rows(NamedTuple):
         return self.output.reshape(b, t, g * r, v), jnp.stack([self.m, self.l]).reshape(2, b, g * r, t)
 
 
-def saved_of(output: Any, statistics: Any, cotangent: Any, groups: int) -> Saved:
-    """What the backward pass knows of rows."""
+def saved_of(output: Any, statistics: Any, cotangent: Any, of_statistics: Any, groups: int) -> Saved:
+    """What the backward pass knows of rows.
+
+    Statistics have a cotangent in second derivatives. That of `l` reaches a logit as ``l`` times its weight; `m` is a
+    constant.
+    """
     two, b, n, t = statistics.shape
     m, l = statistics.reshape(two, b, groups, n // groups, t)  # noqa: E741
-    delta = jnp.einsum("btgrv,btgrv->bgrt", *(by_groups(x, groups).astype(jnp.float32) for x in (output, cotangent)))
+    wide_rows = (by_groups(x, groups).astype(wide(output)) for x in (output, cotangent))
+    delta = jnp.einsum("btgrv,btgrv->bgrt", *wide_rows) - l * of_statistics[1].reshape(l.shape)
     return Saved(m, l, delta, by_groups(cotangent, groups))
 
 

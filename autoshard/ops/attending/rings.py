@@ -51,7 +51,8 @@ def _turned(turn: Callable[[Any, Any], tuple[Any, None]], start: Any, steps: ran
 def _hops(split: CallSplit, call: Attended) -> int:
     """How often keys go on: all round, unless a causal window ends before."""
     count, variant = split.count(ROLE), call.variant
-    if variant.is_causal and variant.window is not None and variant.sees_itself:
+    is_square = call.query.shape[1] == call.key.shape[1]  # stretches of queries and of keys are then at the same places
+    if is_square and variant.is_causal and variant.window is not None and variant.sees_itself:
         return min(count - 1, math.ceil(variant.window[0] / call.key.shape[1]))
     return count - 1
 
