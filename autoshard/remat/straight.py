@@ -122,11 +122,17 @@ class StraightPasses:
         starts = [*self.borders[::size], self.turning_point]
         parts = [list(self.equations[a:b]) for a, b in itertools.pairwise(starts)]
         of = {var: b for b, part in enumerate(parts) for eqn in part for var in eqn.outvars}
-        for eqn in self.equations[self.turning_point :]:  # what the backward pass makes of the forward pass alone
+        # What the backward pass makes of the forward pass alone may stand in a block, if all it reads is there by then.
+        there = {*self.inputs, *(var for eqn in self.equations[: self.turning_point] for var in eqn.outvars)}
+        for i, eqn in enumerate(self.equations[self.turning_point :], self.turning_point):
             home = max((of[var] for var in variables(eqn.invars) if var in of), default=None)
-            if not self.is_late(eqn) and home is not None and any(var in self.read_late for var in eqn.outvars):
+            is_read = any(var in self.read_late for var in eqn.outvars)
+            if home is None or not is_read or i in self.fixed or eqn.effects or self.is_late(eqn):
+                continue
+            if there.issuperset(variables(eqn.invars)):
                 parts[home].append(eqn)
                 of.update((var, home) for var in eqn.outvars)
+                there.update(eqn.outvars)
         last = dict[Var, int]()  # the last block that reads a value of an earlier one
         for b, part in enumerate(parts):
             last.update((var, b) for eqn in part for var in variables(eqn.invars) if of.get(var, b) < b)

@@ -107,6 +107,18 @@ def chain(w, x):
     return jnp.mean(x**2)
 
 
+def two_losses(first, second):
+    """A step with a second forward pass behind the first backward pass, as of an actor and a critic or of a GAN."""
+
+    def step(w, x):
+        h = jnp.tanh(x)
+        one, gradient = jax.value_and_grad(first)(w, h)
+        other, more = jax.value_and_grad(lambda w: second(w, h * layer(jnp.cos(x), jax.tree.map(lambda a: a[0], w))))(w)
+        return one + other, jax.tree.map(jnp.add, gradient, more)
+
+    return step
+
+
 LOSSES = {
     "chunked": scanned(chunked),
     "custom_vjp": scanned(lambda x, w: clipped(layer(x, w))),
@@ -125,15 +137,20 @@ LOSSES = {
 }
 STEPS = {name: jax.value_and_grad(loss) for name, loss in LOSSES.items()}
 STEPS |= {"accumulated": accumulated, "scaled": scaled}
+STEPS |= {
+    "two losses, scanned": two_losses(scanned(layer), scanned(layer)),
+    "two losses, scanned and unrolled": two_losses(scanned(layer), unrolled(layer)),
+    "two losses, unrolled": two_losses(unrolled(layer), chain),
+}
 
 
 def recomputation(step):
     return Recomputation.of(jax.make_jaxpr(step)(STACK, X), MACHINE)
 
 
-def check_numbers(found, step):
+def check_numbers(found, step, level=-1):
     expected = jax.tree.leaves(jax.jit(step)(STACK, X))
-    made = found.rewritten(found.levels[-1])
+    made = found.rewritten(found.levels[level])
     assert_equal(list(jax.jit(core.jaxpr_as_fun(made))(*jax.tree.leaves((STACK, X)))), expected)
 
 
@@ -163,6 +180,11 @@ def test_numbers_are_those_of_the_step(name):
     found = recomputation(STEPS[name])
     assert found.levels, "it keeps values for a backward pass"
     check_numbers(found, STEPS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("two losses")])
+def test_numbers_of_two_losses_are_those_of_the_step_at_the_first_level(name):
+    check_numbers(recomputation(STEPS[name]), STEPS[name], level=0)
 
 
 @pytest.mark.parametrize("name", ["dropout", "plain", "remat"])
