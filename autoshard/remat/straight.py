@@ -34,7 +34,6 @@ class StraightPasses:
     """The forward and the backward pass of a list of equations."""
 
     equations: Sequence[JaxprEqn]
-    backward_loops: frozenset[int]  # places of loops that are backward passes
     fixed: frozenset[int]  # places of equations that must not run again
     inputs: frozenset[Var]  # there from the beginning to the end
     results: frozenset[Var]  # of the list, there at the end
@@ -44,16 +43,10 @@ class StraightPasses:
     def late(self) -> frozenset[Var]:
         """What depends on a cotangent."""
         found = set[Var]()
-        for i, eqn in enumerate(self.equations):
-            if self.is_transposed(i) or not found.isdisjoint(variables(eqn.invars)):
+        for eqn in self.equations:
+            if is_transposed(eqn) or not found.isdisjoint(variables(eqn.invars)):
                 found.update(eqn.outvars)
         return frozenset(found)
-
-    def is_transposed(self, i: int) -> bool:
-        eqn = self.equations[i]
-        if i in self.backward_loops or (eqn.primitive.name in REMAT and eqn.params["differentiated"]):
-            return True
-        return "transpose(" in str(eqn.source_info.name_stack)
 
     def is_late(self, eqn: JaxprEqn) -> bool:
         return not self.late.isdisjoint(eqn.outvars)
@@ -238,6 +231,13 @@ class StraightBlock:
             source_info=first.source_info,
         )
         return dict(zip(made, evaluated([call], env, made), strict=True))
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether differentiation made an equation for a backward pass, or a user's own rule of one made it there."""
+    if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
+        return True
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def _is_product(eqn: JaxprEqn) -> bool:

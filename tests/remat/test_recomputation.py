@@ -74,6 +74,46 @@ def returned(w, x):
     return jnp.mean(x**2) + 1e-3 * jnp.sum(stack[1:])
 
 
+def recurrent(w, x):
+    """Two layers, of which each reads what the one below has stacked."""
+
+    def of_layer(rows, i):
+        def cell(h, row):
+            h = layer(jnp.tanh(row + h), jax.tree.map(lambda one: one[i], w))
+            return h, h
+
+        return jax.lax.scan(cell, jnp.zeros_like(rows[0]), rows)[1]
+
+    return jnp.mean(of_layer(of_layer(x.reshape(3, -1, WIDTH), 0), 1) ** 2)
+
+
+def with_skips(w, x):
+    """A scan down and one up again that reads what the first has stacked, as a U-Net does."""
+    x, skipped = jax.lax.scan(lambda x, one: ((y := layer(x, one)), y), x, w)
+    x, _ = jax.lax.scan(lambda x, one: (layer(x + one[1], one[0]), None), x, (w, skipped), reverse=True)
+    return jnp.mean(x**2)
+
+
+def products(w, x):
+    return jax.lax.scan(lambda x, one: (jnp.tanh(x @ one), x), x, w)
+
+
+def own_rule(kept, gradients):
+    w, stack = kept
+
+    def turn(g, slices):
+        one, x = slices
+        g = g * (1 - jnp.tanh(x @ one) ** 2)
+        return g @ one.T, x.T @ g
+
+    g, of_w = jax.lax.scan(turn, gradients[0], (w, stack), reverse=True)
+    return of_w, g
+
+
+with_own_rule = jax.custom_vjp(products)
+with_own_rule.defvjp(lambda w, x: ((made := products(w, x)), (w, made[1])), own_rule)
+
+
 def accumulated(w, x):
     """Gradients added up over parts of the batch by the user's own loop."""
 
@@ -128,12 +168,15 @@ LOSSES = {
     "dropout": scanned(dropped, KEYS),
     "encoder and decoder": encoded_and_decoded,
     "plain": scanned(layer),
+    "own backward scan": lambda w, x: jnp.mean(with_own_rule(w["up"] @ w["down"], x)[0] ** 2),
+    "recurrent": recurrent,
     "remat": scanned(layer, around=jax.checkpoint),
     "returned": returned,
     "reversed, two layers a turn": scanned(layer, reverse=True, unroll=2),
     "unrolled in jit": jax.jit(unrolled(lambda x, w: clipped(layer(x, w)))),
     "unrolled chain": chain,
     "unrolled remat": unrolled(layer, around=jax.checkpoint),
+    "with skips": with_skips,
 }
 STEPS = {name: jax.value_and_grad(loss) for name, loss in LOSSES.items()}
 STEPS |= {"accumulated": accumulated, "scaled": scaled}
@@ -195,6 +238,14 @@ def test_levels_stack_what_they_say(name):
     assert len(sizes) > 1
     for (size, said), (fewer, less) in itertools.pairwise(sizes):
         assert size - fewer == said - less > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"), [("own backward scan", 1), ("plain", 1), ("recurrent", 2), ("with skips", 2)]
+)
+def test_each_forward_scan_has_its_backward_scan(name, pairs):
+    found = recomputation(STEPS[name]).scope.pairs
+    assert [pair.second.eqn.params["reverse"] != pair.first.eqn.params["reverse"] for pair in found] == [True] * pairs
 
 
 def test_marks_are_undone():
