@@ -164,7 +164,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
-        self._group = Group.of(options.mesh)
+        self._group = None if options.is_alone else Group.of(options.mesh)
         self._lock = _Lock()
         self._compiled: dict[tuple[Any, ...], _PlannedStep] = {}
         self._planned_before: PlansByProgram = {}

@@ -71,8 +71,8 @@ class Asked:
 
 
 def text_of_tactic(tactic: TacticLike) -> str:
-    """A tactic as a user writes it, or the name of a function that is one."""
-    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", repr(tactic))
+    """A tactic as a user writes it, or the name of a function that is one: the same in any process."""
+    return repr(tactic) if isinstance(tactic, Tactic) else getattr(tactic, "__name__", type(tactic).__name__)
 
 
 def ask(asked: Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
