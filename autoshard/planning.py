@@ -190,7 +190,8 @@ def planned(
     known = before.get(program.fingerprint)
     if known is not None and known[0] == rules:
         return known[1].bound_to(program)
-    limited = replace(options, until=time.monotonic() + options.time_limit)
+    until = time.monotonic() + options.time_limit if options.until is None else options.until
+    limited = replace(options, until=until)
     make = functools.partial(_cached, program, rules, limited, jit_keywords)
     if group is None:
         made = make()
