@@ -417,7 +417,9 @@ class ShardedFunction(Generic[Parameters, Result]):
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
                 finish = with_stencils if self._merges else None
-                return StepVariants(traced, mesh, tried, self._options.topology, finish)
+                return StepVariants(
+                    traced, mesh, tried, self._options.topology, finish, self._options.remat is not None
+                )
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None

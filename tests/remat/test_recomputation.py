@@ -259,7 +259,9 @@ def test_marks_are_undone():
 
 
 def test_a_step_without_a_backward_pass_has_no_levels():
-    assert recomputation(scanned(layer)).levels == ()
+    found = recomputation(scanned(layer))
+    assert found.levels == () and "no backward pass was found" in found.why_none
+    assert recomputation(STEPS["plain"]).why_none == ""
 
 
 def test_a_missing_stack_is_caught(monkeypatch):
