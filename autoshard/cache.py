@@ -42,10 +42,13 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.beside))
         for rule in rules
     ]
-    said = (
-        *versions(),
-        program.fingerprint,
-        rule_texts,
+    said = (*versions(), program.fingerprint, rule_texts, *said_by(options))
+    return hashlib.sha256(repr(said).encode()).hexdigest()
+
+
+def said_by(options: Options) -> tuple[Any, ...]:
+    """All that options say of a plan; its text is the same in any process, if no function is among it."""
+    return (
         dict(options.mesh.shape),
         options.topology,
         _constants(options.backend),
@@ -61,7 +64,6 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         list(map(text_of_tactic, options.tactics)),
         options.like and [(one.name, one.type, one.layout) for one in options.like.arguments],
     )
-    return hashlib.sha256(repr(said).encode()).hexdigest()
 
 
 def versions() -> tuple[str, str]:

@@ -7,6 +7,7 @@ import logging
 import math
 import operator
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,7 +165,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
-        self._group = Group.of(options.mesh)
+        self._group = None if options.is_alone else Group.of(options.mesh)
         self._lock = _Lock()
         self._compiled: dict[tuple[Any, ...], _PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
@@ -277,7 +278,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not traced.closes_over_tracers:
                     compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
-                    compiled = fastest(traced, self._wishes, self._planned_anew, self._given)
+                    compiled = self._fastest(traced)
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
@@ -297,25 +298,51 @@ class ShardedFunction(Generic[Parameters, Result]):
             self._compiled[key] = made
         return made
 
-    @property
-    def _wishes(self) -> Wishes:
+    def _fastest(self, traced: StepVariants) -> _PlannedStep:
+        """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""
+        # Processes plan the same variants, whatever their clocks say.
+        until = time.monotonic() + self._options.time_limit if self._group is None else math.inf
+        wishes, options = self._wishes(until), self._options
+        if self._given is not None or wishes.is_one:
+            return fastest(
+                traced, wishes, lambda program, enough: self._planned_anew(program, options, enough), self._given
+            )
+        options = replace(options, until=None if math.isinf(until) else until)
+        first, before = replace(options, refine=1), self._planned_before if options.refine == 1 else {}
+        found = fastest(traced, wishes, lambda program, enough: self._planned_anew(program, first, enough, before))
+        if options.refine == 1:
+            return found
+        refined = self._planned_anew(found.program, options)
+        if found.plan.bound >= refined.plan.bound:
+            return refined
+        return replace(refined, plan=replace(refined.plan, bound=found.plan.bound, status="feasible"))
+
+    def _wishes(self, until: float) -> Wishes:
         options = self._options
         return Wishes(
             mesh=dict(options.mesh.shape),
             microbatches=options.microbatches,
             recomputes=options.remat is not None,
             memory=options.memory * options.backend.usable,
-            # Processes plan the same variants, whatever their clocks say.
-            time_limit=options.time_limit if self._group is None else math.inf,
+            until=until,
         )
 
-    def _planned_anew(self, program: Program, enough: float = math.inf) -> _PlannedStep:
+    def _planned_anew(
+        self, program: Program, options: Options, enough: float = math.inf, before: PlansByProgram | None = None
+    ) -> _PlannedStep:
+        """A program planned.
+
+        Args:
+            enough: seconds per step: a plan that is proven to take more is not sought further.
+            before: plans made before, which this one joins; None: those of the step.
+        """
         if self._given:
             plan = bound_plan(self._given, program, self._options)
         else:
             with LiveLine(f"planning {program.name}") as line:
-                options = replace(self._options, progress=line.tell, enough=self._enough(enough))
-                plan = planned(program, options, self._jit_keywords, self._planned_before, self._group)
+                told = replace(options, progress=line.tell, enough=self._enough(enough))
+                before = self._planned_before if before is None else before
+                plan = planned(program, told, self._jit_keywords, before, self._group)
         is_given = self._given is not None
         planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
         plan = planner.bound(lowered(program, plan, self._jit_keywords))
@@ -393,7 +420,9 @@ class ShardedFunction(Generic[Parameters, Result]):
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
                 finish = with_stencils if self._merges else None
-                return StepVariants(traced, mesh, tried, self._options.topology, finish)
+                return StepVariants(
+                    traced, mesh, tried, self._options.topology, finish, self._options.remat is not None
+                )
             except Exception as error:
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None

@@ -58,6 +58,7 @@ class Options:
     enough: Callable[[], float] | None = None  # seconds: a plan that is proven to take longer is not sought further
     search: str | Search | None = None  # what solves the problem, by name or itself; None: the solver's own way
     tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
+    is_alone: bool = False  # whether this process plans without the others of its mesh
 
 
 def options_of(

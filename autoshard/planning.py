@@ -209,7 +209,8 @@ def planned(
     known = _planned_before(program, rules, before, dict(options.mesh.shape))
     if known is not None:
         return known
-    limited = replace(options, until=time.monotonic() + options.time_limit)
+    until = time.monotonic() + options.time_limit if options.until is None else options.until
+    limited = replace(options, until=until)
     make = functools.partial(_cached, program, rules, limited, jit_keywords)
     if group is None:
         made = make()
@@ -258,7 +259,7 @@ def formulated(
         backend=_backend(options),
     )
     if is_too_large(program, mesh_shape) and not options.tactics:
-        return in_parts(mesh_shape, make, options.time_limit / PARTS)
+        return in_parts(mesh_shape, make, options.time_limit / PARTS, options.search)
     return restricted(make(), options.tactics, mesh_shape) if options.tactics else make()
 
 
@@ -371,7 +372,8 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
     try:
         return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough)
     except InfeasibleError as error:
-        raise _memory_error(program, error, options.backend.usable) from None
+        is_part = formulation.least is not None
+        raise _memory_error(program, error, options.backend.usable, is_part) from None
 
 
 def cheapest(
@@ -478,7 +480,11 @@ def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
     )
 
 
-def _memory_error(program: Program, error: InfeasibleError, usable: float) -> MemoryLimitError:
+def _memory_error(program: Program, error: InfeasibleError, usable: float, is_part: bool) -> MemoryLimitError:
+    """
+    Args:
+        is_part: whether only a part of all shardings was offered.
+    """
     largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
     listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
     if program.ordered_arguments:
@@ -488,9 +494,12 @@ def _memory_error(program: Program, error: InfeasibleError, usable: float) -> Me
         listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
     needed = math.ceil(error.needed)
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
+    limit = bytes_text(error.limit)
+    found = f"no sharding fits in {limit} per device; the smallest limit that does is"
+    if is_part:
+        found = f"no sharding was found that fits in {limit} per device; the smallest limit of those looked at is"
     return MemoryLimitError(
-        f"no sharding fits in {bytes_text(error.limit)} per device; the smallest limit that does is "
-        f"{bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
+        f"{found} {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
         f"Largest values, before sharding:\n{listed}\n"
         f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
         budget=error.limit,

@@ -1,10 +1,12 @@
 """Processes that share a mesh run one plan, or all of them raise: real processes, which talk over gloo on CPU."""
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from oracles import mesh_of, slow_chips
 
 import autoshard
 from autoshard.options import options_of
-from autoshard.processes import agreement
+from autoshard.processes import Group, agreement
 from autoshard.processes.agreement import Claims
 from autoshard.propagation import rules_for
 
@@ -221,6 +223,52 @@ def test_every_difference_is_told(what):
 
 def test_limits_of_the_search_may_differ():
     assert claims(time_limit=5).difference(claims(time_limit=50, cache="plans"), 1, 0) == ""
+
+
+def test_only_the_leader_searches_with_a_function():
+    """Functions, whose texts have addresses, are no claims; tactics that are ones count by their names."""
+    ours, theirs = (
+        claims(search=lambda run, i=i: i, tactics=[functools.partial(lambda i, step: {}, i)]) for i in range(2)
+    )
+    assert ours.difference(Claims.loads(theirs.dumps()), 1, 0) == ""
+
+
+class Alone:
+    """A group of two, as its leader sees it; it keeps what is posted."""
+
+    here = leader = 0
+    leads = True
+    joined = Group.joined
+    leader_says = Group.leader_says
+
+    def __init__(self):
+        self.round, self._depth, self.lock, self._said, self.posted = 0, 0, threading.RLock(), {}, []
+
+    def post(self, key, text):
+        self.posted.append((key, text))
+
+
+def test_the_mesh_is_chosen_anew_for_other_options(monkeypatch):
+    """Of one step with other options the leader ranks anew, and tells of no failure of a mesh that it leaves."""
+    group = Alone()
+    monkeypatch.setattr(Group, "of", lambda mesh: group)
+
+    def ranked(fn=step, **options):
+        made = autoshard.autoshard(fn, mesh="auto", topology="v5e:2x2", **options)
+        return made._ranking_of_all(group, (WEIGHTS, BATCH), {})
+
+    def named_axis(weights, batch):
+        return step(weights, jax.lax.with_sharding_constraint(batch, jax.sharding.PartitionSpec("model")))
+
+    ranked()
+    ranked(memory="1GiB")
+    ranked(remat="auto")
+    assert ranked(search=lambda run: None, time_limit=3) == ranked()
+    assert "model" in ranked(named_axis)
+    keys = {key for key, _ in group.posted if key.startswith("mesh/")}
+    assert len(keys) == 4
+    assert not [text for _, text in group.posted if "error" in text]
+    assert {key.split("/")[0] for key, _ in group.posted} == {"mesh", "choosing"}
 
 
 def test_layouts_count():

@@ -130,6 +130,13 @@ def test_what_is_kept_is_the_best_of_what_was_compiled(monkeypatch):
     assert len(account) == 3 and judge(refined, options(refine=3)) == min(account)
 
 
+def test_of_the_variants_of_a_step_the_fastest_alone_is_compiled(monkeypatch):
+    judge, account = refine.compiled_seconds, []
+    monkeypatch.setattr(refine, "compiled_seconds", lambda *args: account.append(judge(*args)) or account[-1])
+    refined = planned(refine=2, microbatches=4)
+    assert len(account) == 2 and refined.bound <= planned(microbatches=4).bound
+
+
 def test_a_plan_that_does_not_fit_as_compiled_is_dropped(monkeypatch):
     compile_, peaks = refine.compiled, []
 

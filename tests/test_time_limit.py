@@ -11,11 +11,12 @@ import pytest
 from oracles import mesh_of, slow_chips
 
 import autoshard
-from autoshard import planning
+from autoshard import decorated, planning
 from autoshard.options import options_of
 from autoshard.plans import limited_overlap
 from autoshard.propagation import rules_for
 from autoshard.solver.runtime.budget import Budget
+from autoshard.variants import choosing
 
 LIMIT = 40.0
 WEIGHTS, BATCH = np.ones((8, 32), np.float32), np.ones((16, 8), np.float32)
@@ -67,6 +68,34 @@ def test_the_searches_for_a_lean_plan_share_it(clock, searched):
     with pytest.raises(autoshard.MemoryLimitError):
         autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh_of({"x": 8}), topology=slow_chips("x"), memory=100, time_limit=9)
     assert max(searched) - min(searched) < 1e-6 or len(searched) == 1
+
+
+def test_all_variants_of_a_step_share_it(clock, monkeypatch):
+    """No variant is begun once the limit has passed, and the bound is then that of none."""
+    formulate, begun = planning.formulate, []
+
+    def slow(*args, **keywords):
+        begun.append(clock.by)
+        clock.by += 0.6 * LIMIT
+        return formulate(*args, **keywords)
+
+    def scanned(weights, batch):
+        def loss(weights):
+            y, _ = jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w) @ w.T, None), batch, weights)
+            return jnp.mean(jnp.tanh(y) ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    def plan():
+        begun.clear()
+        how = {"mesh": mesh_of({"x": 8}), "topology": "v5e:4x2", "time_limit": LIMIT, "remat": "auto"}
+        return autoshard.plan(scanned, np.ones((4, 16, 64), np.float32), np.ones((512, 16), np.float32), **how)
+
+    assert plan().bound > 0
+    monkeypatch.setattr(planning, "formulate", slow)
+    monkeypatch.setattr(choosing, "time", planning.time)
+    monkeypatch.setattr(decorated, "time", planning.time)
+    assert plan().bound == 0 and begun == [0, 0.6 * LIMIT]
 
 
 @pytest.mark.parametrize("late", [False, True])

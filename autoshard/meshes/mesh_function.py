@@ -16,6 +16,8 @@ from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, Me
 from autoshard.layout import MeshShape
 from autoshard.meshes.cutoff import SlowMesh
 from autoshard.options import Options
+from autoshard.processes import Group
+from autoshard.processes.agreement import mesh_of_all
 from autoshard.program import Program
 from autoshard.program.flattening import flattened
 from autoshard.propagation import rules_for
@@ -119,11 +121,30 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 if self._group is None:
                     self._ranking, best = self._ranked(args, kwargs)
                 else:
-                    key = f"mesh/{super().trace(*args, **kwargs).fingerprint}"
-                    text = self._group.leader_says(key, lambda: self._ranked(args, kwargs)[0].dumps())
+                    text = self._ranking_of_all(self._group, args, kwargs)
                     self._ranking, best = Ranking.loads(text), None
                 self._chosen = best or self._on(self._options_for(self._ranking.planned[0].shape))
             return self._chosen
+
+    def _ranking_of_all(self, group: Group, args: Any, kwargs: Any) -> str:
+        """The leader's ranking, as a text."""
+        name = getattr(self._fn, "__name__", "step")
+        fingerprint = self._fingerprint(args, kwargs)
+        return mesh_of_all(
+            group, name, fingerprint, self._options_of_meshes, lambda: self._ranked(args, kwargs)[0].dumps()
+        )
+
+    def _fingerprint(self, args: Any, kwargs: Any) -> str:
+        """That of the step on the first mesh with the axes that it names; empty if it can be traced on none."""
+        for options in self._options_of_meshes:
+            try:
+                return self._on(replace(options, is_alone=True)).trace(*args, **kwargs).fingerprint
+            except AutoshardError:
+                continue
+            except ValueError as error:
+                if not _names_other_axes(error):
+                    raise
+        return ""
 
     def _on(self, options: Options) -> ShardedFunction[..., Any]:
         return self._kind(self._fn, options=options, jit_keywords=self._all_keywords)
@@ -148,7 +169,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
             return found[RANKED - 1][0].seconds if len(found) >= RANKED else math.inf
 
         for options in self._options_of_meshes:
-            step = self._on(replace(options, enough=enough, refine=1, is_memory_given=False))
+            step = self._on(replace(options, enough=enough, refine=1, is_memory_given=False, is_alone=True))
             try:
                 shared = shared or self._traced_for_all(step, args, kwargs)
                 if shared is not None:
@@ -161,7 +182,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 errors.append(error)
                 continue
             except ValueError as error:
-                if "not found in mesh" not in str(error):  # what JAX says of axes that the step names
+                if not _names_other_axes(error):
                     raise
                 shape = _text(options.mesh.shape)
                 errors.append(MeshError(f"the step names axes that no mesh here has, as {shape}: {error}"))
@@ -185,6 +206,11 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
         static, dynamic = step._static.split(args, kwargs)
         traced = step._traced(static, dynamic, step._types(flattened(dynamic).arrays, static, dynamic))
         return traced if _is_same_on_every_mesh(traced.program(Variant())) else None
+
+
+def _names_other_axes(error: ValueError) -> bool:
+    """Whether JAX refuses a step that names axes of another mesh."""
+    return "not found in mesh" in str(error)
 
 
 def _already_traced(traced: StepVariants, *call: Any) -> StepVariants:

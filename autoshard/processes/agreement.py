@@ -4,7 +4,7 @@ The leader plans, and its plan goes to the others as the text of a plan file. Be
 holds its *claims*, all that the compiled program depends on, against those of the leader. Nothing here is done for a
 mesh whose devices belong to one process.
 
-The limits of the search and the cache folder are no claims: only the leader searches, and looks into a cache.
+How is searched, how long, and the cache folder are no claims: only the leader searches, and looks into a cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autoshard.cache import key_of, versions
+from autoshard.cache import key_of, said_by, versions
 from autoshard.errors import ProcessError
 from autoshard.options import Options
 from autoshard.plans.files import to_json
@@ -79,7 +79,7 @@ class Claims:
             "jit keywords": _short(dict(jit_keywords)),
             "plan": "found by the search" if given is None else f"given, {digest_of(given)}",
         }
-        key = key_of(program, rules, replace(options, time_limit=_UNLIMITED))
+        key = key_of(program, rules, _unlimited(options))
         return cls(program.name, key, said, tuple(map(str, program.arguments)), operations)
 
     def dumps(self) -> str:
@@ -150,6 +150,42 @@ def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Ca
     return load(found) if made is None else made
 
 
+def mesh_of_all(
+    group: Group, step: str, fingerprint: str, candidates: Sequence[Options], rank: Callable[[], str]
+) -> str:
+    """The leader's ranking of meshes as a text, on every process.
+
+    Args:
+        step: the name of the step.
+        fingerprint: of its program on some mesh; empty if it can be traced on none.
+        candidates: the options for each mesh.
+        rank: makes the ranking.
+
+    Raises:
+        AutoshardError: no mesh will do on the leader; the error is the leader's.
+        ProcessError: the leader chooses for other options, has failed in another way, or has ended.
+    """
+    said = [(*said_by(_unlimited(one)), one.microbatches, one.remat) for one in candidates]
+    key, place = _digest([step, fingerprint, repr(said)]), f"choosing/{_digest([step, fingerprint])}"
+    since = time.monotonic()
+
+    def watch() -> None:
+        """Finds a leader that chooses the mesh of this step with other options."""
+        leaders = group.peek(place)
+        if leaders not in {None, key} and time.monotonic() - since > PATIENCE.silence:
+            raise ProcessError(
+                f"{step} is not the same on all processes of the mesh. They differ in the options that mesh='auto' "
+                f"chooses by:\n  process {group.leader}: {leaders}\n  process {group.here}: {key}\n"
+                "Give every process the same options."
+            )
+
+    def text() -> str:
+        group.post(place, key)
+        return rank()
+
+    return group.leader_says(f"mesh/{key}", text, watch)
+
+
 def check_alike(group: Group, claims: Claims, plan: Plan) -> None:
     """Waits until all processes are about to run this step by this plan.
 
@@ -197,6 +233,11 @@ def _refuse(claims: Claims, leaders: Claims, group: Group) -> None:
     if claims.key != leaders.key or claims.said["plan"] != leaders.said["plan"]:
         known = {name: leaders.said[name] for name in claims.said}  # the leader, about to run, says more
         raise ProcessError(claims.difference(replace(leaders, said=known), group.here, group.leader))
+
+
+def _unlimited(options: Options) -> Options:
+    """Options less what the leader alone needs."""
+    return replace(options, time_limit=_UNLIMITED, search=None)
 
 
 def _computes(equation: Equation) -> str:

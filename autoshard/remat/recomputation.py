@@ -55,6 +55,23 @@ class Recomputation:
         return {size: list(self.scope.blocks(size)) for size in SIZES}
 
     @cached_property
+    def why_none(self) -> str:
+        """Why there are no levels, in words; empty if there are."""
+        avals = self.scope.closed.in_avals
+        special = next((aval for aval in avals if not is_array(aval) or on_host(aval)), None)
+        if special is not None:
+            return (
+                f"remat='auto' changes nothing: an argument of the step is {special}. A step runs as it is written "
+                "unless all of its arguments are arrays in the memory of devices."
+            )
+        if not self.levels:
+            return (
+                "remat='auto' changes nothing: no backward pass was found in the step that reads what its forward pass "
+                "makes. A step that has one computes its gradients inside (jax.grad)."
+            )
+        return ""
+
+    @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The one that holds the most first; none if nothing is kept for a backward pass.
 

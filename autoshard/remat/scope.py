@@ -15,7 +15,7 @@ from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut
 from autoshard.remat.loops import LoopPair
 from autoshard.remat.numbering import Body, Numbering, needed, variables
-from autoshard.remat.straight import StraightBlock, StraightPasses
+from autoshard.remat.straight import StraightBlock, StraightPasses, is_transposed
 
 Block = LoopPair | StraightBlock
 
@@ -49,7 +49,9 @@ class Scope:
             loop = self.numbering.loops.get(eqn.outvars[0]) if eqn.primitive.name == "scan" and eqn.outvars else None
             if loop is None:
                 continue
-            sources = {firsts[stack] for stack in variables(loop.sliced) if stack in firsts} - taken
+            # A forward scan reads stacks of another, too, as each layer of a recurrent network those of the one below.
+            read = variables(loop.sliced) if is_transposed(eqn) else []
+            sources = {firsts[stack] for stack in read if stack in firsts} - taken
             i = max(sources, default=None)
             if i is not None:
                 first = self.numbering.loops[equations[i].outvars[0]]
@@ -87,11 +89,9 @@ class Scope:
     def passes(self) -> StraightPasses:
         """What stands outside of its loops."""
         place = {id(eqn): i for i, eqn in enumerate(self.body.equations)}
-        seconds = {place[id(pair.second.eqn)] for pair in self.pairs}
         chosen_there = {var for pair in self.pairs for var in pair.first.stacks if var not in pair.others}
         return StraightPasses(
             equations=self.body.equations,
-            backward_loops=frozenset(seconds),
             fixed=frozenset({place[id(pair.first.eqn)] for pair in self.pairs} | self.inner.keys()),
             inputs=frozenset({*variables(self.body.inputs), *self.numbering.constants, *chosen_there}),
             results=frozenset(variables(self.body.results)),

@@ -34,7 +34,6 @@ class StraightPasses:
     """The forward and the backward pass of a list of equations."""
 
     equations: Sequence[JaxprEqn]
-    backward_loops: frozenset[int]  # places of loops that are backward passes
     fixed: frozenset[int]  # places of equations that must not run again
     inputs: frozenset[Var]  # there from the beginning to the end
     results: frozenset[Var]  # of the list, there at the end
@@ -44,16 +43,10 @@ class StraightPasses:
     def late(self) -> frozenset[Var]:
         """What depends on a cotangent."""
         found = set[Var]()
-        for i, eqn in enumerate(self.equations):
-            if self.is_transposed(i) or not found.isdisjoint(variables(eqn.invars)):
+        for eqn in self.equations:
+            if is_transposed(eqn) or not found.isdisjoint(variables(eqn.invars)):
                 found.update(eqn.outvars)
         return frozenset(found)
-
-    def is_transposed(self, i: int) -> bool:
-        eqn = self.equations[i]
-        if i in self.backward_loops or (eqn.primitive.name in REMAT and eqn.params["differentiated"]):
-            return True
-        return "transpose(" in str(eqn.source_info.name_stack)
 
     def is_late(self, eqn: JaxprEqn) -> bool:
         return not self.late.isdisjoint(eqn.outvars)
@@ -122,11 +115,17 @@ class StraightPasses:
         starts = [*self.borders[::size], self.turning_point]
         parts = [list(self.equations[a:b]) for a, b in itertools.pairwise(starts)]
         of = {var: b for b, part in enumerate(parts) for eqn in part for var in eqn.outvars}
-        for eqn in self.equations[self.turning_point :]:  # what the backward pass makes of the forward pass alone
+        # What the backward pass makes of the forward pass alone may stand in a block, if all it reads is there by then.
+        there = {*self.inputs, *(var for eqn in self.equations[: self.turning_point] for var in eqn.outvars)}
+        for i, eqn in enumerate(self.equations[self.turning_point :], self.turning_point):
             home = max((of[var] for var in variables(eqn.invars) if var in of), default=None)
-            if not self.is_late(eqn) and home is not None and any(var in self.read_late for var in eqn.outvars):
+            is_read = any(var in self.read_late for var in eqn.outvars)
+            if home is None or not is_read or i in self.fixed or eqn.effects or self.is_late(eqn):
+                continue
+            if there.issuperset(variables(eqn.invars)):
                 parts[home].append(eqn)
                 of.update((var, home) for var in eqn.outvars)
+                there.update(eqn.outvars)
         last = dict[Var, int]()  # the last block that reads a value of an earlier one
         for b, part in enumerate(parts):
             last.update((var, b) for eqn in part for var in variables(eqn.invars) if of.get(var, b) < b)
@@ -232,6 +231,13 @@ class StraightBlock:
             source_info=first.source_info,
         )
         return dict(zip(made, evaluated([call], env, made), strict=True))
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether differentiation made an equation for a backward pass, or a user's own rule of one made it there."""
+    if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
+        return True
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def _is_product(eqn: JaxprEqn) -> bool:

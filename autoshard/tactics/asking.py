@@ -96,7 +96,7 @@ def is_tactic(one: Any) -> bool:
 
 
 def text_of_tactic(tactic: TacticLike) -> str:
-    """A tactic as a user writes it, or the name of a function that is one."""
+    """A tactic as a user writes it, or the name of a function that is one: the same in any process."""
     return repr(tactic) if isinstance(tactic, Tactic) else text_of_function(tactic)
 
 

@@ -41,7 +41,12 @@ class Wishes:
     microbatches: int | None  # None: as many as are fastest
     recomputes: bool  # whether autoshard chooses what is computed again
     memory: float  # bytes per device that a plan may be predicted to fill
-    time_limit: float  # s, after which no more variants are planned
+    until: float  # when no more variants are planned, as `time.monotonic` has it
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is nothing to choose from."""
+        return self.microbatches == 1 and not self.recomputes
 
 
 def fastest(
@@ -110,7 +115,6 @@ class _Search(Generic[Planned]):
 
     def __init__(self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned]):
         self.variants, self.wishes, self.planned = variants, wishes, planned
-        self.until = time.monotonic() + wishes.time_limit
         self.best: Planned | None = None
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
@@ -146,7 +150,10 @@ class _Search(Generic[Planned]):
     def may_gain(self, before: Planned | None) -> bool:
         """Whether still more microbatches may be faster: memory binds, and the last doubling has gained."""
         assert self.best is not None, "something fits"
-        if time.monotonic() > self.until or self.best.plan.predicted.peak_bytes < FREE_BELOW * self.wishes.memory:
+        if (
+            time.monotonic() > self.wishes.until
+            or self.best.plan.predicted.peak_bytes < FREE_BELOW * self.wishes.memory
+        ):
             return False
         return before is None or self.best.plan.cost < before.plan.cost * (1 - LEAST_GAIN)
 
@@ -154,6 +161,9 @@ class _Search(Generic[Planned]):
         """Plans the variants of so many microbatches."""
         ways = list[tuple[float, Variant]]()
         for variant in _grouped(self.variants, self.wishes.mesh, count):
+            if ways and time.monotonic() > self.wishes.until:
+                self.bounds.append(0.0)  # nothing is proven of what is not planned
+                break
             levels = self.levels(variant)
             cost = self.plan(replace(variant, level=len(levels) - 1) if levels else variant)
             if cost is not None:
@@ -162,8 +172,8 @@ class _Search(Generic[Planned]):
             return
         _, variant = min(ways, key=lambda way: way[0])
         for level in reversed(range(len(self.levels(variant)) - 1)):
-            if time.monotonic() > self.until:
-                self.bounds.append(0.0)  # nothing is proven of what is not planned
+            if time.monotonic() > self.wishes.until:
+                self.bounds.append(0.0)
                 break
             one = replace(variant, level=level)
             if self.variants.least_bytes(one) / math.prod(self.wishes.mesh.values()) > self.wishes.memory:

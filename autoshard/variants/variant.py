@@ -38,6 +38,7 @@ class StepVariants:
         types: tuple[Any, ...],
         topology: Topology,
         finish: Callable[[Program], Program] | None,
+        recomputes: bool = False,
     ):
         """
         Args:
@@ -45,7 +46,9 @@ class StepVariants:
             types: of its arguments, as they were traced.
             topology: of which recomputation is priced.
             finish: what a program becomes before it is planned; None: it stays as it is.
+            recomputes: whether programs say so where there is nothing to choose that is computed again.
         """
+        self._recomputes = recomputes
         self.types, self.mesh, self._topology, self._finish = types, mesh, topology, finish
         self._traced = replace(traced, again=functools.cache(lambda types: traced.again(types)))
         self._jaxprs: dict[Variant, ClosedJaxpr] = {}
@@ -71,7 +74,8 @@ class StepVariants:
         if variant not in self._programs:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 if variant.level is None:
-                    closed, remark = self._jaxpr(variant), ""
+                    closed = self._jaxpr(variant)
+                    remark = self.recomputation(variant).why_none if self._recomputes else ""
                 else:
                     found = self.recomputation(variant)
                     level = found.levels[variant.level]

@@ -146,3 +146,20 @@ def test_constraints_and_fixed_shardings_are_kept(in_parts):
     plan = planned(constrained, fixed={"up": P("d", ("a", "b"))})
     assert plan.in_shardings[0]["up"].spec == P("d", ("a", "b"))
     assert plan.explain("down").others
+
+
+def test_where_a_part_does_not_fit_the_error_claims_no_more(in_parts):
+    with pytest.raises(autoshard.MemoryLimitError, match=r"no sharding was found that fits in .* looked at is"):
+        planned(memory=100_000, time_limit=2)
+
+
+def test_parts_are_searched_as_the_user_says(in_parts, monkeypatch):
+    asked, solve = [], growing.solve_within
+
+    def noted(part, seconds, **how):
+        asked.append(how["search"])
+        return solve(part, seconds)
+
+    monkeypatch.setattr(growing, "solve_within", noted)
+    planned(search="flexflow", time_limit=2)
+    assert asked == ["flexflow"] * growing.ROUNDS

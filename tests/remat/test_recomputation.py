@@ -74,6 +74,46 @@ def returned(w, x):
     return jnp.mean(x**2) + 1e-3 * jnp.sum(stack[1:])
 
 
+def recurrent(w, x):
+    """Two layers, of which each reads what the one below has stacked."""
+
+    def of_layer(rows, i):
+        def cell(h, row):
+            h = layer(jnp.tanh(row + h), jax.tree.map(lambda one: one[i], w))
+            return h, h
+
+        return jax.lax.scan(cell, jnp.zeros_like(rows[0]), rows)[1]
+
+    return jnp.mean(of_layer(of_layer(x.reshape(3, -1, WIDTH), 0), 1) ** 2)
+
+
+def with_skips(w, x):
+    """A scan down and one up again that reads what the first has stacked, as a U-Net does."""
+    x, skipped = jax.lax.scan(lambda x, one: ((y := layer(x, one)), y), x, w)
+    x, _ = jax.lax.scan(lambda x, one: (layer(x + one[1], one[0]), None), x, (w, skipped), reverse=True)
+    return jnp.mean(x**2)
+
+
+def products(w, x):
+    return jax.lax.scan(lambda x, one: (jnp.tanh(x @ one), x), x, w)
+
+
+def own_rule(kept, gradients):
+    w, stack = kept
+
+    def turn(g, slices):
+        one, x = slices
+        g = g * (1 - jnp.tanh(x @ one) ** 2)
+        return g @ one.T, x.T @ g
+
+    g, of_w = jax.lax.scan(turn, gradients[0], (w, stack), reverse=True)
+    return of_w, g
+
+
+with_own_rule = jax.custom_vjp(products)
+with_own_rule.defvjp(lambda w, x: ((made := products(w, x)), (w, made[1])), own_rule)
+
+
 def accumulated(w, x):
     """Gradients added up over parts of the batch by the user's own loop."""
 
@@ -107,6 +147,18 @@ def chain(w, x):
     return jnp.mean(x**2)
 
 
+def two_losses(first, second):
+    """A step with a second forward pass behind the first backward pass, as of an actor and a critic or of a GAN."""
+
+    def step(w, x):
+        h = jnp.tanh(x)
+        one, gradient = jax.value_and_grad(first)(w, h)
+        other, more = jax.value_and_grad(lambda w: second(w, h * layer(jnp.cos(x), jax.tree.map(lambda a: a[0], w))))(w)
+        return one + other, jax.tree.map(jnp.add, gradient, more)
+
+    return step
+
+
 LOSSES = {
     "chunked": scanned(chunked),
     "custom_vjp": scanned(lambda x, w: clipped(layer(x, w))),
@@ -116,24 +168,32 @@ LOSSES = {
     "dropout": scanned(dropped, KEYS),
     "encoder and decoder": encoded_and_decoded,
     "plain": scanned(layer),
+    "own backward scan": lambda w, x: jnp.mean(with_own_rule(w["up"] @ w["down"], x)[0] ** 2),
+    "recurrent": recurrent,
     "remat": scanned(layer, around=jax.checkpoint),
     "returned": returned,
     "reversed, two layers a turn": scanned(layer, reverse=True, unroll=2),
     "unrolled in jit": jax.jit(unrolled(lambda x, w: clipped(layer(x, w)))),
     "unrolled chain": chain,
     "unrolled remat": unrolled(layer, around=jax.checkpoint),
+    "with skips": with_skips,
 }
 STEPS = {name: jax.value_and_grad(loss) for name, loss in LOSSES.items()}
 STEPS |= {"accumulated": accumulated, "scaled": scaled}
+STEPS |= {
+    "two losses, scanned": two_losses(scanned(layer), scanned(layer)),
+    "two losses, scanned and unrolled": two_losses(scanned(layer), unrolled(layer)),
+    "two losses, unrolled": two_losses(unrolled(layer), chain),
+}
 
 
 def recomputation(step):
     return Recomputation.of(jax.make_jaxpr(step)(STACK, X), MACHINE)
 
 
-def check_numbers(found, step):
+def check_numbers(found, step, level=-1):
     expected = jax.tree.leaves(jax.jit(step)(STACK, X))
-    made = found.rewritten(found.levels[-1])
+    made = found.rewritten(found.levels[level])
     assert_equal(list(jax.jit(core.jaxpr_as_fun(made))(*jax.tree.leaves((STACK, X)))), expected)
 
 
@@ -165,6 +225,11 @@ def test_numbers_are_those_of_the_step(name):
     check_numbers(found, STEPS[name])
 
 
+@pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("two losses")])
+def test_numbers_of_two_losses_are_those_of_the_step_at_the_first_level(name):
+    check_numbers(recomputation(STEPS[name]), STEPS[name], level=0)
+
+
 @pytest.mark.parametrize("name", ["dropout", "plain", "remat"])
 def test_levels_stack_what_they_say(name):
     """The first level stacks as many bytes more than another as it is said to keep more."""
@@ -173,6 +238,14 @@ def test_levels_stack_what_they_say(name):
     assert len(sizes) > 1
     for (size, said), (fewer, less) in itertools.pairwise(sizes):
         assert size - fewer == said - less > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"), [("own backward scan", 1), ("plain", 1), ("recurrent", 2), ("with skips", 2)]
+)
+def test_each_forward_scan_has_its_backward_scan(name, pairs):
+    found = recomputation(STEPS[name]).scope.pairs
+    assert [pair.second.eqn.params["reverse"] != pair.first.eqn.params["reverse"] for pair in found] == [True] * pairs
 
 
 def test_marks_are_undone():
@@ -186,7 +259,9 @@ def test_marks_are_undone():
 
 
 def test_a_step_without_a_backward_pass_has_no_levels():
-    assert recomputation(scanned(layer)).levels == ()
+    found = recomputation(scanned(layer))
+    assert found.levels == () and "no backward pass was found" in found.why_none
+    assert recomputation(STEPS["plain"]).why_none == ""
 
 
 def test_a_missing_stack_is_caught(monkeypatch):

@@ -106,6 +106,19 @@ def test_a_frozen_array_that_the_step_closes_over_stays_one_argument():
     assert_equal(jax.tree.leaves(tuned(*args)), jax.tree.leaves(jax.jit(step)(*args)))
 
 
+def test_a_plan_says_where_nothing_can_be_chosen():
+    """As of a step without a backward pass, and of one whose weights lie in the host's memory."""
+    mesh = mesh_of({"data": 8})
+    host = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32)
+    there = jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32, sharding=host)
+    for weights, reason in ((numbers(7, WIDTH, WIDTH), "no backward pass"), (there, "an argument of the step is")):
+        plan = autoshard.plan(
+            lambda w, x: x @ jax.device_put(w, jax.memory.Space.Device), weights, x, mesh=mesh, remat="auto"
+        )
+        assert any(one.startswith("remat='auto' changes nothing") and reason in one for one in plan.warnings)
+
+
 def test_a_wrong_option_is_an_error():
     with pytest.raises(ArgumentError, match="remat='full'"):
         autoshard.plan(scanned, WEIGHTS, numbers(3, ROWS, WIDTH), mesh=mesh_of({"data": 8}), remat="full")

@@ -18,6 +18,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.option_set import OptionSet, Partition, place_of
 from autoshard.program import Program
+from autoshard.solver.searches.search_run import Search
 
 AXES = 4  # from so many on, a problem may be too large
 WHOLE = 4_000  # layouts, of all shapes in the step, that are still priced whole
@@ -42,19 +43,22 @@ def coarse_partitions(axes: Sequence[str]) -> tuple[Partition, ...]:
     return ((whole,), *((whole[:i], whole[i:]) for i in range(1, len(whole))))
 
 
-def in_parts(mesh: MeshShape, formulated: Callable[..., Formulation], seconds: float) -> Formulation:
+def in_parts(
+    mesh: MeshShape, formulated: Callable[..., Formulation], seconds: float, search: str | Search | None = None
+) -> Formulation:
     """The part of a problem that lies near the best choice found, with the seconds that no choice goes below.
 
     Args:
         formulated: makes the problem of a part, `offered=`.
         seconds: that the search in one part may take.
+        search: as for `solve`.
     """
     partitions = coarse_partitions([axis for axis, size in mesh.items() if size > 1])
     offered = OptionSet(partitions)
     part = formulated(offered=offered)
     with contextlib.suppress(SolverError):  # whoever solves the part says what is wrong
         for _ in range(ROUNDS):
-            choice = solve_within(part, seconds).choice
+            choice = solve_within(part, seconds, search=search).choice
             near = near_choice(part, choice, _partitions_used(part, choice, partitions))
             part = formulated(offered=replace(near, steps_by_rank=offered.steps_by_rank))
     return replace(part, least=least_seconds(part))
