@@ -40,6 +40,7 @@ from autoshard.processes.agreement import Claims, check_alike, peak_of_all, plan
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
+from autoshard.report.memory_error import memory_error
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
@@ -373,7 +374,7 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
         return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough)
     except InfeasibleError as error:
         is_part = formulation.least is not None
-        raise _memory_error(program, error, options.backend.usable, is_part) from None
+        raise memory_error(program, error, options.backend.usable, is_part) from None
 
 
 def cheapest(
@@ -477,31 +478,4 @@ def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
         f"{', '.join(map(str, sorted(sizes)))}. Every device along it computes the same."
         for axis, devices in mesh.items()
         if devices > 1 and not any(size and size % devices == 0 for size in sizes)
-    )
-
-
-def _memory_error(program: Program, error: InfeasibleError, usable: float, is_part: bool) -> MemoryLimitError:
-    """
-    Args:
-        is_part: whether only a part of all shardings was offered.
-    """
-    largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
-    listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
-    if program.ordered_arguments:
-        listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
-        listed += "ignore_constraints=True frees them."
-    if program.wishes:
-        listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
-    needed = math.ceil(error.needed)
-    unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
-    limit = bytes_text(error.limit)
-    found = f"no sharding fits in {limit} per device; the smallest limit that does is"
-    if is_part:
-        found = f"no sharding was found that fits in {limit} per device; the smallest limit of those looked at is"
-    return MemoryLimitError(
-        f"{found} {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
-        f"Largest values, before sharding:\n{listed}\n"
-        f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
-        budget=error.limit,
-        needed=needed,
     )

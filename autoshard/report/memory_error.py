@@ -1,0 +1,39 @@
+"""A step that fits in no way in, the error that says so out: the limit that would do, what is largest, what to try."""
+
+from __future__ import annotations
+
+import math
+
+from autoshard.errors import MemoryLimitError
+from autoshard.program import Program
+from autoshard.report.units import bytes_text
+from autoshard.solver.problem import InfeasibleError
+
+
+def memory_error(program: Program, error: InfeasibleError, usable: float, is_part: bool) -> MemoryLimitError:
+    """What a user reads whose step does not fit.
+
+    Args:
+        usable: the share of the limit that plans may fill.
+        is_part: whether only a part of all shardings was offered.
+    """
+    largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
+    listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
+    if program.ordered_arguments:
+        listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
+        listed += "ignore_constraints=True frees them."
+    if program.wishes:
+        listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
+    needed = math.ceil(error.needed)
+    unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
+    limit = bytes_text(error.limit)
+    found = f"no sharding fits in {limit} per device; the smallest limit that does is"
+    if is_part:
+        found = f"no sharding was found that fits in {limit} per device; the smallest limit of those looked at is"
+    return MemoryLimitError(
+        f"{found} {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
+        f"Largest values, before sharding:\n{listed}\n"
+        f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
+        budget=error.limit,
+        needed=needed,
+    )
