@@ -226,11 +226,14 @@ def test_limits_of_the_search_may_differ():
 
 
 def test_only_the_leader_searches_with_a_function():
-    """Functions, whose texts have addresses, are no claims; tactics that are ones count by their names."""
-    ours, theirs = (
-        claims(search=lambda run, i=i: i, tactics=[functools.partial(lambda i, step: {}, i)]) for i in range(2)
-    )
-    assert ours.difference(Claims.loads(theirs.dumps()), 1, 0) == ""
+    """Functions, whose texts have addresses, are no claims; tactics that are ones count by names and arguments."""
+
+    def said(number: int) -> Claims:
+        tactic = functools.partial(lambda number, step: {}, number)
+        return Claims.loads(claims(search=lambda run: number, tactics=[tactic]).dumps())
+
+    assert said(0).difference(said(0), 1, 0) == ""
+    assert "differ in tactics" in said(0).difference(said(1), 1, 0)
 
 
 class Alone:
