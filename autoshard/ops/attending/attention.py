@@ -37,12 +37,14 @@ def attention(
 
     Args:
         query: ``[B, T, N, H]``, or without the batch.
-        key, value: ``[B, S, K, H]``; `N` is a multiple of `K`. Values may have another last dim.
+        key: ``[B, S, K, H]``; `N` is a multiple of `K`.
+        value: the same, but for the last dim, which may be another.
         bias: added to the logits, ``[B or 1, N or 1, T or 1, S or 1]``.
         mask: bool, of such a shape: whether a query sees a key.
         scale: of the logits; by default ``1 / sqrt(H)``.
         is_causal: whether a query sees no later key.
-        query_seq_lengths, key_value_seq_lengths: ``[B]``, how many rows and keys count.
+        query_seq_lengths: ``[B]``, how many rows count.
+        key_value_seq_lengths: ``[B]``, how many keys count.
         local_window_size: how many keys back and ahead a query sees.
         segment_ids: ``[B, T]`` for queries and keys that are the same tokens, or a pair of ``[B, T]`` and ``[B, S]``: a
             query sees keys of its own segment.
