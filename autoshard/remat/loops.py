@@ -19,10 +19,11 @@ from autoshard.program.user_code import source_of
 from autoshard.remat.costs import Seconds, bytes_of
 from autoshard.remat.cuts import Cut, ForwardPass
 from autoshard.remat.numbering import Atom, Loop, needed, variables
+from autoshard.remat.residuals import Residuals
 
 
 @dataclass(frozen=True, eq=False)
-class LoopPair:
+class LoopPair(Residuals):
     """A forward scan, and the backward scan that reads what it stacks."""
 
     first: Loop
@@ -129,16 +130,6 @@ class LoopPair:
             wanted=tuple(place[var] for var in self.wanted),
         )
 
-    def bytes_kept(self, var: Var) -> float:
-        """Of a value, if it is kept."""
-        size: float = self.forward_pass.bytes[self.values.index(var)]
-        return size
-
-    @cached_property
-    def bytes_read(self) -> float:
-        """Of all that the backward pass reads of the forward pass."""
-        return sum(map(self.bytes_kept, self.wanted))
-
     def bytes_again(self, cut: Cut) -> float:
         """Of what the backward pass makes again and reads, in one turn."""
         again = {var for e in cut.again for var in self.forward[e].outvars}
@@ -177,9 +168,6 @@ class LoopPair:
         slices |= {self.stacked_anyhow.get(var, self.stack_of[var]): var for var in self.kept(cut)}
         made = _scan(loop, env, equations, loop.body.results, slices)
         return dict(zip(loop.eqn.outvars, made, strict=True))
-
-    def kept(self, cut: Cut) -> list[Var]:
-        return [self.values[v] for v in sorted(cut.kept)]
 
     @cached_property
     def stack_of(self) -> dict[Var, Var]:

@@ -132,7 +132,7 @@ class Recomputation:
         values = defaultdict[str, float](float)
         for block, cut in self.cut_of(level).items():
             for var in block.kept(cut):
-                if (size := block.bytes_kept(var)) > 0:
+                if (size := block.bytes_of_values[var]) > 0:
                     values[f"{block.line_of(var)} {aval_of(var).str_short(short_dtypes=True)}"] += size
         largest = sorted(values.items(), key=lambda one: -one[1])[:_NAMED]
         named = ", ".join(f"{name} ({bytes_text(size)})" for name, size in largest)

@@ -24,6 +24,7 @@ from autoshard.program.user_code import source_of
 from autoshard.remat.costs import Seconds, bytes_of
 from autoshard.remat.cuts import Cut, ForwardPass
 from autoshard.remat.numbering import LOOPS, needed, variables
+from autoshard.remat.residuals import Residuals
 
 _AS_FEW = 1.5  # times the fewest bytes near by, at most, pass where blocks meet
 _NEAR = 4  # products on either side: more than an attention has between its input and its output
@@ -141,7 +142,7 @@ class StraightPasses:
 
 
 @dataclass(frozen=True, eq=False)
-class StraightBlock:
+class StraightBlock(Residuals):
     """A part of a forward pass, and what the backward pass reads of it."""
 
     passes: StraightPasses
@@ -177,22 +178,9 @@ class StraightBlock:
         passes = self.passes
         return var in passes.inputs or var in passes.results or var in passes.made_of_nothing
 
-    def kept(self, cut: Cut) -> list[Var]:
-        return [self.values[v] for v in sorted(cut.kept)]
-
-    def bytes_kept(self, var: Var) -> float:
-        """Of a value, if it is kept."""
-        size: float = self.forward_pass.bytes[self.values.index(var)]
-        return size
-
-    @cached_property
-    def bytes_read(self) -> float:
-        """Of all that the backward pass reads of the block."""
-        return sum(map(self.bytes_kept, self.wanted))
-
     def bytes_again(self, cut: Cut) -> float:
         """Of what the backward pass makes again and reads, which is made at once."""
-        return sum(map(self.bytes_kept, self.made_again(cut)))
+        return sum(self.bytes_of_values[var] for var in self.made_again(cut))
 
     def line_of(self, var: Var) -> str:
         """The user's line that makes a value."""

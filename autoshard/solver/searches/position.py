@@ -8,6 +8,7 @@ sets it anew for every choice that it starts from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -53,11 +54,17 @@ class Position(Moves):
         self._nearest = NearestAllowed(problem, run.rng, run.spend)
         self.start(self.choice.tolist())
 
+    @cached_property
     def at_stake(self) -> np.ndarray:
         """What each node and its edges cost on average, beyond the least: [nodes]."""
         own = [_spread(costs) for costs in self.costs]
         beside = [sum(map(_spread, tables.values())) for tables in self.tables]
         return np.array(own) + np.array(beside)
+
+    def by_stake(self, noise: float = 0.0) -> list[int]:
+        """The nodes, those with most at stake first; noise in its logarithm makes another order each time."""
+        strays = np.exp(noise * self.rng.standard_normal(len(self.sizes))) if noise else 1.0
+        return np.argsort(-self.at_stake * strays, kind="stable").tolist()
 
     def start(self, choice: Sequence[int]) -> None:
         """Makes this the choice."""

@@ -23,12 +23,10 @@ NOISE = 2.0  # of the logarithm of what is at stake, in the orders of further ro
 def partir(problem: Problem, run: SearchRun) -> None:
     """Rounds of decisions and propagation."""
     at, rng = Position(problem, run), run.rng
-    at_stake = at.at_stake()
     for turn in run.rounds():
-        noise = NOISE * rng.standard_normal(len(at.sizes)) if turn else np.zeros(len(at.sizes))
+        order = at.by_stake(NOISE if turn else 0.0)
         strays = rng.random() ** 2 if turn else 0.0
-        order = np.argsort(-at_stake * np.exp(noise), kind="stable")
-        at.start(_propagated(at, order.tolist(), strays))
+        at.start(_propagated(at, order, strays))
         at.repair()
         at.offer()
 

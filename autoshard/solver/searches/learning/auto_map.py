@@ -93,9 +93,8 @@ class Learner:
 def auto_map(problem: Problem, run: SearchRun) -> None:
     """Networks, one after the other, each trained on episodes of its own."""
     at = Position(problem, run)
-    stake = at.at_stake()
-    order = np.argsort(-stake, kind="stable").tolist()
-    unit = float(stake.mean()) or 1.0
+    order = at.by_stake()
+    unit = float(at.at_stake.mean()) or 1.0
     for turn in run.rounds():
         learner = Learner.of(_features(at, order[0], {}, 0.0, unit).shape[1], run.rng)
         wildest = run.rng.random() if turn else 0.3

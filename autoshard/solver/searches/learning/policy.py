@@ -128,7 +128,7 @@ def features_of(at: Position) -> np.ndarray:
     What it costs by itself and beside its neighbours at best, its place among the options by that; bytes that it holds;
     how many options, neighbours and bytes at stake the node has, and a constant.
     """
-    rows, stake = [], np.log1p(at.at_stake() / (at.at_stake().mean() or 1.0))
+    rows, stake = [], np.log1p(at.at_stake / (at.at_stake.mean() or 1.0))
     for node, costs in enumerate(at.costs):
         beside = at.prospects(node, {})
         held = np.zeros(len(costs))

@@ -24,10 +24,8 @@ NOISE = 1.0  # of the logarithm of what is at stake, in the orders of further ro
 def double_recursive(problem: Problem, run: SearchRun) -> None:
     """Rounds of bisection, node by node."""
     at = Position(problem, run)
-    stake = at.at_stake()
     for turn in run.rounds():
-        noise = NOISE * run.rng.standard_normal(len(stake)) if turn else np.zeros(len(stake))
-        order = np.argsort(-stake * np.exp(noise), kind="stable").tolist()
+        order = at.by_stake(NOISE if turn else 0.0)
         strays = run.rng.random() ** 2 if turn else 0.0
         intervals = option_lines(at, is_random=turn > 0)
         while max(map(len, intervals)) > 1:

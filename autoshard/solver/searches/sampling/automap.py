@@ -9,8 +9,6 @@ node has up to a hundred of them. What follows is the cheapest option beside wha
 
 from __future__ import annotations
 
-import numpy as np
-
 from autoshard.solver.problem import Problem
 from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.sampling.tree_search import search_tree
@@ -22,8 +20,5 @@ NOISE = 1.0  # of the logarithm of what is at stake, in the orders of further tr
 def automap(problem: Problem, run: SearchRun) -> None:
     """Trees over single nodes, in other orders each time."""
     at = Position(problem, run)
-    stake = at.at_stake()
     for turn in run.rounds():
-        noise = NOISE * run.rng.standard_normal(len(stake)) if turn else np.zeros(len(stake))
-        order = np.argsort(-stake * np.exp(noise), kind="stable").tolist()
-        search_tree(at, [[node] for node in order], run, turn)
+        search_tree(at, [[node] for node in at.by_stake(NOISE if turn else 0.0)], run, turn)

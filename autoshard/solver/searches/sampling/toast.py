@@ -26,7 +26,7 @@ NOISE = 0.3  # of the logarithm of how strongly nodes are tied, in further trees
 def toast(problem: Problem, run: SearchRun) -> None:
     """Trees over groups that take turns from few to many."""
     at = Position(problem, run)
-    stake = at.at_stake()
+    stake = at.at_stake
     for share, turn in zip(itertools.cycle(SHARES), run.rounds(), strict=False):
         groups = groups_together(at, max(1, round(share * len(stake))), NOISE if turn else 0.0)
         groups.sort(key=lambda group: -stake[group].sum())

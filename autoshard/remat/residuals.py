@@ -1,0 +1,37 @@
+"""What a backward pass reads of a forward pass, whichever form both have, with the bytes of each value."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+
+from autoshard.jaxprs import Var
+from autoshard.remat.cuts import Cut, ForwardPass
+
+
+class Residuals(ABC):
+    """Values of a forward pass, by the variables that they have in a jaxpr."""
+
+    @property
+    @abstractmethod
+    def values(self) -> tuple[Var, ...]:
+        """What can be kept, in the order of the forward pass's own numbers."""
+
+    @property
+    @abstractmethod
+    def forward_pass(self) -> ForwardPass:
+        """What can be chosen."""
+
+    def kept(self, cut: Cut) -> list[Var]:
+        """What a cut keeps."""
+        return [self.values[v] for v in sorted(cut.kept)]
+
+    @cached_property
+    def bytes_of_values(self) -> dict[Var, float]:
+        """Of each value, if it is kept."""
+        return dict(zip(self.values, self.forward_pass.bytes, strict=True))
+
+    @cached_property
+    def bytes_read(self) -> float:
+        """Of all that the backward pass reads."""
+        return sum(self.forward_pass.bytes[v] for v in self.forward_pass.wanted)
