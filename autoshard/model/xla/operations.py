@@ -31,7 +31,7 @@ class Operations:
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        inside = self.least_seconds * sum(map(_more, group.equations))
+        inside = self.least_seconds * (sum(map(_more, group.equations)) + (group.passes_before > 0))
         if group.repeated or group.stacks or group.ends_product or group.is_idle:
             return inside
         if group.contracts:
@@ -41,25 +41,36 @@ class Operations:
         return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
 
     def turn_seconds(self, equation: Equation) -> float:
-        """What one update takes of a scatter that is run as a loop over its updates; 0 of any other operation.
+        """What one row takes of a gather, or one update of a scatter, that is run as a loop; 0 of any other operation.
 
-        XLA for TPU does so where an update is a part of a row: that of a `dynamic_update_slice` in a batch. A few
-        updates it writes one after the other.
+        XLA for TPU does so where rows are parts of rows: those of a `dynamic_slice` or a `dynamic_update_slice` in a
+        batch. A few it picks or writes one after the other.
         """
-        if not equation.primitive.startswith("scatter") or math.prod(equation.inputs[1].shape[:-1]) < _FEW:
-            return 0.0
-        numbers = equation.params["dimension_numbers"]
-        operand, updates = equation.inputs[0].shape, equation.inputs[2].shape
-        apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        rows = [size for dim, size in enumerate(operand) if dim not in apart]
-        parts = [updates[dim] for dim in numbers.update_window_dims]
-        return self.least_seconds * _OF_A_TURN if any(map(operator.lt, parts, rows)) else 0.0
+        return self.least_seconds * _OF_A_TURN[equation.primitive[:7]] if is_loop_over_rows(equation) else 0.0
+
+
+def is_loop_over_rows(equation: Equation) -> bool:
+    """Whether XLA for TPU runs a gather or a scatter as a loop over its rows: many of them, and each part of a row."""
+    name, shapes = equation.primitive[:7], [value.shape for value in equation.inputs]
+    if name not in _OF_A_TURN or math.prod(shapes[1][:-1]) < _FEW:
+        return False
+    numbers = equation.params["dimension_numbers"]
+    apart = {*numbers.operand_batching_dims}
+    apart |= {*(numbers.collapsed_slice_dims if name == "gather" else numbers.inserted_window_dims)}
+    rows = [size for dim, size in enumerate(shapes[0]) if dim not in apart]
+    if name == "gather":
+        sizes = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in apart]
+        return any(1 < part < row for part, row in zip(sizes, rows, strict=True))
+    parts = [shapes[2][dim] for dim in numbers.update_window_dims]
+    return any(map(operator.lt, parts, rows))
 
 
 def _more(equation: Equation) -> int:
     """How many operations XLA makes of an equation beside one. A few rows it picks as slices, one by one."""
     if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _FEW:
         return 0
+    if equation.primitive.startswith("scatter") and math.prod(equation.inputs[1].shape[:-1]) == 1:
+        return 1  # an update that is read, compared with what is there, and written
     return _MORE.get(equation.primitive, 0)
 
 
@@ -83,7 +94,7 @@ _MORE = {
     "tridiagonal_solve": 20,
 }
 _FEW = 16  # rows that are picked, or updates of a scatter
-_OF_A_TURN = 4  # operations, of the loop of a scatter
+_OF_A_TURN = {"gather": 3, "scatter": 4}  # operations, of a loop over rows
 
 
 def stacked_beside(program: Program) -> dict[int, int]:
