@@ -127,7 +127,7 @@ class HeldOutput:
     @property
     def least_bytes(self) -> int:
         """Bytes that it takes as a temporary at least."""
-        is_number = math.prod(self.value.shape) == 1 and not self.group.is_idle
+        is_number = math.prod(self.value.shape) == 1 and not (self.group.is_idle or self.lifetime.is_start)
         return self.prices.backend.number_bytes if is_number else 0
 
     @cached_property

@@ -50,7 +50,7 @@ class GroupWork:
             factors = frozenset(group.factors_of(equation))
             if factors not in split:
                 split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
-            work += flops(equation) / split[factors]
+            work += self._flops(equation) / split[factors]
         if group.equations[0].primitive == "conv_general_dilated":
             work /= self.arrays.backend.convolutions.flops_share
         through = np.maximum(
@@ -76,9 +76,13 @@ class GroupWork:
             for value in in_memory
             if value.id not in self.instead
         ]
-        work, dtype = sum(map(flops, group.equations)), compute_dtype(group.equations)
+        work, dtype = sum(map(self._flops, group.equations)), compute_dtype(group.equations)
         shared = compute_seconds(work / devices, sum(sizes) / devices, dtype, self.topology)
         return self.arrays.backend.operations.seconds(group) + shared
+
+    def _flops(self, equation: Equation) -> float:
+        products = self.arrays.backend.fourier_products
+        return products.flops(equation) if products.passes and equation.primitive == "fft" else flops(equation)
 
     def _least(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """Seconds that its operations take however little they do, per strategy.

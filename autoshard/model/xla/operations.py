@@ -3,8 +3,9 @@
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
 product to bring an argument in from memory, and to bring a result out. Work comes on top. A product of what lies in the
 chip's own memory starts at once. What works on numbers alone runs beside the rest. A device that cuts its part out of
-what it has whole runs an operation of its own for that. A slice of a loop is copied at part of the memory's bandwidth,
-and a loop whose slices come over from other slices of TPUs clears what it stacks.
+what it has whole runs an operation of its own for that. What something is inserted into is copied or filled before, if
+it cannot be written over. A slice of a loop is copied at part of the memory's bandwidth, and a loop whose slices come
+over from other slices of TPUs clears what it stacks.
 
 Source: the cycles that libtpu notes on compiled v5e and v5p programs. `tests/mesh/test_targets.py` compiles operations
 of every kind, and a slice, and reads their cycles.
@@ -60,7 +61,7 @@ def is_loop_over_rows(equation: Equation) -> bool:
     rows = [size for dim, size in enumerate(shapes[0]) if dim not in apart]
     if name == "gather":
         sizes = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in apart]
-        return any(1 < part < row for part, row in zip(sizes, rows, strict=True))
+        return any(_FEWEST <= part < row for part, row in zip(sizes, rows, strict=True))
     parts = [shapes[2][dim] for dim in numbers.update_window_dims]
     return any(map(operator.lt, parts, rows))
 
@@ -69,8 +70,6 @@ def _more(equation: Equation) -> int:
     """How many operations XLA makes of an equation beside one. A few rows it picks as slices, one by one."""
     if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _FEW:
         return 0
-    if equation.primitive.startswith("scatter") and math.prod(equation.inputs[1].shape[:-1]) == 1:
-        return 1  # an update that is read, compared with what is there, and written
     return _MORE.get(equation.primitive, 0)
 
 
@@ -80,7 +79,6 @@ _MORE = {
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_window_sum"), 1),
     **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta"), 400),
     "conv_general_dilated": 2,
-    "fft": 2,
     "gather": 2,
     "nextafter": 2,
     "ormqr": 40,
@@ -93,6 +91,7 @@ _MORE = {
     "symmetric_product": 1,
     "tridiagonal_solve": 20,
 }
+_FEWEST = 8  # elements in a part of a row; XLA for TPU picks smaller parts as single elements
 _FEW = 16  # rows that are picked, or updates of a scatter
 _OF_A_TURN = {"gather": 3, "scatter": 4}  # operations, of a loop over rows
 
