@@ -397,7 +397,7 @@ def rows_of(tasks: Sequence[Task], families: Mapping[tuple[str, str], str], jobs
 
 
 def new_worker() -> Worker:
-    return Worker([__file__, "--worker"], {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}, HANGS_AFTER)
+    return Worker([__file__, "--serve"], {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}, HANGS_AFTER)
 
 
 def ends_alone(task: Task) -> bool:
@@ -519,13 +519,13 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="how many programs, of every primitive in turn")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further task is begun")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--rows", type=Path, help="a file of results to add to, one line of JSON each")
     parser.add_argument("--page", action="store_true", help="write the page")
     parser.add_argument("--most", type=int, default=25, help="kinds of exceptions to print, per bar")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
+    if options.serve:
         work()
         return 0
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -534,7 +534,7 @@ def main() -> int:
     found = read(options.rows)
     left, started = [task for task in tasks if task not in found], time.perf_counter()
     with open(options.rows or os.devnull, "a") as file:
-        for row in rows_of(left, families, options.jobs):
+        for row in rows_of(left, families, options.workers):
             found[row.task] = row
             print(json.dumps(asdict(row)), file=file, flush=True)
             if time.perf_counter() - started > options.seconds:

@@ -1,5 +1,9 @@
 """What is minimised is what is reported, of random programs and train steps on CPU, TPU and GPU."""
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
@@ -16,6 +20,9 @@ import autoshard
 from autoshard.model.formulation import Formulation
 from autoshard.solver import Problem
 from autoshard.solver.exact.two_costs import TwoCosts
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import objective
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoshard.propagation.UnknownPrimitiveWarning")
 
@@ -138,3 +145,18 @@ def test_mixtures_by_hand():
     waits = Problem((np.array([4.0, 3.0, 1.0]),), (), (), None)
     assert TwoCosts(problem, waits).mixed(0.5).costs[0].tolist() == [4.5, 4.5, np.inf]
     assert TwoCosts(problem, waits).mixed(0.0).costs[0].tolist() == [4.0, 3.0, np.inf]
+
+
+def test_the_benchmark_counts_every_fault():
+    """`benchmarks/objective.py` does over thousands of programs what this file does over a few."""
+    good = objective.Row("program", 0, 0, 0, "cpu:8", {"x": 8}, "optimal", 1.0, 1.0, 1.0, "FSDP", 1.0)
+    assert not good.faults
+    assert not replace(good, status="feasible", fastest_seconds=0.5).faults
+    for bad in ({"predicted": 0.998}, {"bound": 1.1}, {"fastest_seconds": 0.99}, {"status": "raises"}):
+        assert len(replace(good, **bad).faults) == 1, bad
+
+
+def test_the_benchmark_draws_the_same_programs_again():
+    block = objective.Block("program", 0, 1, 3)
+    first, again = objective.drawn(block), objective.drawn(block)
+    assert len(first) == 3 and [repr(one) for one in first] == [repr(one) for one in again]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from autoshard.layout import MeshShape, in_mesh_order
-from autoshard.model.equations import contracts, only_widens, stays_whole
+from autoshard.model.equations import contracts, inserted_operand, only_widens, stays_whole
 from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
@@ -68,6 +68,7 @@ def groups_of(
     groups = _joined(program, rules, readers, scattered, needed_outside, backend, mesh or {})
     home = {equation.index: group for group in groups for equation in group.equations}
     makers = {made.value.id: group for group in groups for made in group.made}
+    staying = _staying(program, needed_outside)
     once = read_once(program)
     hoisted = hoisted_sums(program, once, home) if backend.sums.hoists else {}
     summed = summed_products(program, once, home) if backend.sums.adds_first else {}
@@ -92,6 +93,7 @@ def groups_of(
             sunk=again.sunk[i],
             ends_product=_ends_product(group, readers, home, makers),
             copied=_is_copied(group, needed_outside),
+            passes_before=_passes_before(group, staying, makers),
             last=last[i],
         )
         for i, group in enumerate(groups)
@@ -138,6 +140,28 @@ def _is_copied(group: Group, needed_outside: Set[int]) -> bool:
     if not group.only_moves or not any(made.value.id in needed_outside for made in group.made):
         return False
     return group.broadcasts or all(use.value.from_outside for use in group.uses)
+
+
+def _staying(program: Program, needed_outside: Set[int]) -> set[int]:
+    """The values that nothing may be written over: arguments that are not donated, results, what a loop reads again."""
+    kept = {value.id for i, value in enumerate(program.arguments) if i not in program.donated}
+    read_again = {e.outputs[0].id for e in program.equations if e.primitive == "scan_const"}
+    return kept | read_again | needed_outside
+
+
+def _passes_before(group: Group, staying: Set[int], makers: Mapping[int, Group]) -> int:
+    """`Group.passes_before` of a group."""
+    if inserted_operand(group.equations[0]) is None:
+        return 0
+    operand = group.equations[0].inputs[0]
+    while isinstance(operand, Value) and operand.id not in staying:
+        maker = makers.get(operand.id)
+        if maker is None or maker.fills:
+            return int(maker is not None)
+        if not maker.is_view:
+            return 0
+        operand = maker.equations[0].inputs[0]
+    return 2 if isinstance(operand, Value) else 1
 
 
 def _leading_to_results(

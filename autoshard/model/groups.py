@@ -70,6 +70,7 @@ class Group:
     sunk: bool = False  # whether it is repeated inside a loop that it stands before
     ends_product: bool = False  # whether it is elementwise, and alone reads a product: one operation makes both
     copied: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
+    passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
     last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
 
     @property

@@ -60,6 +60,7 @@ class Lifetime:
     made: Span | None  # in the layout it is made in, until its first use; None: not stored
     used: Span | None  # from its first to past its last use; None: never used
     stored: bool  # whether it holds memory while it is used, even where it is used as it was made
+    is_start: bool = False  # whether it only says where slices begin
 
 
 def use_span(group: Group, use: Use, last: int | None = None) -> Span:
@@ -109,7 +110,14 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Lifet
         return Lifetime(None, used, stored=False)
     if used and group.fills:
         return Lifetime(None, used, stored=True)
-    return Lifetime((start, max(start, used[0]) if used else start + 1), used, stored=True)
+    is_start = bool(users) and all(_is_start(use) for _, use in users)
+    return Lifetime((start, max(start, used[0]) if used else start + 1), used, stored=True, is_start=is_start)
+
+
+def _is_start(use: Use) -> bool:
+    """Whether an operand says where a slice begins."""
+    first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(use.equation.primitive)
+    return first is not None and use.operand >= first
 
 
 def aliased(program: Program) -> set[int]:

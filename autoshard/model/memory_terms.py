@@ -31,7 +31,7 @@ from autoshard.model.pricing.cost_tables import (
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
-from autoshard.model.workspaces import NUMBERS, ShardBytes, has_workspace, workspace_bytes
+from autoshard.model.workspaces import ShardBytes, has_workspace, numbers_of, workspace_bytes
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import ROUNDED
@@ -127,7 +127,7 @@ class HeldOutput:
     @property
     def least_bytes(self) -> int:
         """Bytes that it takes as a temporary at least."""
-        is_number = math.prod(self.value.shape) == 1 and not self.group.is_idle
+        is_number = math.prod(self.value.shape) == 1 and not (self.group.is_idle or self.lifetime.is_start)
         return self.prices.backend.number_bytes if is_number else 0
 
     @cached_property
@@ -304,7 +304,7 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             yield HeldBytes(output.node, span, usage, may_be_on_chip=output.may_be_on_chip)
-        if numbers := sum(NUMBERS.get(name, {}).get(one.primitive, 0) for one in group.equations):
+        if numbers := sum(numbers_of(name, one) for one in group.equations):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False)
 

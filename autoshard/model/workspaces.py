@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard.model.xla.operations import is_loop_over_rows
 from autoshard.program import Equation, Value
 
 
@@ -243,9 +244,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
 }
 
-# Numbers that an operation of XLA for TPU works with and puts into memory, each a temporary of its own
-# (`Backend.number_bytes`): flags, counters, the words of a key.
-NUMBERS: Mapping[str, Mapping[str, int]] = {
+_NUMBERS: Mapping[str, Mapping[str, int]] = {
     "tpu": {
         **dict.fromkeys(("argmax", "argmin", "sort"), 3),
         "cholesky": 2,
@@ -254,3 +253,14 @@ NUMBERS: Mapping[str, Mapping[str, int]] = {
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "rng_bit_generator"), 9),
     },
 }
+_OF_LOOPS_OVER_ROWS = {"gather": 5, "scatter": 10}
+
+
+def numbers_of(backend: str, equation: Equation) -> int:
+    """Numbers that an operation of XLA for TPU works with and puts into memory: flags, counters, the words of a key.
+
+    Each is a temporary of its own (`Backend.number_bytes`).
+    """
+    if backend == "tpu" and is_loop_over_rows(equation):
+        return _OF_LOOPS_OVER_ROWS[equation.primitive[:7]]
+    return _NUMBERS.get(backend, {}).get(equation.primitive, 0)

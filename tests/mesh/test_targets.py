@@ -294,6 +294,19 @@ OPERATIONS = {  # function of what shapes: how many operations libtpu counts, ea
     "a result that is a view": (lambda x: x.reshape(-1), [f32(8, 128)]),
     "a result that repeats": (lambda x: jnp.broadcast_to(x[:, None], (64, 8, 128)), [f32(64, 128)]),
     "numbers alone": (lambda x: jnp.sin(x) * x, [f32()]),
+    "a Fourier transform": (lambda x: jnp.fft.fft2(x), [jax.ShapeDtypeStruct((8, 256, 256), jnp.complex64)]),
+    "an insertion into an argument that stays": (
+        lambda x, y, i: jax.lax.dynamic_update_slice(x, y, (i, 0)),
+        [f32(4096, 128), f32(8, 128), jax.ShapeDtypeStruct((), jnp.int32)],
+    ),
+    "an insertion into zeros": (
+        lambda y, i: jax.lax.dynamic_update_slice(jnp.zeros((4096, 128)), y, (i, 0)),
+        [f32(8, 128), jax.ShapeDtypeStruct((), jnp.int32)],
+    ),
+    "slices in a batch": (
+        jax.vmap(lambda x, i: jax.lax.dynamic_slice(x, (i,), (8,))),
+        [f32(64, 64), jax.ShapeDtypeStruct((64,), jnp.int32)],
+    ),
 }
 
 

@@ -478,7 +478,9 @@ class Prices:
             group.repeated,
             group.sunk,
             group.copied,
+            group.passes_before,
             self.backend.operations.seconds(group),
+            tuple(map(self.backend.operations.turn_seconds, group.equations)),
         )
 
 

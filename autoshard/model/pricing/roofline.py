@@ -10,6 +10,7 @@ import numpy as np
 from autoshard.layout import Layout, local_shape, shards
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.topology import Topology
+from autoshard.model.equations import inserted_operand
 from autoshard.model.groups import Group, Use
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
@@ -18,9 +19,6 @@ from autoshard.program import Equation, Value, dtype_name
 
 _CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
 _READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
-# Touch as much as they insert, which is this operand.
-_WRITES_PART = {"dynamic_update_slice": 1, "scan_stack": 0, "scatter": 2, "scatter-add": 2, "scatter-max": 2,
-                "scatter-min": 2, "scatter-mul": 2, "scatter-sub": 2}  # fmt: skip
 
 
 class GroupWork:
@@ -52,7 +50,7 @@ class GroupWork:
             factors = frozenset(group.factors_of(equation))
             if factors not in split:
                 split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
-            work += flops(equation) / split[factors]
+            work += self._flops(equation) / split[factors]
         if group.equations[0].primitive == "conv_general_dilated":
             work /= self.arrays.backend.convolutions.flops_share
         through = np.maximum(
@@ -60,7 +58,7 @@ class GroupWork:
         )
         moved = np.broadcast_to(through, work.shape)
         dtype = compute_dtype(group.equations)
-        least = np.broadcast_to(self._least(group, wants), work.shape)
+        least = np.broadcast_to(self._least(group, pieces), work.shape)
         each = zip(least.tolist(), work.tolist(), moved.tolist(), strict=True)
         return [least + compute_seconds(done, through, dtype, self.topology) for least, done, through in each]
 
@@ -71,33 +69,33 @@ class GroupWork:
         if is_free or first.primitive in _CROSSINGS:
             return 0.0
         values = {value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.made))}
-        moves_parts = group.repeated or first.primitive in _READS_PART or first.primitive in _WRITES_PART
+        moves_parts = group.repeated or first.primitive in _READS_PART or _inserted(first) is not None
         in_memory = (value for value in values.values() if not (moves_parts or value.on_host or self.kept_share(value)))
         sizes = [
             math.prod(value.shape) * self.arrays.widths.stored(value)
             for value in in_memory
             if value.id not in self.instead
         ]
-        work, dtype = sum(map(flops, group.equations)), compute_dtype(group.equations)
+        work, dtype = sum(map(self._flops, group.equations)), compute_dtype(group.equations)
         shared = compute_seconds(work / devices, sum(sizes) / devices, dtype, self.topology)
         return self.arrays.backend.operations.seconds(group) + shared
 
-    def _least(self, group: Group, wants) -> np.ndarray | float:
-        """Seconds that its operations take however little they do, per strategy."""
+    def _flops(self, equation: Equation) -> float:
+        products = self.arrays.backend.fourier_products
+        return products.flops(equation) if products.passes and equation.primitive == "fft" else flops(equation)
+
+    def _least(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """Seconds that its operations take however little they do, per strategy.
+
+        Args:
+            pieces: factor -> into how many pieces each strategy splits it.
+        """
         operations = self.arrays.backend.operations
         least: np.ndarray | float = operations.seconds(group)
         for equation in group.equations:
             if turn := operations.turn_seconds(equation):
-                least = least + turn * self._updates(equation, group, wants)
+                least = least + turn * _rows_apart(equation, group, pieces)
         return least
-
-    def _updates(self, scatter: Equation, group: Group, wants) -> np.ndarray | float:
-        """How many updates of a scatter a device writes, per strategy; all of them, if they are made inside."""
-        shape, window = scatter.inputs[2].shape, scatter.params["dimension_numbers"].update_window_dims
-        uses = ((use.equation, use.operand) for use in group.uses)
-        wanted = [want for use, want in zip(uses, wants, strict=True) if use == (scatter, 2)]
-        shapes = [local_shape(shape, layout, self.arrays.mesh) for want in wanted[:1] for layout in want] or [shape]
-        return np.array([math.prod(size for dim, size in enumerate(one) if dim not in window) for one in shapes])
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""
@@ -121,15 +119,14 @@ class GroupWork:
                 * padding
                 / (self.arrays.backend.operations.slice_bandwidth_share if first.primitive == "scan_slice" else 1.0)
             )
-        if first.primitive in _WRITES_PART:
-            part = first, _WRITES_PART[first.primitive]
-            pairs = zip(group.uses, wants, strict=True)
+        if (operand := _inserted(first)) is not None:
+            pairs = list(zip(group.uses, wants, strict=True))
             inserted = sum(
                 self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want)
                 for use, want in pairs
-                if (use.equation, use.operand) == part
+                if (use.equation, use.operand) == (first, operand)
             )
-            return 2 * np.where(inserted, inserted, written)
+            return 2 * np.where(inserted, inserted, written) + group.passes_before * written
         return self._read_bytes(zip(group.uses, wants, strict=True)) + written
 
     def _read_bytes(self, uses: Iterable[tuple[Use, Sequence[Layout]]]) -> np.ndarray | float:
@@ -168,6 +165,24 @@ class GroupWork:
     def kept_share(self, value: Value) -> float:
         """The part that `value` has in all that its loop keeps in the chip's own memory; 0 if it is not kept there."""
         return value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
+
+
+def _inserted(equation: Equation) -> int | None:
+    """Which operand an equation writes into a part of its result, and touches no more than that."""
+    return 0 if equation.primitive == "scan_stack" else inserted_operand(equation)
+
+
+def _rows_apart(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
+    """How many rows of a gather or updates of a scatter a device has, per strategy."""
+    if equation.primitive == "gather":
+        rows, window = equation.outputs[0], equation.params["dimension_numbers"].offset_dims
+        dims = group.results[equation.index][0]
+    else:
+        rows, window = equation.inputs[2], equation.params["dimension_numbers"].update_window_dims
+        dims = group.operands[equation.index][2]
+    apart = [dim for dim in range(len(rows.shape)) if dim not in window]
+    split = math.prod((pieces[factor] for dim in apart for factor in dims[dim]), start=np.ones(1))
+    return math.prod(rows.shape[dim] for dim in apart) / split
 
 
 def compute_dtype(equations: Sequence[Equation]) -> str:

@@ -22,7 +22,7 @@ from autoshard.model.xla.gathers import Gathers
 from autoshard.model.xla.loop_memory import LoopMemory
 from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
-from autoshard.model.xla.products import VectorProducts
+from autoshard.model.xla.products import FourierProducts, VectorProducts
 from autoshard.model.xla.recopies import Recopies
 from autoshard.model.xla.rounding import Rounding
 from autoshard.model.xla.scatters import Scatters
@@ -47,6 +47,7 @@ class Backend:
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     combining: Combining = field(default_factory=Combining)
     convolutions: Convolutions = field(default_factory=Convolutions)
+    fourier_products: FourierProducts = field(default_factory=FourierProducts)
     fusion: Fusion = field(default_factory=Fusion)
     gathers: Gathers = field(default_factory=Gathers)
     loop_memory: LoopMemory = field(default_factory=LoopMemory)
@@ -114,6 +115,7 @@ V5E = Backend(
     tile=(8, 128),
     on_chip_bytes=48 * 2**20,  # of 128 MiB; a grouped convolution of 51 MB leaves none outside, softmaxes of 64 MiB do
     combining=Combining(below_bytes=2**26),
+    fourier_products=FourierProducts(passes=6),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
     gathers=Gathers(several_dims_at_once=True, summed_up_to_bytes=2**24),
     loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
@@ -133,6 +135,7 @@ V5P = replace(
     V5E,
     chip="v5p",
     measured_on="v5p",
+    fourier_products=FourierProducts(passes=11),  # by libtpu's cycles, of 256 points
     on_chip_bytes=24 * 2**20,  # of 64 MiB
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.

@@ -3,8 +3,9 @@
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
 product to bring an argument in from memory, and to bring a result out. Work comes on top. A product of what lies in the
 chip's own memory starts at once. What works on numbers alone runs beside the rest. A device that cuts its part out of
-what it has whole runs an operation of its own for that. A slice of a loop is copied at part of the memory's bandwidth,
-and a loop whose slices come over from other slices of TPUs clears what it stacks.
+what it has whole runs an operation of its own for that. What something is inserted into is copied or filled before, if
+it cannot be written over. A slice of a loop is copied at part of the memory's bandwidth, and a loop whose slices come
+over from other slices of TPUs clears what it stacks.
 
 Source: the cycles that libtpu notes on compiled v5e and v5p programs. `tests/mesh/test_targets.py` compiles operations
 of every kind, and a slice, and reads their cycles.
@@ -31,7 +32,7 @@ class Operations:
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        inside = self.least_seconds * sum(map(_more, group.equations))
+        inside = self.least_seconds * (sum(map(_more, group.equations)) + (group.passes_before > 0))
         if group.repeated or group.stacks or group.ends_product or group.is_idle:
             return inside
         if group.contracts:
@@ -41,19 +42,28 @@ class Operations:
         return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
 
     def turn_seconds(self, equation: Equation) -> float:
-        """What one update takes of a scatter that is run as a loop over its updates; 0 of any other operation.
+        """What one row takes of a gather, or one update of a scatter, that is run as a loop; 0 of any other operation.
 
-        XLA for TPU does so where an update is a part of a row: that of a `dynamic_update_slice` in a batch. A few
-        updates it writes one after the other.
+        XLA for TPU does so where rows are parts of rows: those of a `dynamic_slice` or a `dynamic_update_slice` in a
+        batch. A few it picks or writes one after the other.
         """
-        if not equation.primitive.startswith("scatter") or math.prod(equation.inputs[1].shape[:-1]) < _FEW:
-            return 0.0
-        numbers = equation.params["dimension_numbers"]
-        operand, updates = equation.inputs[0].shape, equation.inputs[2].shape
-        apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        rows = [size for dim, size in enumerate(operand) if dim not in apart]
-        parts = [updates[dim] for dim in numbers.update_window_dims]
-        return self.least_seconds * _OF_A_TURN if any(map(operator.lt, parts, rows)) else 0.0
+        return self.least_seconds * _OF_A_TURN[equation.primitive[:7]] if is_loop_over_rows(equation) else 0.0
+
+
+def is_loop_over_rows(equation: Equation) -> bool:
+    """Whether XLA for TPU runs a gather or a scatter as a loop over its rows: many of them, and each part of a row."""
+    name, shapes = equation.primitive[:7], [value.shape for value in equation.inputs]
+    if name not in _OF_A_TURN or math.prod(shapes[1][:-1]) < _FEW:
+        return False
+    numbers = equation.params["dimension_numbers"]
+    apart = {*numbers.operand_batching_dims}
+    apart |= {*(numbers.collapsed_slice_dims if name == "gather" else numbers.inserted_window_dims)}
+    rows = [size for dim, size in enumerate(shapes[0]) if dim not in apart]
+    if name == "gather":
+        sizes = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in apart]
+        return any(_FEWEST <= part < row for part, row in zip(sizes, rows, strict=True))
+    parts = [shapes[2][dim] for dim in numbers.update_window_dims]
+    return any(map(operator.lt, parts, rows))
 
 
 def _more(equation: Equation) -> int:
@@ -69,7 +79,6 @@ _MORE = {
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_window_sum"), 1),
     **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta"), 400),
     "conv_general_dilated": 2,
-    "fft": 2,
     "gather": 2,
     "nextafter": 2,
     "ormqr": 40,
@@ -82,8 +91,9 @@ _MORE = {
     "symmetric_product": 1,
     "tridiagonal_solve": 20,
 }
+_FEWEST = 8  # elements in a part of a row; XLA for TPU picks smaller parts as single elements
 _FEW = 16  # rows that are picked, or updates of a scatter
-_OF_A_TURN = 4  # operations, of the loop of a scatter
+_OF_A_TURN = {"gather": 3, "scatter": 4}  # operations, of a loop over rows
 
 
 def stacked_beside(program: Program) -> dict[int, int]:

@@ -7,11 +7,16 @@ all orders by hand.
 XLA for TPU multiplies a matrix and a vector elementwise, and sums that up. Its matrix unit has no part in that, so the
 matrix is read as it is, neither rounded nor kept in the chip. A batch of such products goes to the matrix unit. Source:
 the cycles that libtpu notes on such products. `tests/mesh/test_targets.py` compiles some.
+
+XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied by the matrix of its transform, in three
+products of real numbers, each in several passes of bfloat16. A long dim is transformed as two whose sizes multiply to its
+own. Source: the cycles that libtpu notes on transforms of 64 to 2,048 points, which the same test compiles.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +24,7 @@ import numpy as np
 
 from autoshard.model.equations import is_kernel_gradient, is_matrix_product
 from autoshard.model.groups import FactorDims, Group, Use
+from autoshard.program import Equation
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,36 @@ class VectorProducts:
         )
         read = math.prod(sizes.values(), start=np.ones(1)) * first.inputs[0].dtype.itemsize
         return np.where(((rows <= 1) | (columns <= 1)) & (batch <= 1), read / share, 0.0)
+
+
+@dataclass(frozen=True)
+class FourierProducts:
+    """What Fourier transforms are made of, where these are matrix products."""
+
+    passes: int = 0  # of the matrix unit, for one product of float32 numbers; 0: they are no matrix products
+    longest: int = 256  # points that one matrix transforms
+
+    def flops(self, equation: Equation) -> float:
+        """FLOPs of a transform at the rate of the matrix unit.
+
+        Args:
+            equation: an `fft`.
+        """
+        lengths = equation.params["fft_lengths"]
+        read, made = (math.prod(value.shape) for value in (equation.inputs[0], equation.outputs[0]))
+        halved = min(read, made)  # of real numbers all but the last dim are transformed with half of the last one
+        elements = [halved] * (len(lengths) - 1) + [max(read, made)]
+        return 2.0 * _REAL_PRODUCTS * self.passes * sum(map(operator.mul, elements, map(self._rows, lengths)))
+
+    def _rows(self, points: int) -> int:
+        """How many numbers one number of a transform of so many points is a sum of, over all its products."""
+        if points <= self.longest:
+            return points
+        part = max(size for size in range(1, math.isqrt(points) + 1) if points % size == 0)
+        return points if part == 1 else self._rows(part) + self._rows(points // part)
+
+
+_REAL_PRODUCTS = 3  # for one product of complex numbers
 
 
 def _factors(dims: FactorDims) -> set[int]:

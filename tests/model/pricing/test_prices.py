@@ -75,9 +75,21 @@ COMPUTE = {  # function, arguments, axes of factors (of the last group), nanosec
     "a result that repeats an array": (lambda x: jnp.repeat(x[None], 3, 0), [f32(64, 4)], {}, 4 * 4 * 256),
     "a slice": (read, [f32(1000, 64), INDEX], {}, 4 * 2 * 640),
     "rows of a table": (lambda x, i: x[i], [f32(1000, 64), INDICES], {}, 4 * 2 * 640),
-    "a write at a computed place": (write, [f32(1000, 64), f32(10, 64), INDEX], {}, 4 * 2 * 640),
-    "rows added": (lambda x, n, i: x.at[i].add(n), [f32(1000, 64), f32(10, 64), INDICES], {}, 4 * 2 * 640),
-    "rows compared": (lambda x, n, i: x.at[i].max(n), [f32(1000, 64), f32(10, 64), INDICES], {}, 4 * 2 * 640),
+    "a write over what is computed": (
+        lambda x, *args: write(jnp.sin(x), *args), [f32(1000, 64), f32(10, 64), INDEX], {}, 4 * 2 * 640
+    ),
+    "a write over an argument that stays": (
+        write, [f32(1000, 64), f32(10, 64), INDEX], {}, 4 * (2 * 640 + 2 * 64000)
+    ),
+    "a write over zeros": (
+        lambda *args: write(jnp.zeros((1000, 64)), *args), [f32(10, 64), INDEX], {}, 4 * (2 * 640 + 64000)
+    ),
+    "rows added": (
+        lambda x, n, i: jnp.sin(x).at[i].add(n), [f32(1000, 64), f32(10, 64), INDICES], {}, 4 * 2 * 640
+    ),
+    "rows compared": (
+        lambda x, n, i: jnp.sin(x).at[i].max(n), [f32(1000, 64), f32(10, 64), INDICES], {}, 4 * 2 * 640
+    ),
 }  # fmt: skip
 
 
