@@ -303,7 +303,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         # Processes plan the same variants, whatever their clocks say.
         until = time.monotonic() + self._options.time_limit if self._group is None else math.inf
         wishes, options = self._wishes(until), self._options
-        if self._given is not None or wishes.is_one:
+        if self._given is not None or wishes.is_one(traced):
             return fastest(
                 traced, wishes, lambda program, enough: self._planned_anew(program, options, enough), self._given
             )
@@ -325,6 +325,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             recomputes=options.remat is not None,
             memory=options.memory * options.backend.usable,
             until=until,
+            stacks=not options.tactics,
         )
 
     def _planned_anew(
