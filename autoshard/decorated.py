@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -29,7 +30,7 @@ from autoshard.arrays.arguments import (
     whole_type,
     without_type,
 )
-from autoshard.errors import ArgumentError, MeshError
+from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
 from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
@@ -247,6 +248,16 @@ class ShardedFunction(Generic[Parameters, Result]):
         traced = self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
         return traced.program(Variant(self._options.microbatches or 1))
 
+    def program_to_plan(self, *args: Any, **kwargs: Any) -> Program:
+        """What `trace` gives, or the form of it in stacks of matrices that is planned if that is faster."""
+        static, dynamic = self._static.split(args, kwargs)
+        traced = self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
+        as_written = Variant(self._options.microbatches or 1)
+        if self._wishes(math.inf).sizes(traced, as_written):
+            with contextlib.suppress(MemoryLimitError):  # under another limit it may fit
+                return self._planned(args, kwargs).program
+        return traced.program(as_written)
+
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PlannedStep:
         static, dynamic = self._static.split(args, kwargs)
         return self._prepare(static, dynamic, flattened(dynamic))
@@ -303,7 +314,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         # Processes plan the same variants, whatever their clocks say.
         until = time.monotonic() + self._options.time_limit if self._group is None else math.inf
         wishes, options = self._wishes(until), self._options
-        if self._given is not None or wishes.is_one:
+        if self._given is not None or wishes.is_one(traced):
             return fastest(
                 traced, wishes, lambda program, enough: self._planned_anew(program, options, enough), self._given
             )
@@ -325,6 +336,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             recomputes=options.remat is not None,
             memory=options.memory * options.backend.usable,
             until=until,
+            stacks=not options.tactics,
         )
 
     def _planned_anew(

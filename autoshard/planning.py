@@ -448,7 +448,7 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     """What a plan says beside its figures."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    again = (program.recomputed,) if program.recomputed else ()
+    again = tuple(filter(None, (program.recomputed, program.stacked)))
     said = (
         *formulation.restrictions,
         *split,

@@ -35,7 +35,7 @@ ROOMS = {
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
-    "remat": ["autoshard.remat"],
+    "remat": ["autoshard.remat", "autoshard.batching"],
     "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
     "pipeline": ["autoshard.pipeline", "autoshard.stage_search"],

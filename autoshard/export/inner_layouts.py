@@ -80,6 +80,8 @@ def why_none(program: Program) -> str:
         return "the step closes over large arrays; pass them as arguments"
     if program.microbatches > 1:
         return "the step runs in microbatches"
+    if program.stacked:
+        return "the step computes stacks of matrices where it was written matrix by matrix"
     if program.types is not None:
         return "the step is a program of explicit mode"
     if program.changes is not None:

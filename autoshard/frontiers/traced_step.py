@@ -66,7 +66,7 @@ class TracedStep:
             )
         known = {name: value for name, value in given.items() if name in _OPTIONS}
         options = options_of(mesh, topology=topology, **known)
-        program = ShardedFunction(fn, options=options, jit_keywords=keywords).trace(*args, **kwargs)
+        program = ShardedFunction(fn, options=options, jit_keywords=keywords).program_to_plan(*args, **kwargs)
         return cls(program, options, compile_keywords(keywords))
 
     @cached_property

@@ -133,6 +133,7 @@ class Program:
     inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
     microbatches: int = 1  # how many the step runs in, one after the other
     recomputed: str = ""  # what autoshard keeps for the backward pass and what it computes again, in words
+    stacked: str = ""  # what autoshard computes of stacks of arrays instead of array by array, in words
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)

@@ -123,7 +123,7 @@ class _Step:
         keywords = {key: value for key, value in given.items() if key not in _OPTIONS} | dict(*more)
         check_jit_keywords(keywords)
         options = options_of(mesh, **{key: value for key, value in given.items() if key in _OPTIONS})
-        program = ShardedFunction(fn, options=options, jit_keywords=keywords).trace(*args)
+        program = ShardedFunction(fn, options=options, jit_keywords=keywords).program_to_plan(*args)
         options = replace(options, fixed=fitting(program, options.fixed))
         return cls(name, program, options, compile_keywords(keywords))
 

@@ -42,11 +42,16 @@ class Wishes:
     recomputes: bool  # whether autoshard chooses what is computed again
     memory: float  # bytes per device that a plan may be predicted to fill
     until: float  # when no more variants are planned, as `time.monotonic` has it
+    stacks: bool = True  # whether what is computed of each matrix by itself may be computed of stacks of them
 
-    @property
-    def is_one(self) -> bool:
+    def is_one(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""
-        return self.microbatches == 1 and not self.recomputes
+        return self.microbatches == 1 and not self.recomputes and not self.sizes(variants, Variant())
+
+    def sizes(self, variants: StepVariants, variant: Variant) -> tuple[int, ...]:
+        """The sizes of stacks to choose from."""
+        found = variants.batched(variant) if self.stacks else None
+        return () if found is None else found.multiples(self.mesh)
 
 
 def fastest(
@@ -85,8 +90,10 @@ def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
         for variant in _grouped(variants, wishes.mesh, count):
             levels = range(len(variants.recomputation(variant).levels)) if wishes.recomputes else ()
             for one in (variant, *(replace(variant, level=level) for level in levels)):
-                if variants.program(one).fingerprint == given.fingerprint:
-                    return variants.program(one)
+                sizes = wishes.sizes(variants, one)
+                for other in (one, *(replace(one, stacked=size) for size in sizes)):
+                    if variants.program(other).fingerprint == given.fingerprint:
+                        return variants.program(other)
     return first if wishes.microbatches else variants.program(Variant())
 
 
@@ -116,6 +123,7 @@ class _Search(Generic[Planned]):
     def __init__(self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned]):
         self.variants, self.wishes, self.planned = variants, wishes, planned
         self.best: Planned | None = None
+        self.best_variant = Variant(wishes.microbatches or 1)  # or the last that was planned, while nothing fits
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
         self.slow: list[SlowMesh] = []  # what is proven of variants that nobody would want
@@ -134,6 +142,7 @@ class _Search(Generic[Planned]):
                 break
             if self.best is not None and not self.may_gain(before):
                 break
+        self.plan_stacked()
         if self.best is None:
             raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
         bound = min(self.bounds)
@@ -186,6 +195,8 @@ class _Search(Generic[Planned]):
 
     def plan(self, variant: Variant) -> float | None:
         """The seconds of a variant's plan, or those that it is proven to take; None if it does not fit."""
+        if self.best is None:
+            self.best_variant = variant
         try:
             enough = math.inf if self.best is None else self.best.plan.cost
             found = self.planned(self.variants.program(variant), enough)
@@ -198,5 +209,14 @@ class _Search(Generic[Planned]):
             return slow.bound
         self.bounds.append(found.plan.bound)
         if self.best is None or found.plan.cost < self.best.plan.cost:
-            self.best = found
+            self.best, self.best_variant = found, variant
         return found.plan.cost
+
+    def plan_stacked(self) -> None:
+        """Plans the best variant with what it computes of each matrix by itself computed of stacks of matrices."""
+        variant = self.best_variant
+        for size in self.wishes.sizes(self.variants, variant):
+            if self.best is not None and time.monotonic() > self.wishes.until:
+                self.bounds.append(0.0)
+                break
+            self.plan(replace(variant, stacked=size))

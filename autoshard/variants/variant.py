@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from autoshard.batching.rewriting import BatchedFunctions
 from autoshard.jaxprs import ClosedJaxpr
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import in_microbatches
@@ -26,6 +27,7 @@ class Variant:
     microbatches: int = 1  # parts of the batch, one after the other
     groups: int = 1  # of rows, side by side in every microbatch, and summed up after the last
     level: int | None = None  # of recomputation; None: as the user wrote it
+    stacked: int | None = None  # functions of one array in stacks of a multiple of so many; None: as the user wrote it
 
 
 class StepVariants:
@@ -54,6 +56,7 @@ class StepVariants:
         self._jaxprs: dict[Variant, ClosedJaxpr] = {}
         self._recomputations: dict[Variant, Recomputation] = {}
         self._programs: dict[Variant, Program] = {}
+        self._batched: dict[Variant, BatchedFunctions | None] = {}
 
     @property
     def closes_over_tracers(self) -> bool:
@@ -73,16 +76,33 @@ class StepVariants:
         """
         if variant not in self._programs:
             with jax.sharding.use_abstract_mesh(self.mesh):
-                if variant.level is None:
-                    closed = self._jaxpr(variant)
-                    remark = self.recomputation(variant).why_none if self._recomputes else ""
-                else:
-                    found = self.recomputation(variant)
-                    level = found.levels[variant.level]
-                    closed, remark = found.rewritten(level), found.remark(level)
-                read = replace(self._traced.read(closed), microbatches=variant.microbatches, recomputed=remark)
+                closed, remark = self._rewritten(variant)
+                stacked = ""
+                if variant.stacked is not None:
+                    found = self.batched(variant)
+                    assert found is not None, "`stacks` has named a size"
+                    closed, stacked = found.rewritten(variant.stacked), found.remark(variant.stacked)
+                read = replace(
+                    self._traced.read(closed), microbatches=variant.microbatches, recomputed=remark, stacked=stacked
+                )
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]
+
+    def batched(self, variant: Variant) -> BatchedFunctions | None:
+        """What a variant computes of several arrays of one shape, each by itself; None if it does not."""
+        alone = replace(variant, stacked=None)
+        if alone not in self._batched:
+            with jax.sharding.use_abstract_mesh(self.mesh):
+                self._batched[alone] = BatchedFunctions.of(self._rewritten(alone)[0])
+        return self._batched[alone]
+
+    def _rewritten(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
+        """The jaxpr in so many microbatches and at a level of recomputation, and what is said of the latter."""
+        if variant.level is None:
+            return self._jaxpr(variant), self.recomputation(variant).why_none if self._recomputes else ""
+        found = self.recomputation(variant)
+        level = found.levels[variant.level]
+        return found.rewritten(level), found.remark(level)
 
     def recomputation(self, variant: Variant) -> Recomputation:
         """What of a variant can be computed again instead of kept, whatever its level.
@@ -90,7 +110,7 @@ class StepVariants:
         Raises:
             MicrobatchError: the batch cannot be split so.
         """
-        as_written = replace(variant, level=None)
+        as_written = replace(variant, level=None, stacked=None)
         if as_written not in self._recomputations:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 self._recomputations[as_written] = Recomputation.of(self._jaxpr(as_written), self._topology)
