@@ -31,6 +31,7 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
+from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
 from autoshard.stages.requests import PipelineRequest, check_combination
 from autoshard.tactics import TacticLike
@@ -235,6 +236,8 @@ def autoshard(
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
+        if isinstance(given, PipelinePlan):
+            return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=given.request, given=given)
         if request is not None:
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if is_automatic:

@@ -81,7 +81,7 @@ def cut(step: CuttableStep, boundaries: Sequence[Origin], *, weight_programs: bo
         again = MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found)
         roles = Roles(again)
         stages = {i: stages[i] for i in roles.loop if i in stages}
-    return _Cut(step, whole, roles, stages, len(boundaries) + 1, weight_programs).programs()
+    return _Cut(step, whole, roles, stages, boundaries, weight_programs).programs()
 
 
 def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
@@ -113,10 +113,17 @@ class _Cut:
     """One cut of a step."""
 
     def __init__(
-        self, step: CuttableStep, whole: Any, roles: Roles, stages: Mapping[int, int], count: int, has_weights: bool
+        self,
+        step: CuttableStep,
+        whole: Any,
+        roles: Roles,
+        stages: Mapping[int, int],
+        boundaries: Sequence[Origin],
+        has_weights: bool,
     ):
         self.source, self.apart, self.roles, self.step = step, whole, roles, roles.step
-        self.stages, self.count, self.has_weights = stages, count, has_weights
+        self.stages, self.boundaries, self.has_weights = stages, tuple(boundaries), has_weights
+        self.count = len(boundaries) + 1
         self.jaxpr = whole.closed.jaxpr
         self.pieces = tuple(whole.slices)
         self.names = Names.of(self.jaxpr, self.pieces, self.step.equations)
@@ -226,6 +233,7 @@ class _Cut:
             {self.key(var): self.key(result) for var, result in self.carried_pairs()},
             {self.names.key("sum", var): self.step.op(var) for var in self.step.needs.sums},
             frozenset(self.step.split.dims),
+            self.boundaries,
         )
         made.check()
         return made

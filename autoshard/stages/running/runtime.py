@@ -28,7 +28,7 @@ from autoshard.pipeline.orders import Schedule, Task
 from autoshard.planning import lowered
 from autoshard.stages.planning import compiled
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.views import joined, part_of
+from autoshard.stages.running.views import joined, part_of
 from autoshard.user_plan import Plan
 
 _COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
