@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn, Self
 
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.compiled.verification import Verification, compiled, verification
 from autoshard.errors import MeshError, PlanError
@@ -37,6 +37,7 @@ from autoshard.stage_planning.report import stages_section, timeline_html
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import LOOP, Key
 from autoshard.stages.requests import PipelineRequest
+from autoshard.stages.running.transfers import line_of
 from autoshard.stages.saved import MeshPart, SavedPipeline
 from autoshard.user_plan import Plan
 
@@ -74,8 +75,17 @@ class PipelinePlan(Plan):
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
-        """One sharding per flat result, likewise."""
-        return tuple(map(self._sharding_of_parts, self.results, self.result_parts))
+        """One sharding per flat result, likewise. Between processes a number that no next step takes lies on all."""
+        places = dict.fromkeys(place for part in self._parts for place in part.devices)
+        devices = devices_at(self.mesh, tuple(places)) if isinstance(self.mesh, Mesh) else ()
+        is_shared = len({device.process_index for device in devices}) > 1
+        taken = set(self.carried.values())
+        return tuple(
+            NamedSharding(line_of(devices), PartitionSpec())
+            if is_shared and not one.shape and number not in taken and parts
+            else self._sharding_of_parts(one, parts)
+            for number, (one, parts) in enumerate(zip(self.results, self.result_parts, strict=True))
+        )
 
     @property
     def _held(self) -> PlannedPipeline:

@@ -15,6 +15,7 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import MemoryLimitError, MicrobatchError, StageError
 from autoshard.options import Options
 from autoshard.planning import lowered
+from autoshard.processes.agreement import Claims, check_alike, plan_of_all
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
@@ -27,6 +28,7 @@ from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
+from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -49,6 +51,7 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         """
         super().__init__(fn, options=options, jit_keywords=jit_keywords, request=request)
         self._given_stages = given
+        self._offers: dict[int, tuple[Claims, Plan]] = {}  # by the ids of pipelines: what processes agree on
 
     def _plan_of(self, traced: StepVariants, program: Program, asked: str, make: Callable[[], Plan]) -> Plan:
         """The plan of a step, which may have stages.
@@ -61,8 +64,28 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         def bound(plan: Plan) -> Plan:
             return self._bound(plan, traced, program) if isinstance(plan, PipelinePlan) else plan
 
+        group, options = self._group, self._options
+        if group is None:
+            given = self._given_stages
+            return bound(given) if given is not None else self._kept(program, asked, make, bound)
+        claims = Claims.of(program, rules_for(program), options, self._jit_keywords, self._given_stages)
+        key = hashlib.sha256(f"{claims.key} {asked}".encode()).hexdigest()
+        claims = replace(claims, key=key, said={**claims.said, "pipeline": asked})
         if self._given_stages is not None:
-            return bound(self._given_stages)
+            made = bound(self._given_stages)
+        else:
+            made = plan_of_all(
+                group,
+                claims,
+                lambda: self._kept(program, asked, make, bound),
+                lambda text: bound(Plan.loads(text, options.mesh)),
+            )
+        if isinstance(made, PipelinePlan):
+            self._offers[id(made.pipeline)] = claims, made
+        return made
+
+    def _kept(self, program: Program, asked: str, make: Callable[[], Plan], bound: Callable[[Plan], Plan]) -> Plan:
+        """The plan in the cache folder, or one that is made and kept there."""
         folder = self._options.cache
         if folder is None:
             return make()
@@ -74,6 +97,14 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         made = make()
         keep(Path(folder), key, made)
         return made
+
+    def _runtime(self, planned: PlannedPipeline) -> PipelineRuntime:
+        if self._group is None or id(planned) in self._runtimes:
+            return super()._runtime(planned)
+        with self._group.joined(runs=True):
+            check_alike(self._group, *self._offers[id(planned)])
+            self._group.round += 1
+            return super()._runtime(planned)
 
     def _bound(self, plan: PipelinePlan, traced: StepVariants, program: Program) -> PipelinePlan:
         """A plan that was read, with the programs of the step.

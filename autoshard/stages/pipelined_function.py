@@ -40,8 +40,6 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             )
         # What a step says of layouts is said of the whole mesh, which no stage has.
         super().__init__(fn, options=replace(options, ignore_constraints=True), jit_keywords=jit_keywords)
-        if self._group is not None:
-            raise MeshError("pipeline= runs in one process, and the mesh has devices of several")
         self._request = request
         self._pipelines: dict[Any, PlannedPipeline] = {}
         self._contexts: dict[int, Any] = {}  # of tracing
@@ -53,7 +51,10 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in flat.arrays):
             inner: Result = self._fn(*args, **kwargs)
             return inner
-        planned = self._pipeline(static, dynamic, flat)
+        # Threads that call the step first plan it once; processes that share its mesh know of each other.
+        with self._lock if self._group is None else self._group.joined(runs=True):
+            planned = self._pipeline(static, dynamic, flat)
+            runtime = self._runtime(planned)
         program = planned.program
         for i, leaf in enumerate(flat.arrays):
             if is_deleted(leaf):
@@ -61,7 +62,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
                     f"{program.arguments[i].name} has been deleted, most likely since it was donated to an earlier "
                     "call.\nGo on with what that call returned, or do not donate it."
                 )
-        results = self._runtime(planned)(flat.arrays, program.donated)
+        results = runtime(flat.arrays, program.donated)
         if flat.modules is None:
             made: Result = program.out_tree.unflattened(results)
             return made
@@ -92,7 +93,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             )
         with self._lock:
             if id(planned) not in self._runtimes:
-                made = PipelineRuntime(planned.programs, planned.plans, planned.schedule, planned.meshes)
+                made = PipelineRuntime(planned.programs, planned.plans, planned.schedule, planned.meshes, self._group)
                 self._runtimes[id(planned)] = made
             return self._runtimes[id(planned)]
 
