@@ -20,6 +20,7 @@ from autoshard.meshes.mesh_function import MeshChoosingFunction
 from autoshard.meshes.places import Place, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
+from autoshard.one_jit.function import OneJitFunction
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.padded_function import PaddedFunction
 from autoshard.planning import checked_rules, lowered, remarks
@@ -238,6 +239,8 @@ def autoshard(
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         if isinstance(given, PipelinePlan):
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=given.request, given=given)
+        if request is not None and request.backend == "one_jit":
+            return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if request is not None:
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if is_automatic:
