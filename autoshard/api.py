@@ -20,6 +20,7 @@ from autoshard.meshes.mesh_function import MeshChoosingFunction
 from autoshard.meshes.places import Place, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
+from autoshard.one_jit.function import OneJitFunction
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.padded_function import PaddedFunction
 from autoshard.planning import checked_rules, lowered, remarks
@@ -31,6 +32,7 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
+from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
 from autoshard.stages.requests import PipelineRequest, check_combination
 from autoshard.tactics import TacticLike
@@ -235,6 +237,10 @@ def autoshard(
     options = replace(options, like=_plan_on(like, options.mesh))
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
+        if isinstance(given, PipelinePlan):
+            return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=given.request, given=given)
+        if request is not None and request.backend == "one_jit":
+            return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if request is not None:
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if is_automatic:

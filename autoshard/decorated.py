@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class _PlannedStep:
+class PlannedStep:
     """One signature of the step, planned and handed to `jax.jit`."""
 
     plan: Plan
@@ -112,7 +112,7 @@ class _Call(NamedTuple):
     """What a call was made with, and ran."""
 
     signature: tuple[Any, ...]  # types of static arguments, static arguments, structure of the other arguments
-    compiled: _PlannedStep
+    compiled: PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
 
@@ -168,7 +168,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
         self._group = None if options.is_alone else Group.of(options.mesh)
         self._lock = _Lock()
-        self._compiled: dict[tuple[Any, ...], _PlannedStep] = {}
+        self._compiled: dict[tuple[Any, ...], PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
         # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
         self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -258,13 +258,13 @@ class ShardedFunction(Generic[Parameters, Result]):
                 return self._planned(args, kwargs).program
         return traced.program(as_written)
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PlannedStep:
+    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedStep:
         static, dynamic = self._static.split(args, kwargs)
         return self._prepare(static, dynamic, flattened(dynamic))
 
     def _prepare(
         self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall, *, runs: bool = False
-    ) -> _PlannedStep:
+    ) -> PlannedStep:
         """The step for arguments like these.
 
         Args:
@@ -275,7 +275,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         with self._lock if self._group is None else self._group.joined(runs=runs):
             return self._prepared(static, dynamic, flat, runs)
 
-    def _prepared(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall, runs: bool) -> _PlannedStep:
+    def _prepared(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall, runs: bool) -> PlannedStep:
         types = self._types(flat.arrays, static, dynamic)
         key = static, _kinds(static), flat.structure, id(context())
         try:
@@ -298,7 +298,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             compiled = self._checked(compiled)
         return compiled
 
-    def _checked(self, compiled: _PlannedStep) -> _PlannedStep:
+    def _checked(self, compiled: PlannedStep) -> PlannedStep:
         before = None if self._given else self._planned_before
         plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group)
         if self._group is not None:
@@ -309,7 +309,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             self._compiled[key] = made
         return made
 
-    def _fastest(self, traced: StepVariants) -> _PlannedStep:
+    def _fastest(self, traced: StepVariants) -> PlannedStep:
         """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""
         # Processes plan the same variants, whatever their clocks say.
         until = time.monotonic() + self._options.time_limit if self._group is None else math.inf
@@ -341,7 +341,7 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     def _planned_anew(
         self, program: Program, options: Options, enough: float = math.inf, before: PlansByProgram | None = None
-    ) -> _PlannedStep:
+    ) -> PlannedStep:
         """A program planned.
 
         Args:
@@ -361,7 +361,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if (last := next(reversed(self._compiled.values()), None)) is not None:
             plan = replace(plan, remark=signature_remark(plan, last.plan))
         _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
-        return _PlannedStep(plan, program, context(), planner)
+        return PlannedStep(plan, program, context(), planner)
 
     def _enough(self, seconds: float) -> Callable[[], float] | None:
         """Seconds per step above which no plan is sought: so many, or as the options say.

@@ -432,3 +432,8 @@ def key_bytes(aval: Any) -> int | None:
         return None
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return words.size * words.dtype.itemsize
+
+
+def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """The function of its arguments that a jaxpr is."""
+    return lambda *operands: list(core.jaxpr_as_fun(closed)(*operands))

@@ -229,10 +229,26 @@ class Plan(PlanData):
             where: what messages call the text.
         """
         try:
-            content = from_json(from_text(text), mesh, where=printable(where))
+            content = from_text(text)
+            kind = next((one for one in Plan.__subclasses__() if one.reads(content)), Plan)
+            return kind.of_content(content, mesh, printable(where))
         except (ValueError, RecursionError) as error:
             raise PlanError(_unreadable(where, error)) from error
-        return cls.of(content.plan, Comparison(found=content.alternatives))
+
+    @classmethod
+    def reads(cls, content: Any) -> bool:
+        """Whether what a file says is a plan of this kind; the kinds that have stages tell."""
+        return cls is Plan
+
+    @classmethod
+    def of_content(cls, content: Any, mesh: Mesh | AbstractMesh, where: str) -> Plan:
+        """The plan that a file says.
+
+        Raises:
+            ValueError: it is not what `dumps` writes; the message says where.
+        """
+        found = from_json(content, mesh, where=where)
+        return cls.of(found.plan, Comparison(found=found.alternatives))
 
     def assert_same(self, path: str | Path) -> None:
         """Checks this plan against a golden one: a file that `save` wrote, and that is committed beside the code.

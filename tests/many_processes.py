@@ -27,6 +27,8 @@ jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{PORT}", COUNT, HERE)
 
+import stages_in_processes  # noqa: E402
+
 import autoshard  # noqa: E402
 from autoshard import planning  # noqa: E402
 from autoshard.processes import group  # noqa: E402
@@ -284,6 +286,27 @@ def the_first_dies():
         time.sleep(0.5)
         os._exit(0)
     return trained(fn, mesh)
+
+
+def stages_of_their_own():
+    before = SEARCHES[0]
+    return *stages_in_processes.stages_of_their_own(HERE, COUNT), SEARCHES[0] - before
+
+
+def stages_of_neighbours():
+    return stages_in_processes.stages_of_neighbours(COUNT)
+
+
+def stacks_are_copied():
+    return stages_in_processes.stacks_are_copied(COUNT)
+
+
+def two_ways():
+    return stages_in_processes.two_ways(COUNT)
+
+
+def a_shared_stage_fails():
+    return stages_in_processes.a_shared_stage_fails(HERE, COUNT)
 
 
 def outcome(situation):

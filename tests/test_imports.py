@@ -42,7 +42,13 @@ ROOMS = {
     "api": [
         *("autoshard.options", "autoshard.cache", "autoshard.processes"),
         *("autoshard.refine", "autoshard.planning", "autoshard.replanning", "autoshard.variants"),
-        *("autoshard.decorated", "autoshard.stages", "autoshard.stage_planning", "autoshard.meshes"),
+        *(
+            "autoshard.decorated",
+            "autoshard.stages",
+            "autoshard.stage_planning",
+            "autoshard.one_jit",
+            "autoshard.meshes",
+        ),
         *("autoshard.api", "autoshard.together", "autoshard.frontiers", "autoshard.padding", "autoshard.__init__"),
     ],
 }

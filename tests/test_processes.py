@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stages_in_processes
 from oracles import mesh_of, slow_chips
 
 import autoshard
@@ -37,6 +38,7 @@ WORK = [
     "plans_together",
     "two_of_them",
     "documented",
+    "stages_of_their_own",
     "tries_again",
     "works_after_errors",
 ]
@@ -66,7 +68,7 @@ LAST = ["the_last_never_comes", "the_last_dies"]  # after which there is no goin
 ORDER = [*WORK[:-1], *(name for name in FAIL if name not in LAST), WORK[-1], *LAST]
 
 
-def launched(count: int, folder: Path) -> dict[str, list[dict]]:
+def launched(count: int, folder: Path, order: list[str] = ORDER) -> dict[str, list[dict]]:
     """What came of each situation on each process."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -74,7 +76,7 @@ def launched(count: int, folder: Path) -> dict[str, list[dict]]:
     env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     running = []
     for index in range(count):
-        command = [sys.executable, str(HERE / "many_processes.py"), str(index), str(count), port, str(folder), *ORDER]
+        command = [sys.executable, str(HERE / "many_processes.py"), str(index), str(count), port, str(folder), *order]
         with (folder / f"output.{index}").open("w") as output:
             running.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
     try:
@@ -89,7 +91,7 @@ def launched(count: int, folder: Path) -> dict[str, list[dict]]:
         path = folder / f"{name}.{index}"
         return json.loads(path.read_text()) if path.exists() else {"missing": True}
 
-    return {name: [outcome(name, index) for index in range(count)] for name in {*ORDER}}
+    return {name: [outcome(name, index) for index in range(count)] for name in {*order}}
 
 
 @pytest.fixture(scope="module", params=[4, pytest.param(2, marks=pytest.mark.slow)])
@@ -179,6 +181,37 @@ def test_all_processes_raise(outcomes, name):
             assert one["kind"] == "AutoshardError" and FAIL[name] in one["text"], one
             assert one["seconds"] < SECONDS
     assert len({one["error"] for i, one in enumerate(found) if i not in cause}) == 1
+
+
+def assert_a_failing_stage_ended_the_step(outcome, stage, count):
+    losses, text, seconds, is_well_again = outcome["value"][:4]
+    np.testing.assert_allclose(losses, stages_in_processes.losses_on_one_device(), rtol=1e-4)
+    assert f"stage {stage} in the forward pass of microbatch 1 failed: MemoryError: planted (on process" in text
+    assert "Its arguments are as they were" in text
+    assert seconds < SECONDS and is_well_again
+
+
+def test_processes_run_stages_of_their_own(outcomes):
+    """They train as one device does, by the plan of the first; a stage that fails ends the step everywhere."""
+    found = outcomes["stages_of_their_own"]
+    for index, one in enumerate(found):
+        assert_a_failing_stage_ended_the_step(one, len(found) - 1, len(found))
+        assert (one["value"][4] > 0) == (index == 0)  # searches
+    assert len({one["value"][1] for one in found}) == 1
+
+
+STAGES = ["a_shared_stage_fails", "stages_of_neighbours", "stacks_are_copied", "two_ways"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_stages_lie_on_processes_in_any_way(count, tmp_path):
+    found = launched(count, tmp_path, STAGES)
+    for one in found["a_shared_stage_fails"]:
+        assert_a_failing_stage_ended_the_step(one, 0, count)
+    for name in STAGES[1:]:
+        for one in found[name]:
+            np.testing.assert_allclose(one["value"], stages_in_processes.losses_on_one_device(), rtol=1e-4)
 
 
 def claims(fn=step, shape=None, args=(WEIGHTS, BATCH), given=None, keywords=None, **options):

@@ -35,6 +35,7 @@ def changes_of(before: PlanData, after: PlanData) -> tuple[Change, ...]:
     """
     changes = [
         *_changes({"mesh": str(dict(before.mesh.shape))}, {"mesh": str(dict(after.mesh.shape))}),
+        *_changes(before.choices, after.choices),
         *_changes(_layouts(before.arguments), _layouts(after.arguments)),
         *_changes(_layouts(before.captured), _layouts(after.captured)),
         *_changes(_layouts(before.results, "result "), _layouts(after.results, "result ")),

@@ -162,7 +162,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         arguments=arguments,
         results=results,
         carried=_carried(node["carried"], len(arguments) + len(captured), len(results)),
-        predicted=_prediction(node["predicted"], axes),
+        predicted=prediction_from_json(node["predicted"], axes),
         status=node["status"].one_of(("optimal", "feasible")),
         bound=node["bound"].number(),
         cost=node["cost"].number(),
@@ -209,7 +209,7 @@ def _alternatives(found: Node, absent: Node | None, axes: MeshShape) -> dict[str
         return None
     reasons = {} if absent is None else {name: reason.text() for name, reason in absent.entries()}  # older files: none
     return {
-        printable(name): reasons.get(name, "no such sharding") if one.value is None else _prediction(one, axes)
+        printable(name): reasons.get(name, "no such sharding") if one.value is None else prediction_from_json(one, axes)
         for name, one in found.entries()
     }
 
@@ -266,7 +266,12 @@ def _placed_from_json(entry: Node, axes: MeshShape) -> PlacedArray:
     return PlacedArray(entry["name"].name(), shape, dtype, layout, entry["local_bytes"].count(), on_host, typed)
 
 
-def _prediction(node: Node, axes: MeshShape) -> Prediction:
+def prediction_from_json(node: Node, axes: MeshShape) -> Prediction:
+    """A prediction that was written as its fields.
+
+    Raises:
+        ValueError: it is none; the message says where.
+    """
     kinds = {one.name: one.type for one in fields(Prediction)}
     node.only(kinds)
     for name in (one.name for one in fields(Prediction) if one.default is MISSING and node.get(one.name) is None):

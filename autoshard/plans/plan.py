@@ -92,6 +92,11 @@ class PlanData:
         """How far the cost may be from the best, as a share of the cost."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
+    @property
+    def choices(self) -> Mapping[str, str]:
+        """What it decides beside how arrays lie, in words: the stages of a pipeline."""
+        return {}
+
     @cached_property
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
         """One sharding per flat argument, in the order of `arguments`."""

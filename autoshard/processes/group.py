@@ -216,6 +216,15 @@ class Group:
             finally:
                 self._depth -= 1
 
+    def watch(self) -> None:
+        """
+        Raises:
+            ProcessError: another process has failed or ended.
+        """
+        for process in self.processes:
+            if process != self.here:
+                self._check(process)
+
     def _check(self, process: int) -> None:
         """Raises ProcessError if a process has failed in this round, or gives no sign of life."""
         failed = self.peek(f"failed/{self.round}/{process}")

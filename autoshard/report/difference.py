@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
 
@@ -17,6 +17,7 @@ from autoshard.report.html.page import sections_html
 from autoshard.report.section import ArrayCount, Bytes, Change, Column, Names, Phrase, Row, Seconds, Section, Spec
 from autoshard.report.text import text_of
 
+_NONE = "(none)"  # of what one plan has and the other has not
 _MAX_COLLECTIVES = 12  # rows of collectives; all further ones share one row
 
 # What one plan or prediction runs: kind, mesh axes, line -> [bytes, runs]
@@ -72,6 +73,7 @@ class Difference:
     arguments: tuple[LayoutChange, ...]
     results: tuple[LayoutChange, ...]  # those that take no argument's place
     collectives: tuple[CollectiveChange, ...]  # those that differ most first
+    choices: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # what else they decide otherwise: stages
 
     @classmethod
     def of(cls, plan: PlanData, other: PlanData) -> Difference:
@@ -85,11 +87,17 @@ class Difference:
             arguments=_moved((*plan.arguments, *plan.captured), (*other.arguments, *other.captured)),
             results=_moved(_own_results(plan), _own_results(other)),
             collectives=collective_changes(plan.predicted, other.predicted),
+            choices={
+                what: (plan.choices.get(what, _NONE), other.choices.get(what, _NONE))
+                for what in {**plan.choices, **other.choices}
+                if plan.choices.get(what) != other.choices.get(what)
+            },
         )
 
     def __bool__(self) -> bool:
         pairs = (self.name, self.other_name), self.meshes, self.step_seconds, self.peak_bytes
-        return any(here != there for here, there in pairs) or bool(self.arguments or self.results or self.collectives)
+        moved = self.arguments or self.results or self.collectives or self.choices
+        return any(here != there for here, there in pairs) or bool(moved)
 
     def __str__(self) -> str:
         return text_of(difference_sections(self))
@@ -116,6 +124,7 @@ def difference_sections(difference: Difference) -> list[Section]:
         return [Section(lines=(("The plans are the same.",),))]
     return [
         _figures(difference),
+        _chosen(difference.choices),
         _changed("Arguments that lie otherwise", difference.arguments),
         _changed("Results that lie otherwise", difference.results),
         _changed_collectives(difference.collectives),
@@ -164,9 +173,14 @@ def _figures(difference: Difference) -> Section:
     return Section((difference.name,), columns, rows, tuple(lines))
 
 
+def _chosen(choices: Mapping[str, tuple[str, str]]) -> Section:
+    rows: tuple[Row, ...] = tuple((what, here, there) for what, (here, there) in choices.items())
+    return Section(("Stages",), (Column("this plan"), Column("the other")), rows)
+
+
 def _changed(title: str, changes: Sequence[LayoutChange]) -> Section:
     def spec(layout: Layout | None) -> Spec | str:
-        return "(none)" if layout is None else Spec(layout)
+        return _NONE if layout is None else Spec(layout)
 
     rows = tuple((one.name, ArrayCount(one.count), one.type, spec(one.here), spec(one.there)) for one in changes)
     columns = Column(""), Column("whole array"), Column("this plan"), Column("the other")

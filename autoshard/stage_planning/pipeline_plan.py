@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -16,17 +15,30 @@ from autoshard.errors import MeshError, PlanError
 from autoshard.mesh.targets import target_mesh
 from autoshard.options import Options
 from autoshard.plans.annotations import Annotations
+from autoshard.plans.files import from_json, to_json, to_text
+from autoshard.plans.nodes import Node
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.report.html.elements import Html, joined
 from autoshard.report.html.tables import section_html
 from autoshard.report.section import Section
 from autoshard.report.units import bytes_text
-from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage, pipeline_figures
+from autoshard.stage_planning.pipeline_file import (
+    PIPELINE,
+    ArrayPart,
+    ArrayParts,
+    devices_at,
+    pipeline_from_json,
+    pipeline_to_json,
+    stacked,
+)
+from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage, TaskCosts, pipeline_figures
 from autoshard.stage_planning.report import stages_section, timeline_html
-from autoshard.stages.pipelined_function import PlannedPipeline
+from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import LOOP, Key
-from autoshard.stages.views import StackSharding, stack_sharding
+from autoshard.stages.requests import PipelineRequest
+from autoshard.stages.running.transfers import line_of
+from autoshard.stages.saved import MeshPart, SavedPipeline
 from autoshard.user_plan import Plan
 
 
@@ -49,35 +61,68 @@ class PipelinePlan(Plan):
 
     bound_is_of: ClassVar[str] = "the best choice searched, by the costs of layers"
 
-    pipeline: PlannedPipeline | None = field(repr=False, default=None)
+    pipeline: PlannedPipeline | None = field(repr=False, default=None)  # None: loaded, not yet bound
+    saved: SavedPipeline | None = field(repr=False, default=None)  # what files and other processes get of it
+    costs: TaskCosts | None = field(repr=False, default=None)  # what its timeline is made of
+    argument_parts: tuple[ArrayParts, ...] = field(repr=False, default=())  # per flat argument
+    result_parts: tuple[ArrayParts, ...] = field(repr=False, default=())  # per flat result
     without: Prediction | str | None = None  # the best plan without stages, or why there is none; None: nobody looked
 
     @cached_property
     def flat_in_shardings(self) -> tuple[NamedSharding, ...]:
         """One sharding per flat argument: on the mesh of the stage that keeps it; over all stages, of a stack."""
-        return self._shardings(self.arguments, [_parts_of_argument(self._held, i) for i in range(len(self.arguments))])
+        return tuple(map(self._sharding_of_parts, self.arguments, self.argument_parts))
 
     @cached_property
     def flat_out_shardings(self) -> tuple[NamedSharding, ...]:
-        """One sharding per flat result, likewise."""
-        made = self._held.programs.results
-        return self._shardings(self.results, [one if isinstance(one, tuple) else () for one in made])
+        """One sharding per flat result, likewise. Between processes a number that no next step takes lies on all."""
+        places = dict.fromkeys(place for part in self._parts for place in part.devices)
+        devices = devices_at(self.mesh, tuple(places)) if isinstance(self.mesh, Mesh) else ()
+        is_shared = len({device.process_index for device in devices}) > 1
+        taken = set(self.carried.values())
+        return tuple(
+            NamedSharding(line_of(devices), PartitionSpec())
+            if is_shared and not one.shape and number not in taken and parts
+            else self._sharding_of_parts(one, parts)
+            for number, (one, parts) in enumerate(zip(self.results, self.result_parts, strict=True))
+        )
 
     @property
     def _held(self) -> PlannedPipeline:
-        assert self.pipeline is not None, "it is made of a pipeline"
+        if self.pipeline is None:
+            raise PlanError(
+                "a plan that was loaded from a file knows no step to compile.\n"
+                "Give it to autoshard(step, mesh=..., plan=...) and ask `.plan(...)` of that."
+            )
         return self.pipeline
 
-    def _shardings(self, placed: Sequence[PlacedArray], parts: Sequence[tuple[Key, ...]]) -> tuple[NamedSharding, ...]:
-        held, laid = self._held, _placed_by_key(self._held)
-        found = []
-        for one, keys in zip(placed, parts, strict=True):
-            if len(keys) > 1:
-                found.append(_stacked(held, keys, laid).sharding)
-            else:
-                here = one.sharding(held.home(keys[0])) if keys else NamedSharding(self.mesh, PartitionSpec())
-                found.append(here)
-        return tuple(found)
+    @property
+    def request(self) -> PipelineRequest:
+        """What asks for such stages."""
+        assert self.saved is not None, "it is made of a pipeline"
+        return PipelineRequest(self.saved.stages, self.saved.microbatches, self.saved.schedule, self.saved.chunks)
+
+    @property
+    def choices(self) -> Mapping[str, str]:
+        """Schedule, microbatches, and of each stage its layers and its part of the mesh."""
+        assert self.saved is not None, "it is made of a pipeline"
+        said = {"schedule": self.saved.schedule, "microbatches": str(self.saved.microbatches)}
+        for number, device in enumerate(self._devices()):
+            layers = self.saved.layers[number] if self.saved.layers else ()
+            part = self._parts[device]
+            where = " ".join(f"{axis}={size}" for axis, size in part.axes.items())
+            said[f"stage {number}"] = f"{', '.join(layers)} on {where} from device {min(part.devices)}"
+        return said
+
+    @cached_property
+    def _parts(self) -> tuple[MeshPart, ...]:
+        assert self.saved is not None, "it is made of a pipeline"
+        return self.saved.parts
+
+    def _sharding_of_parts(self, placed: PlacedArray, parts: ArrayParts) -> NamedSharding:
+        if len(parts) > 1:
+            return stacked(self.mesh, self._parts, parts).sharding
+        return placed.sharding(self._parts[parts[0].device].on(self.mesh) if parts else self.mesh)
 
     def verify(self, target: str | None = None) -> StageVerification:  # type: ignore[override]
         """Compiles every program of every stage, and puts what XLA does beside what is predicted.
@@ -117,26 +162,40 @@ class PipelinePlan(Plan):
         colours = {axis: i for i, axis in enumerate(self.mesh.shape)}
         return joined(super()._html(), section_html(self._stages_section(), colours), timeline_html(self.timeline))
 
-    def on(self, mesh: Mesh | AbstractMesh) -> PipelinePlan:
-        """
+    def on(self, mesh: Mesh | AbstractMesh) -> Self:
+        """This plan on another mesh of the same axes, unbound.
+
         Raises:
-            PlanError: always. The function planned on that mesh has a plan of its own.
+            PlanError: the mesh has other axes.
         """
-        self._refuse("moved to another mesh")
+        moved = super().on(mesh)
+        stages = tuple(
+            replace(stage, mesh=part.on(moved.mesh), devices=devices_at(moved.mesh, part.devices), plans={})
+            for stage, part in zip(self.stages, map(self._parts.__getitem__, self._devices()), strict=True)
+        )
+        return replace(moved, pipeline=None, stages=stages)
+
+    def _devices(self) -> tuple[int, ...]:
+        """Of each stage its device of the schedule."""
+        return self.timeline.schedule.placement[: len(self.stages)]
 
     def dumps(self) -> str:
-        """
-        Raises:
-            PlanError: always: files of plans have no stages yet.
-        """
-        self._refuse("saved")
+        """The plan as JSON: what `save` writes."""
+        return to_text(to_json(self, None) | {PIPELINE: pipeline_to_json(self)})
 
-    def save(self, path: str | Path) -> None:
-        """
-        Raises:
-            PlanError: always: files of plans have no stages yet.
-        """
-        self._refuse("saved")
+    @classmethod
+    def reads(cls, content: Any) -> bool:
+        """Whether a file is that of such a plan."""
+        return isinstance(content, dict) and PIPELINE in content
+
+    @classmethod
+    def of_content(cls, content: Any, mesh: Mesh | AbstractMesh, where: str) -> Plan:
+        """The plan in a file, not bound to a step."""
+        rest = dict(content)
+        node = Node(rest.pop(PIPELINE), PIPELINE)
+        data = from_json(rest, mesh, where).plan
+        said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
+        return cls(**said, **pipeline_from_json(node, data))
 
     def explain(self, path: str) -> Any:
         """
@@ -207,27 +266,15 @@ def _of_busiest_device(pipeline: PlannedPipeline, stages: Sequence[PlannedStage]
     return found
 
 
-def _stacked(pipeline: PlannedPipeline, keys: Sequence[Key], placed: Mapping[Key, PlacedArray]) -> StackSharding:
-    """How the parts of a stack lie as one array, of which each stage keeps some rows."""
-    devices = [pipeline.device(key) for key in keys]
-    layouts = [placed.get(key) for key in keys]
-    shapes = [tuple(pipeline.programs.types[key].shape) for key in keys]
-    shardings = [
-        NamedSharding(pipeline.meshes[device], PartitionSpec())
-        if one is None
-        else one.sharding(pipeline.meshes[device])
-        for one, device in zip(layouts, devices, strict=True)
-    ]
-    return stack_sharding(shapes, shardings, [pipeline.positions[device] for device in devices])
-
-
-def _copied_stacks(pipeline: PlannedPipeline, placed: Mapping[Key, PlacedArray]) -> tuple[str, ...]:
+def _copied_stacks(
+    pipeline: PlannedPipeline, parts: Sequence[ArrayParts], mesh: Mesh | AbstractMesh, saved: SavedPipeline
+) -> tuple[str, ...]:
     """A warning if stacks among the results are copied on every step."""
     program = pipeline.program
     found = [
         (name, math.prod(value.shape) * value.dtype.itemsize)
-        for name, value, keys in zip(program.result_names, program.results, pipeline.programs.results, strict=True)
-        if isinstance(keys, tuple) and len(keys) > 1 and not _stacked(pipeline, keys, placed).is_view
+        for name, value, one in zip(program.result_names, program.results, parts, strict=True)
+        if len(one) > 1 and not stacked(mesh, saved.parts, one).is_view
     ]
     if not found:
         return ()
@@ -281,8 +328,16 @@ def pipeline_plan(
             name, shape, str(value.dtype), found[0].layout, max(one.local_bytes for one in found), found[0].on_host
         )
 
+    def parts(keys: Any) -> ArrayParts:
+        named = keys if isinstance(keys, tuple) else ()
+        types, known = pipeline.programs.types, {key: one.layout for key, one in placed.items()}
+        return tuple(ArrayPart(pipeline.device(key), tuple(types[key].shape), known.get(key)) for key in named)
+
+    saved = SavedPipeline.of(pipeline)
+    own_keys = [_parts_of_argument(pipeline, i) for i in range(len(program.own_arguments))]
+    result_parts = tuple(map(parts, pipeline.programs.results))
     arguments = tuple(
-        laid(value.name, value, _parts_of_argument(pipeline, i)) for i, value in enumerate(program.own_arguments)
+        laid(value.name, value, keys) for value, keys in zip(program.own_arguments, own_keys, strict=True)
     )
     results = tuple(
         laid(name, value, keys if isinstance(keys, tuple) else ())
@@ -300,13 +355,23 @@ def pipeline_plan(
         bound=min(bound, figures.seconds),
         cost=figures.seconds,
         memory=options.memory,
-        warnings=_copied_stacks(pipeline, placed),
+        warnings=_copied_stacks(pipeline, result_parts, options.mesh, saved),
         annotations=Annotations({}, {}, {}),
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
     )
     said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
-    return PipelinePlan(**said, stages=stages, timeline=figures.timeline, pipeline=pipeline, without=without)
+    return PipelinePlan(
+        **said,
+        stages=stages,
+        timeline=figures.timeline,
+        pipeline=pipeline,
+        saved=saved,
+        costs=figures.costs,
+        argument_parts=tuple(map(parts, own_keys)),
+        result_parts=result_parts,
+        without=without,
+    )
 
 
 def figures_of(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> PipelineFigures:
@@ -333,7 +398,6 @@ def planned_stages(pipeline: PlannedPipeline, figures: PipelineFigures) -> tuple
         mesh, places = pipeline.meshes[device], pipeline.positions[device]
         own = [(one, plan) for one, plan in zip(programs.programs, pipeline.plans, strict=True) if one.stage == stage]
         sent = sum(programs.bytes_of(key) for (a, _), keys in programs.sends.items() if a == stage for key in keys)
-        here = tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else places
         plans: dict[str, Plan] = {}
         for one, plan in sorted(own, key=lambda pair: "FBW".find(pair[0].kind) % 4):
             plans.setdefault(one.kind, plan)
@@ -342,7 +406,7 @@ def planned_stages(pipeline: PlannedPipeline, figures: PipelineFigures) -> tuple
             PlannedStage(
                 pipeline.layers[stage] if pipeline.layers else (),
                 mesh,
-                here,
+                tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else places,
                 plans,
                 work,
                 figures.peak_bytes[device],

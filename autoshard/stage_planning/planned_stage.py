@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.pipeline import Schedule, Timeline, simulate
-from autoshard.pipeline.amounts import Amount
 from autoshard.stage_search import Channel
 from autoshard.stages.programs import LOOP, Key, StageProgram, StagePrograms
 from autoshard.user_plan import Plan
@@ -79,10 +78,27 @@ def _placed(program: StageProgram, plan: Plan) -> list[tuple[Key, Any]]:
     ]
 
 
+@dataclass(frozen=True)
+class TaskCosts:
+    """What the tasks of a schedule take and hold: all that `simulate` needs beside the schedule."""
+
+    forward: tuple[float, ...]  # s, per virtual stage
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]  # empty without weight tasks
+    transfer: tuple[tuple[float, ...], ...]  # s, from device to device of the schedule
+    memory: tuple[float, ...]  # bytes per virtual stage that a microbatch holds
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """When the tasks run."""
+        forward, backward, weight, memory = map(list, (self.forward, self.backward, self.weight, self.memory))
+        return simulate(schedule, forward, backward, weight or 0.0, list(map(list, self.transfer)), memory=memory)
+
+
 @dataclass(frozen=True, eq=False)
 class PipelineFigures:
     """What a pipeline is predicted to take and to hold."""
 
+    costs: TaskCosts  # of the loop over microbatches
     timeline: Timeline  # of the loop over microbatches
     once: tuple[float, ...]  # s per virtual stage, of what runs once per step
     memory: tuple[StageMemory, ...]  # per virtual stage
@@ -123,9 +139,9 @@ def pipeline_figures(
         seconds[program.kind, program.stage] += plan.predicted.step_seconds
     virtual = [v % count for v in range(len(schedule.placement))]
 
-    def amounts(kind: str) -> Amount:
+    def amounts(kind: str) -> tuple[float, ...]:
         # `simulate` has seconds of a virtual stage, which the slices of a microbatch share.
-        return [max(seconds[kind, stage], least_task_seconds) for stage in virtual]
+        return tuple(max(seconds[kind, stage], least_task_seconds) for stage in virtual)
 
     travel = np.zeros((schedule.stages, schedule.stages))
     for (source, target), keys in _hops(programs, schedule).items():
@@ -137,21 +153,21 @@ def pipeline_figures(
                 taken = channel.latency + size / (channel.bandwidth * min(sizes[a], sizes[b]))
                 travel[a, b] = max(travel[a, b], taken)
     memory = tuple(stage_memory(programs, plans, stage) for stage in range(count))
-    timeline = simulate(
-        schedule,
+    costs = TaskCosts(
         amounts("F"),
         amounts("B"),
-        amounts("W") if schedule.has_weight_tasks else 0.0,
-        travel.tolist(),
-        memory=[memory[stage].microbatch for stage in virtual],
+        amounts("W") if schedule.has_weight_tasks else (),
+        tuple(map(tuple, travel.tolist())),
+        tuple(memory[stage].microbatch for stage in virtual),
     )
+    timeline = costs.timeline(schedule)
     peaks = []
     for device in range(schedule.stages):
         here = [memory[virtual[v]] for v, home in enumerate(schedule.placement) if home == device]
         held = sum(one.fixed for one in here) + max((one.working for one in here), default=0.0)
         peaks.append(math.ceil(held + timeline.peak_bytes[device]))
     once = tuple(seconds["before", stage] + seconds["after", stage] for stage in range(count))
-    return PipelineFigures(timeline, once, memory, tuple(peaks))
+    return PipelineFigures(costs, timeline, once, memory, tuple(peaks))
 
 
 def _hops(programs: StagePrograms, schedule: Schedule) -> dict[tuple[int, int], set[Key]]:

@@ -2,50 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from autoshard.cache import find, keep, key_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import MemoryLimitError, MicrobatchError, StageError
 from autoshard.options import Options
 from autoshard.planning import lowered
+from autoshard.processes.agreement import Claims, check_alike, plan_of_all
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
+from autoshard.propagation import rules_for
 from autoshard.report.units import bytes_text
 from autoshard.specs import fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.pipeline_plan import figures_of, pipeline_plan
+from autoshard.stage_planning.pipeline_plan import PipelinePlan, figures_of, pipeline_plan
 from autoshard.stage_planning.space import DISPATCH_SECONDS
-from autoshard.stages.pipelined_function import PipelinedFunction, PlannedPipeline
+from autoshard.stages.pipelined_function import PipelinedFunction
+from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
+from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.user_plan import Plan
-from autoshard.variants.variant import Variant
+from autoshard.variants.variant import StepVariants, Variant
 
 
-class StagedFunction(PipelinedFunction[Parameters, Result]):
+class PlannedFunction(PipelinedFunction[Parameters, Result]):
+    """A function in stages whose plans are given, kept on disk, or those of the process that leads."""
+
+    def __init__(
+        self,
+        fn: Any,
+        *,
+        options: Options,
+        jit_keywords: Mapping[str, Any],
+        request: PipelineRequest,
+        given: PipelinePlan | None = None,
+    ) -> None:
+        """
+        Args:
+            given: the plan to run by.
+        """
+        super().__init__(fn, options=options, jit_keywords=jit_keywords, request=request)
+        self._given_stages = given
+        self._offers: dict[int, tuple[Claims, Plan]] = {}  # by the ids of pipelines: what processes agree on
+
+    def _plan_of(self, traced: StepVariants, program: Program, asked: str, make: Callable[[], Plan]) -> Plan:
+        """The plan of a step, which may have stages.
+
+        Args:
+            asked: what the user asks of the pipeline.
+            make: makes it if it is not there.
+        """
+
+        def bound(plan: Plan) -> Plan:
+            return self._bound(plan, traced, program) if isinstance(plan, PipelinePlan) else plan
+
+        group, options = self._group, self._options
+        if group is None:
+            given = self._given_stages
+            return bound(given) if given is not None else self._kept(program, asked, make, bound)
+        claims = Claims.of(program, rules_for(program), options, self._jit_keywords, self._given_stages)
+        key = hashlib.sha256(f"{claims.key} {asked}".encode()).hexdigest()
+        claims = replace(claims, key=key, said={**claims.said, "pipeline": asked})
+        if self._given_stages is not None:
+            made = bound(self._given_stages)
+        else:
+            made = plan_of_all(
+                group,
+                claims,
+                lambda: self._kept(program, asked, make, bound),
+                lambda text: bound(Plan.loads(text, options.mesh)),
+            )
+        if isinstance(made, PipelinePlan):
+            self._offers[id(made.pipeline)] = claims, made
+        return made
+
+    def _kept(self, program: Program, asked: str, make: Callable[[], Plan], bound: Callable[[Plan], Plan]) -> Plan:
+        """The plan in the cache folder, or one that is made and kept there."""
+        folder = self._options.cache
+        if folder is None:
+            return make()
+        rules = rules_for(program)
+        key = hashlib.sha256(f"{key_of(program, rules, self._options)} {asked}".encode()).hexdigest()
+        found = find(Path(folder), key, program, self._options)
+        if found is not None:
+            return bound(found)
+        made = make()
+        keep(Path(folder), key, made)
+        return made
+
+    def _runtime(self, planned: PlannedPipeline) -> PipelineRuntime:
+        if self._group is None or id(planned) in self._runtimes:
+            return super()._runtime(planned)
+        with self._group.joined(runs=True):
+            check_alike(self._group, *self._offers[id(planned)])
+            self._group.round += 1
+            return super()._runtime(planned)
+
+    def _bound(self, plan: PipelinePlan, traced: StepVariants, program: Program) -> PipelinePlan:
+        """A plan that was read, with the programs of the step.
+
+        Raises:
+            PlanError: it was made for another step.
+        """
+        assert plan.saved is not None, "plans of stages have it"
+        checked, options = plan.bound_to(program), self._options
+        found = plan.saved.restored(traced.step, traced.mesh, program, options.mesh, self._jit_keywords)
+        made = pipeline_plan(found, options, DISPATCH_SECONDS, without=plan.without, bound=plan.bound)
+        return replace(made, warnings=checked.warnings, memory=checked.memory)
+
+
+class StagedFunction(PlannedFunction[Parameters, Result]):
     """A function that runs in as many stages as the user asks for."""
+
+    def __init__(self, fn: Any, **said: Any) -> None:
+        super().__init__(fn, **said)
+        self._plans: dict[int, Plan] = {}  # of pipelines, by their ids
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step runs in stages, for arguments like these: arrays or ShapeDtypeStructs."""
-        made = self.pipeline(*args, **kwargs)
-        return pipeline_plan(made, self._options, DISPATCH_SECONDS)
+        return self._plans[id(self.pipeline(*args, **kwargs))]
 
     def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
+        traced = self._traced(static, dynamic, types)
+        program = traced.program(Variant())
+        found = self._plan_of(traced, program, str(self._request), lambda: self._planned_to_fit(traced, program))
+        assert isinstance(found, PipelinePlan) and found.pipeline is not None, "it has stages"
+        self._plans[id(found.pipeline)] = found
+        return found.pipeline
+
+    def _planned_to_fit(self, traced: StepVariants, program: Program) -> PipelinePlan:
         """
         Raises:
             MemoryLimitError: a stage holds more than the memory limit.
         """
-        made, options = super()._pipeline_of(static, dynamic, types), self._options
-        peaks = figures_of(made, options, DISPATCH_SECONDS).peak_bytes
+        pipeline, options = self._planned_stages(traced, program), self._options
+        made = pipeline_plan(pipeline, options, DISPATCH_SECONDS)
+        peaks = figures_of(pipeline, options, DISPATCH_SECONDS).peak_bytes
         device = max(range(len(peaks)), key=peaks.__getitem__)
         usable = options.memory * options.backend.usable
         if peaks[device] > usable:
             raise MemoryLimitError(
-                f"pipeline: stage {device} of {made.programs.name} is predicted to hold {bytes_text(peaks[device])} "
+                f"pipeline: stage {device} of {program.name} is predicted to hold {bytes_text(peaks[device])} "
                 f"per device, and {bytes_text(usable)} of {bytes_text(options.memory)} are usable.\n"
                 "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
                 budget=options.memory,
@@ -62,7 +167,7 @@ class _Choice:
     plan: Plan
 
 
-class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
+class AutomaticPipeline(PlannedFunction[Parameters, Result]):
     """A function that runs in stages where that is predicted to be faster, or alone fits the memory limit."""
 
     def __init__(self, fn: Any, *, options: Options, jit_keywords: Mapping[str, Any]) -> None:
@@ -121,42 +226,52 @@ class AutomaticPipeline(PipelinedFunction[Parameters, Result]):
             return self._choices[key]
 
     def _chosen(self, args: Any, kwargs: Any, static: Any, dynamic: Arguments, flat: FlatCall) -> _Choice:
+        traced = self._traced(static, dynamic, self._types(flat.arrays, static, dynamic))
+        program = traced.program(Variant())
+        made = self._plan_of(traced, program, "auto", lambda: self._fastest_of_all(args, kwargs, traced, program))
+        if not isinstance(made, PipelinePlan):
+            return _Choice(None, replace(self._plain.plan(*args, **kwargs), warnings=made.warnings))
+        assert made.pipeline is not None, "it is bound"
+        self._pipelines[self._key(static, dynamic, flat)] = made.pipeline
+        return _Choice(made.pipeline, made)
+
+    def _fastest_of_all(self, args: Any, kwargs: Any, traced: StepVariants, program: Program) -> Plan:
+        """The plan of the best pipeline; that without stages, with a remark, where it is faster or alone fits."""
         plain: Plan | MemoryLimitError
         try:
             plain = self._plain.plan(*args, **kwargs)
         except MemoryLimitError as error:
             plain = error
         try:
-            found = self._found(static, dynamic, flat)
+            found = self._found(traced, program)
         except (MicrobatchError, StageError) as error:
-            return self._without(plain, f"pipeline='auto': the step runs without stages, as it cannot be cut: {error}")
+            return _without(plain, f"pipeline='auto': the step runs without stages, as it cannot be cut: {error}")
         if found is None:
-            return self._without(plain, "pipeline='auto': no pipeline was found that fits.")
+            return _without(plain, "pipeline='auto': no pipeline was found that fits.")
         pipeline, chosen = found
         beside = plain.predicted if isinstance(plain, Plan) else str(plain).splitlines()[0]
         bound = min(chosen.bound, plain.bound if isinstance(plain, Plan) else chosen.bound)
         made = pipeline_plan(pipeline, self._options, DISPATCH_SECONDS, without=beside, bound=bound)
         if isinstance(plain, Plan) and plain.predicted.step_seconds <= made.predicted.step_seconds:
             seconds = made.predicted.step_seconds
-            return self._without(plain, f"pipeline='auto': the best pipeline found takes {seconds:.4g} s per step.")
-        self._pipelines[self._key(static, dynamic, flat)] = pipeline
-        return _Choice(pipeline, made)
+            return _without(plain, f"pipeline='auto': the best pipeline found takes {seconds:.4g} s per step.")
+        return made
 
-    def _without(self, plain: Plan | MemoryLimitError, remark: str) -> _Choice:
-        if isinstance(plain, MemoryLimitError):
-            raise plain
-        return _Choice(None, replace(plain, warnings=(*plain.warnings, remark)))
-
-    def _found(self, static: Any, dynamic: Arguments, flat: FlatCall) -> tuple[PlannedPipeline, ChosenPipeline] | None:
+    def _found(self, traced: StepVariants, program: Program) -> tuple[PlannedPipeline, ChosenPipeline] | None:
         options = self._options
-        traced = self._traced(static, dynamic, self._types(flat.arrays, static, dynamic))
-        program = traced.program(Variant())
         fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
         steps = CuttableSteps(traced.step, program, traced.mesh, own)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
         chosen = choose_pipeline(steps, machine)
         return None if chosen is None else (planned_pipeline(chosen, program, options, self._jit_keywords), chosen)
+
+
+def _without(plain: Plan | MemoryLimitError, remark: str) -> Plan:
+    """The plan without stages, and why it has none."""
+    if isinstance(plain, MemoryLimitError):
+        raise plain
+    return replace(plain, warnings=(*plain.warnings, remark))
 
 
 def planned_pipeline(

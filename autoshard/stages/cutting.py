@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -56,13 +56,20 @@ class CuttableStep:
         return units_of(self.roles, least)
 
 
-def cut(step: CuttableStep, boundaries: Sequence[Origin], *, weight_programs: bool = False) -> StagePrograms:
+Pins = Callable[[Roles, Sequence[Origin]], Mapping[int, int]]
+"""The equations of a step and where they come from -> the stage of backward equations, of those where that is said."""
+
+
+def cut(
+    step: CuttableStep, boundaries: Sequence[Origin], *, weight_programs: bool = False, pins: Pins | None = None
+) -> StagePrograms:
     """The programs of the stages between boundaries.
 
     Args:
         boundaries: where stages begin, all but the first, as `Units.boundaries` gives them.
         weight_programs: whether to make W programs, of what no earlier stage waits for. If not, B is all of the
             backward pass.
+        pins: says of backward equations where they run; by default where the fewest bytes cross.
 
     Raises:
         StageError: an early stage would wait for a late one.
@@ -73,7 +80,7 @@ def cut(step: CuttableStep, boundaries: Sequence[Origin], *, weight_programs: bo
     if bounds:
         found = proof(whole.closed, part.closed, step.split)
         roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found))
-    stages = stages_of(roles, whole.origins, boundaries)
+    stages = stages_of(roles, whole.origins, boundaries, pins(roles, whole.origins) if pins is not None else None)
     late = _settle_sums(roles, stages)
     if late:
         places = [Known.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
@@ -81,7 +88,7 @@ def cut(step: CuttableStep, boundaries: Sequence[Origin], *, weight_programs: bo
         again = MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found)
         roles = Roles(again)
         stages = {i: stages[i] for i in roles.loop if i in stages}
-    return _Cut(step, whole, roles, stages, len(boundaries) + 1, weight_programs).programs()
+    return _Cut(step, whole, roles, stages, boundaries, weight_programs).programs()
 
 
 def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
@@ -113,10 +120,17 @@ class _Cut:
     """One cut of a step."""
 
     def __init__(
-        self, step: CuttableStep, whole: Any, roles: Roles, stages: Mapping[int, int], count: int, has_weights: bool
+        self,
+        step: CuttableStep,
+        whole: Any,
+        roles: Roles,
+        stages: Mapping[int, int],
+        boundaries: Sequence[Origin],
+        has_weights: bool,
     ):
         self.source, self.apart, self.roles, self.step = step, whole, roles, roles.step
-        self.stages, self.count, self.has_weights = stages, count, has_weights
+        self.stages, self.boundaries, self.has_weights = stages, tuple(boundaries), has_weights
+        self.count = len(boundaries) + 1
         self.jaxpr = whole.closed.jaxpr
         self.pieces = tuple(whole.slices)
         self.names = Names.of(self.jaxpr, self.pieces, self.step.equations)
@@ -226,6 +240,7 @@ class _Cut:
             {self.key(var): self.key(result) for var, result in self.carried_pairs()},
             {self.names.key("sum", var): self.step.op(var) for var in self.step.needs.sums},
             frozenset(self.step.split.dims),
+            self.boundaries,
         )
         made.check()
         return made

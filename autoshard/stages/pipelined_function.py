@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,47 +14,19 @@ from autoshard.arrays.arguments import is_deleted
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError, StageError
 from autoshard.options import Options
-from autoshard.pipeline import Schedule, schedule
+from autoshard.pipeline import schedule
 from autoshard.program import Program, context
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.specs import fixed_layouts
 from autoshard.stages.cutting import CuttableStep, cut
+from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.planning import StagePlanner
-from autoshard.stages.programs import Key, StagePrograms
+from autoshard.stages.programs import StagePrograms
 from autoshard.stages.requests import PipelineRequest
-from autoshard.stages.runtime import PipelineRuntime
+from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.stages.sub_meshes import stage_meshes, stage_positions
-from autoshard.user_plan import Plan
-from autoshard.variants.variant import Variant
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedPipeline:
-    """A step in stages: its programs, a plan for each, and the order in which they run."""
-
-    programs: StagePrograms
-    plans: tuple[Plan, ...]  # of the programs, in the order of `StagePrograms.programs`
-    schedule: Schedule
-    meshes: tuple[Any, ...]  # per device of the schedule
-    program: Program = field(repr=False)  # the step as it is written
-    layers: tuple[tuple[str, ...], ...] = ()  # per stage, the user's lines at which its units begin
-    positions: tuple[tuple[int, ...], ...] = ()  # per device of the schedule, its devices by their place in the mesh
-
-    def home(self, key: Key) -> Any:
-        """The mesh that keeps an argument, piece or constant, or makes a value for the next step."""
-        return self.meshes[self.device(key)]
-
-    def device(self, key: Key) -> int:
-        """The device of the schedule that does so."""
-        stage = self.programs.homes[key] if key in self.programs.homes else self.programs.makers[key].stage
-        return self.schedule.placement[stage]
-
-    def part(self, mesh: Mesh, device: int) -> Mesh:
-        """The part of another mesh of the same axes that a device of the schedule would have."""
-        own = self.meshes[device]
-        devices = mesh.devices.reshape(-1)[list(self.positions[device])]
-        return Mesh(devices.reshape(tuple(own.shape.values())), own.axis_names)
+from autoshard.variants.variant import StepVariants, Variant
 
 
 class PipelinedFunction(ShardedFunction[Parameters, Result]):
@@ -68,8 +40,6 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             )
         # What a step says of layouts is said of the whole mesh, which no stage has.
         super().__init__(fn, options=replace(options, ignore_constraints=True), jit_keywords=jit_keywords)
-        if self._group is not None:
-            raise MeshError("pipeline= runs in one process, and the mesh has devices of several")
         self._request = request
         self._pipelines: dict[Any, PlannedPipeline] = {}
         self._contexts: dict[int, Any] = {}  # of tracing
@@ -81,7 +51,10 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         if any(isinstance(leaf, jax.core.Tracer) for leaf in flat.arrays):
             inner: Result = self._fn(*args, **kwargs)
             return inner
-        planned = self._pipeline(static, dynamic, flat)
+        # Threads that call the step first plan it once; processes that share its mesh know of each other.
+        with self._lock if self._group is None else self._group.joined(runs=True):
+            planned = self._pipeline(static, dynamic, flat)
+            runtime = self._runtime(planned)
         program = planned.program
         for i, leaf in enumerate(flat.arrays):
             if is_deleted(leaf):
@@ -89,7 +62,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
                     f"{program.arguments[i].name} has been deleted, most likely since it was donated to an earlier "
                     "call.\nGo on with what that call returned, or do not donate it."
                 )
-        results = self._runtime(planned)(flat.arrays, program.donated)
+        results = runtime(flat.arrays, program.donated)
         if flat.modules is None:
             made: Result = program.out_tree.unflattened(results)
             return made
@@ -120,7 +93,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
             )
         with self._lock:
             if id(planned) not in self._runtimes:
-                made = PipelineRuntime(planned.programs, planned.plans, planned.schedule, planned.meshes)
+                made = PipelineRuntime(planned.programs, planned.plans, planned.schedule, planned.meshes, self._group)
                 self._runtimes[id(planned)] = made
             return self._runtimes[id(planned)]
 
@@ -148,9 +121,16 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         return key
 
     def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
-        request, options = self._request, self._options
         traced = self._traced(static, dynamic, types)
-        program = traced.program(Variant())
+        return self._planned_stages(traced, traced.program(Variant()))
+
+    def _planned_stages(self, traced: StepVariants, program: Program) -> PlannedPipeline:
+        """The stages of a traced step, planned.
+
+        Args:
+            program: the step as it is written.
+        """
+        request, options = self._request, self._options
         meshes = stage_meshes(options.mesh, request.stages)
         with jax.sharding.use_abstract_mesh(traced.mesh):
             step = CuttableStep.of(traced.step, request.microbatches, program.carried, program.name)

@@ -63,10 +63,8 @@ class StagePlanner:
 
     def plan(self, program: StageProgram, layouts: dict[Key, Layout], mesh: Any) -> Plan:
         """The plan of one program. What it says of named values joins `layouts`."""
-        donated = [Key("argument", i) for i in self.donated]
-        donated += [Key("piece", n) for n, piece in enumerate(self.programs.pieces) if piece.argument in self.donated]
-        donated = [key for key in donated if len(self._after_readers(key)) == 1]
-        made = program_of(program, self.programs.name, self.programs.carried, donated)
+        given = self.programs.given(self.donated)
+        made = program_of(program, self.programs.name, self.programs.carried, given)
         pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
         where = {"mesh": mesh, "given_mesh": mesh, "topology": self._topology(dict(mesh.shape))}
         options = replace(self.options, **where, fixed={}, pinned=pinned, microbatches=1, like=None, refine=1)
@@ -90,9 +88,6 @@ class StagePlanner:
             for axis, link in topology.links.items()
         }
         return replace(topology, links=links)
-
-    def _after_readers(self, key: Key) -> list[StageProgram]:
-        return [program for program in self.programs.readers.get(key, ()) if program.kind == "after"]
 
     def _planned(self, program: StageProgram, made: Program, options: Options) -> Plan:
         try:

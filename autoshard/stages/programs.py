@@ -20,12 +20,13 @@ and ``sum dw1``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from autoshard.jaxprs import ClosedJaxpr
+from autoshard.stages.stacks import Origin
 
 LOOP = ("F", "B", "W")
 
@@ -111,6 +112,7 @@ class StagePrograms:
     carried: Mapping[Key, Key]  # argument or piece -> the value that takes its place in the next step
     operations: Mapping[Key, str]  # sum -> how microbatches make it: "add", "max", "min", "and", "or" or "last"
     batch: frozenset[int] = frozenset()  # arguments that have rows of the batch
+    boundaries: tuple[Origin, ...] = ()  # where stages begin in the whole step, all but the first
 
     @property
     def programs(self) -> tuple[StageProgram, ...]:
@@ -162,6 +164,17 @@ class StagePrograms:
                 read = dict.fromkeys(key for one in later for key in one.inputs if key.kind == "value" and key in here)
                 found[stage] += read
         return {stage: tuple(keys) for stage, keys in found.items()}
+
+    def given(self, donated: Collection[int]) -> list[Key]:
+        """Of donated arguments and their pieces those whose memory a program may take: it alone reads them in the end.
+
+        Args:
+            donated: arguments.
+        """
+        keys = [Key("argument", i) for i in donated]
+        keys += [Key("piece", n) for n, piece in enumerate(self.pieces) if piece.argument in donated]
+        late = {key: [one for one in self.readers.get(key, ()) if one.kind == "after"] for key in keys}
+        return [key for key in keys if len(late[key]) == 1]
 
     def check(self) -> None:
         """Asserts that programs read only what is made before, and that forward values flow forward."""

@@ -9,6 +9,8 @@ from typing import Any
 from autoshard.errors import ArgumentError
 from autoshard.pipeline import ASYNCHRONOUS, SCHEDULES, Schedule, schedule
 
+BACKENDS = ("programs", "one_jit")
+
 
 @dataclass(frozen=True)
 class PipelineRequest:
@@ -18,6 +20,7 @@ class PipelineRequest:
     microbatches: int
     schedule: str = "1f1b"
     chunks: int = 1  # virtual stages per device, for schedules that have several
+    backend: str = "programs"  # or "one_jit": all stages in one jitted program, in lockstep
 
     @classmethod
     def of(cls, said: Any) -> PipelineRequest | None:
@@ -26,7 +29,7 @@ class PipelineRequest:
             ArgumentError: an entry is unknown, missing, or of the wrong kind.
 
         >>> PipelineRequest.of({"stages": 2})
-        PipelineRequest(stages=2, microbatches=4, schedule='1f1b', chunks=1)
+        PipelineRequest(stages=2, microbatches=4, schedule='1f1b', chunks=1, backend='programs')
         """
         if said is None or isinstance(said, PipelineRequest):
             return said
@@ -45,6 +48,13 @@ class PipelineRequest:
             raise ArgumentError(
                 f"pipeline: schedule={made.schedule!r} changes weights while microbatches are in flight, which changes "
                 f"what the step computes. It can be simulated, not run. Use one of {', '.join(SCHEDULES)}."
+            )
+        if made.backend not in BACKENDS:
+            raise ArgumentError(f"pipeline: backend={made.backend!r}; {' or '.join(map(repr, BACKENDS))} is needed")
+        if made.backend == "one_jit" and (made.schedule, made.chunks) != ("1f1b", 1):
+            raise ArgumentError(
+                "pipeline: backend='one_jit' runs one F and one B per stage in lockstep, so it takes no "
+                f"schedule={made.schedule!r} and no chunks={made.chunks}.\nLeave them out, or leave backend= out."
             )
         made.orders()
         return made

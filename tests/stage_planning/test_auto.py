@@ -110,9 +110,7 @@ def test_programs_of_stages_are_verified(found):
     assert "F of stage 0" in str(verified)
 
 
-@pytest.mark.parametrize(
-    "ask", [lambda p: p.save("x"), lambda p: p.explain("x"), lambda p: p.to_code(), lambda p: p.on(p.mesh)]
-)
+@pytest.mark.parametrize("ask", [lambda p: p.explain("x"), lambda p: p.to_code(), lambda p: p.what_if(memory="1GiB")])
 def test_what_plans_with_stages_cannot_do_is_one_clear_error(found, ask):
     with pytest.raises(PlanError, match=r"has 2 stages, and cannot be .*\n.*plan\.stages\[0\]\.plan"):
         ask(found)

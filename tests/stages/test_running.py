@@ -13,8 +13,8 @@ from pipeline_steps import STEPS
 
 from autoshard import ArgumentError, MeshError, MicrobatchError, StageError, autoshard
 from autoshard.pipeline import SCHEDULES
+from autoshard.stages.running.views import joined, part_of
 from autoshard.stages.sub_meshes import stage_meshes
-from autoshard.stages.views import joined, part_of
 
 
 def mesh_of(**shape):

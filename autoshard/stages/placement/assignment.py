@@ -20,12 +20,15 @@ from autoshard.stages.roles import Roles, bytes_of
 from autoshard.stages.stacks import Origin
 
 
-def stages_of(roles: Roles, origins: Sequence[Origin], boundaries: Sequence[Origin]) -> dict[int, int]:
+def stages_of(
+    roles: Roles, origins: Sequence[Origin], boundaries: Sequence[Origin], pinned: Mapping[int, int] | None = None
+) -> dict[int, int]:
     """Loop equation -> its stage, of those that belong to one: all but free ones and those that only add sums.
 
     Args:
         origins: per equation of the step, where it stands in the line of the forward pass.
         boundaries: where stages begin, all but the first.
+        pinned: backward equation -> its stage, of those that no cut may move.
 
     Raises:
         StageError: an early stage would wait for a late one.
@@ -42,6 +45,7 @@ def stages_of(roles: Roles, origins: Sequence[Origin], boundaries: Sequence[Orig
         stages = {homes[var] for var in roles.inputs(i) if var in homes}
         if stages:
             fixed[i] = max(stages)
+    fixed |= pinned or {}
     undecided = set(backward)
     for boundary in range(1, len(boundaries) + 1):
         edges = _edges(roles, found, fixed, undecided, boundary)

@@ -8,7 +8,7 @@ along another dim over the devices of all its stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,12 @@ def stack_sharding(
     return StackSharding(NamedSharding(mesh, spec), False)
 
 
-def joined(parts: Sequence[jax.Array]) -> jax.Array:
-    """Parts along dim 0 as one array, which lies as `stack_sharding` says."""
+def joined(parts: Sequence[jax.Array], move: Callable[[Any, Any], Any] = jax.device_put) -> jax.Array:
+    """Parts along dim 0 as one array, which lies as `stack_sharding` says.
+
+    Args:
+        move: puts a part where that says, if it is no view.
+    """
     shardings: list[Any] = [part.sharding for part in parts]
     assert all(isinstance(sharding, NamedSharding) for sharding in shardings), "stages place their arrays so"
     places = [list(sharding.mesh.devices.flat) for sharding in shardings]
@@ -84,8 +88,8 @@ def joined(parts: Sequence[jax.Array]) -> jax.Array:
     if made.is_view:
         whole = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
         shards = [shard.data for part in parts for shard in part.addressable_shards]
-        return jax.make_array_from_single_device_arrays(whole, made.sharding, shards)
-    copies = [jax.device_put(part, made.sharding) for part in parts]
+        return jax.make_array_from_single_device_arrays(whole, made.sharding, shards, dtype=parts[0].dtype)
+    copies = [move(part, made.sharding) for part in parts]
     return jax.jit(jnp.concatenate, out_shardings=made.sharding)(copies)
 
 

@@ -1,0 +1,193 @@
+"""A planned pipeline to data that can be written, and back, given the step: what files and other processes get.
+
+Where a step is cut, the parts of the mesh, the schedule's name and the plan of every program say it all. The programs
+are made anew of the step, and each plan is held against its program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from autoshard.errors import PlanError
+from autoshard.lower.on_shards import check_plan
+from autoshard.pipeline import Schedule, schedule
+from autoshard.planning import lowered
+from autoshard.plans.files import from_json, to_json
+from autoshard.plans.nodes import Node
+from autoshard.program import Program
+from autoshard.program.tracing import TracedStep
+from autoshard.stages.cutting import CuttableStep, cut
+from autoshard.stages.planned_pipeline import PlannedPipeline
+from autoshard.stages.stacks import Origin
+from autoshard.stages.traced import program_of
+from autoshard.user_plan import Plan
+
+
+@dataclass(frozen=True)
+class MeshPart:
+    """The part of the mesh that one device of a schedule has."""
+
+    axes: Mapping[str, int]  # axis -> devices
+    devices: tuple[int, ...]  # by their place in the whole mesh
+
+    def on(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+        """The mesh of this part."""
+        types: Any = (AxisType.Auto,) * len(self.axes)
+        if isinstance(mesh, AbstractMesh):
+            return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), axis_types=types)
+        devices = mesh.devices.reshape(-1)[list(self.devices)].reshape(tuple(self.axes.values()))
+        return Mesh(devices, tuple(self.axes), axis_types=types)
+
+
+@dataclass(frozen=True)
+class SavedPipeline:
+    """What a planned pipeline says beside the step that it is for."""
+
+    stages: int  # devices of the schedule
+    microbatches: int
+    schedule: str
+    chunks: int
+    predecessors: tuple[tuple[int, ...], ...] | None  # of a schedule "graph" alone
+    boundaries: tuple[Origin, ...]
+    layers: tuple[tuple[str, ...], ...]
+    parts: tuple[MeshPart, ...]  # per device of the schedule
+    plans: tuple[Any, ...] = field(repr=False)  # of the programs, as JSON has them
+
+    @classmethod
+    def of(cls, planned: PlannedPipeline) -> SavedPipeline:
+        """
+        Raises:
+            PlanError: its tasks run in an order that has no name.
+        """
+        order = planned.schedule
+        saved = cls(
+            order.stages,
+            order.microbatches,
+            order.name,
+            len(order.placement) // order.replicas // order.stages,
+            order.predecessors if order.name == "graph" else None,
+            planned.programs.boundaries,
+            planned.layers,
+            tuple(
+                MeshPart(dict(mesh.shape), places)
+                for mesh, places in zip(planned.meshes, planned.positions, strict=True)
+            ),
+            tuple(to_json(plan, None) for plan in planned.plans),
+        )
+        if saved.order() != order:
+            raise PlanError(
+                f"the stages of {planned.programs.name} run in an order that schedule={order.name!r} has not, "
+                "so it cannot be saved.\nUse one of autoshard.pipeline.SCHEDULES."
+            )
+        return saved
+
+    def order(self) -> Schedule:
+        """The schedule."""
+        chosen: dict[str, Any] = {} if self.predecessors is None else {"predecessors": self.predecessors}
+        return schedule(self.schedule, self.stages, self.microbatches, self.chunks, **chosen)
+
+    def to_json(self) -> dict[str, Any]:
+        """As numbers, words, lists and dicts."""
+        return {
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "chunks": self.chunks,
+            "predecessors": self.predecessors and list(map(list, self.predecessors)),
+            "boundaries": [[one.equation, one.trip] for one in self.boundaries],
+            "layers": list(map(list, self.layers)),
+            "parts": [[dict(part.axes), list(part.devices)] for part in self.parts],
+            "programs": list(self.plans),
+        }
+
+    @classmethod
+    def from_json(cls, node: Node) -> SavedPipeline:
+        """What `to_json` made.
+
+        Raises:
+            ValueError: it is not what that wrote; the message says where.
+        """
+        node.only(
+            (
+                *("stages", "microbatches", "schedule", "chunks", "predecessors"),
+                *("boundaries", "layers", "parts", "programs"),
+            )
+        )
+
+        def boundary(one: Node) -> Origin:
+            equation, trip = one.parts(2)
+            return Origin(equation.count(), trip.count())
+
+        def part(one: Node) -> MeshPart:
+            axes, devices = one.parts(2)
+            made = MeshPart({axis: size.count() for axis, size in axes.entries()}, devices.items(Node.count))
+            if int(np.prod(list(made.axes.values()))) != len(made.devices):
+                raise one.wrong("a part of a mesh and as many devices")
+            return made
+
+        return cls(
+            node["stages"].count(),
+            node["microbatches"].count(),
+            node["schedule"].name(),
+            node["chunks"].count(),
+            node["predecessors"].optional(lambda one: one.items(lambda before: before.items(Node.count))),
+            node["boundaries"].items(boundary),
+            node["layers"].items(lambda one: one.items(Node.name)),
+            node["parts"].items(part),
+            tuple(one.value for one in node["programs"].parts()),
+        )
+
+    def restored(
+        self,
+        traced: TracedStep,
+        context: AbstractMesh,
+        program: Program,
+        mesh: Mesh | AbstractMesh,
+        jit_keywords: Mapping[str, Any],
+        where: str = "the plan",
+    ) -> PlannedPipeline:
+        """The pipeline, for the step that it was planned for.
+
+        Args:
+            traced: the step.
+            context: the mesh that it was traced under.
+            program: the same for the planner.
+            mesh: the whole mesh.
+            jit_keywords: that programs are compiled with.
+            where: what messages call the data.
+
+        Raises:
+            PlanError: it was planned for another step, or contradicts itself.
+        """
+        order = self.order()
+        with jax.sharding.use_abstract_mesh(context):
+            step = CuttableStep.of(traced, self.microbatches, program.carried, program.name)
+            programs = cut(step, self.boundaries, weight_programs=order.has_weight_tasks)
+        known = [device for part in self.parts for device in part.devices]
+        fits = len(self.parts) == order.stages and max(known, default=0) < mesh.size
+        if (
+            not fits
+            or len(self.plans) != len(programs.programs)
+            or programs.stages * order.replicas != len(order.placement)
+        ):
+            raise PlanError(
+                f"{where} was made for another program than {program.name}: it has {len(self.plans)} programs of "
+                f"{len(order.placement)} stages, the step {len(programs.programs)} of {programs.stages}.\n"
+                "Plan the step anew."
+            )
+        meshes = tuple(part.on(mesh) for part in self.parts)
+        given, plans = programs.given(program.donated), []
+        for one, content in zip(programs.programs, self.plans, strict=True):
+            there = meshes[order.placement[one.stage]]
+            made = program_of(one, programs.name, programs.carried, given)
+            plan = Plan.of(from_json(content, there, where).plan).bound_to(made)
+            check_plan(made, plan.annotations, dict(there.shape))
+            plans.append(lowered(made, replace(plan, name=made.name), jit_keywords))
+        positions = tuple(part.devices for part in self.parts)
+        return PlannedPipeline(programs, tuple(plans), order, meshes, program, self.layers, positions)

@@ -1,0 +1,124 @@
+"""Plans with stages are saved, loaded, kept and compared as other plans are, and the loaded plan runs alike."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh
+from pipeline_steps import STEPS, numbers
+
+from autoshard import Plan, PlanError, autoshard
+from autoshard.plans.files import to_text
+from autoshard.stage_planning.pipeline_plan import PipelinePlan
+from autoshard.stages.pipelined_function import PipelinedFunction
+
+LAYERS, WIDTH = 4, 8
+
+
+def train(weights, x, y):
+    def loss(weights):
+        return jnp.mean((lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0] - y) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    return weights - 0.1 * gradient, value
+
+
+ARGS = numbers(1, LAYERS, WIDTH, WIDTH), numbers(2, 6, WIDTH), numbers(3, 6, WIDTH)
+PIPELINE = {"stages": 2, "microbatches": 2, "schedule": "zb_h1"}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
+
+
+@pytest.fixture(scope="module")
+def planned(mesh):
+    return autoshard(train, mesh=mesh, pipeline=PIPELINE).plan(*ARGS)
+
+
+@pytest.fixture(scope="module")
+def loaded(planned, mesh, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    planned.save(path)
+    return Plan.load(path, mesh)
+
+
+def test_a_loaded_plan_says_what_was_saved(planned, loaded):
+    assert isinstance(loaded, PipelinePlan)
+    assert loaded.dumps() == planned.dumps()
+    assert loaded.flat_in_shardings == planned.flat_in_shardings
+    assert loaded.flat_out_shardings == planned.flat_out_shardings
+    assert str(loaded.timeline) == str(planned.timeline)
+    assert loaded._stages_section() == planned._stages_section()
+    assert not planned.diff(loaded)
+    with pytest.raises(PlanError, match="knows no step to compile"):
+        loaded.verify()
+
+
+def test_a_loaded_plan_runs_without_planning(planned, loaded, mesh, monkeypatch):
+    monkeypatch.setattr(PipelinedFunction, "_planned_stages", None)
+    given = autoshard(train, mesh=mesh, plan=loaded)
+    for one, other in zip(jax.tree.leaves(given(*ARGS)), jax.tree.leaves(jax.jit(train)(*ARGS)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert given.plan(*ARGS).dumps() == planned.dumps()
+    other, args = STEPS["with rows"]()
+    with pytest.raises(PlanError, match="made for another program"):
+        autoshard(other, mesh=mesh, plan=loaded).plan(*args)
+
+
+def test_a_plan_with_stages_is_kept_in_the_cache(planned, mesh, tmp_path, monkeypatch):
+    first = autoshard(train, mesh=mesh, pipeline=PIPELINE, cache=tmp_path).plan(*ARGS)
+    monkeypatch.setattr(PipelinedFunction, "_planned_stages", None)
+    again = autoshard(train, mesh=mesh, pipeline=PIPELINE, cache=tmp_path).plan(*ARGS)
+    assert again.dumps() == first.dumps()
+    with pytest.raises(TypeError, match="not callable"):  # another pipeline is planned anew
+        autoshard(train, mesh=mesh, pipeline=PIPELINE | {"schedule": "gpipe"}, cache=tmp_path).plan(*ARGS)
+
+
+DAMAGE = {
+    "schedule": ("schedule", "none"),
+    "places": ("parts", [[{"stage": 1}, [0]], [{"stage": 1}, [2]]]),
+    "size of a part": ("parts", [[{"stage": 2}, [0]], [{"stage": 1}, [1]]]),
+    "programs": ("programs", 3),
+    "costs": ("task_costs", {"forward": [1.0]}),
+    "layout": ("argument_parts", [[[0, [2], [["nowhere"]]]]]),
+    "unknown": ("orders", []),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_file_is_named(planned, name):
+    field, value = DAMAGE[name]
+    content = json.loads(planned.dumps())
+    content.pop("digest")
+    content["pipeline"][field] = value
+    with pytest.raises(PlanError, match="is not a plan that this version of autoshard can read"):
+        Plan.loads(to_text(content), planned.mesh)
+
+
+def test_programs_that_are_left_out_are_told(planned, mesh):
+    content = json.loads(planned.dumps())
+    content.pop("digest")
+    content["pipeline"]["programs"].pop()
+    with pytest.raises(PlanError, match="made for another program"):
+        autoshard(train, mesh=mesh, plan=Plan.loads(to_text(content), mesh)).plan(*ARGS)
+
+
+def test_a_plan_of_a_mesh_without_devices_moves_to_one(planned, mesh):
+    moved = planned.on(AbstractMesh((2,), ("stage",)))
+    assert moved.dumps() == planned.dumps()
+    assert [stage.devices for stage in moved.stages] == [(0,), (1,)]
+    assert moved.on(mesh).flat_in_shardings == planned.flat_in_shardings
+
+
+def test_golden_plans_have_stages(planned, mesh, tmp_path):
+    planned.save(tmp_path / "golden.json")
+    planned.assert_same(tmp_path / "golden.json")
+    other = autoshard(train, mesh=mesh, pipeline=PIPELINE | {"schedule": "gpipe"}).plan(*ARGS)
+    with pytest.raises(PlanError, match="schedule: zb_h1 in the file, gpipe now"):
+        other.assert_same(tmp_path / "golden.json")
+    assert "schedule" in str(planned.diff(other))
