@@ -147,7 +147,7 @@ def choose_pipeline(
         if fitting == PLANNED_EXACTLY or one.seconds >= _seconds(best):
             break  # they come in the order of their seconds
         try:
-            exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend, machine.memory)
+            exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend)
         except StageError as error:  # it cannot be cut there, and perhaps elsewhere
             refusal = error
             continue

@@ -7,6 +7,7 @@ microbatches in flight as the schedule has there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from autoshard.stage_search import (
     StageTable,
     simulated,
 )
-from autoshard.stage_search.simulating import schedule_facts
+from autoshard.stage_search.simulating import ScheduleFacts, schedule_facts
 
 CutAt = Callable[[int, Sequence[int], bool], CutStep]
 """Number of microbatches, first units of all stages but the first, whether W has programs -> the step cut so."""
@@ -46,32 +47,23 @@ def exact_pipeline(
     cut_at: CutAt,
     shapes: Mapping[str, SubMeshShape],
     backend: Backend,
-    memory: float,
 ) -> ExactPipeline | None:
     """The stages of a choice planned; None if one of them fits in no way.
 
     Args:
         cut_at: makes the programs of the stages.
         shapes: by the names of the tables' sub-meshes.
-        memory: bytes per device.
     """
     facts = schedule_facts(choice.schedule, choice.devices, choice.chunks, choice.microbatches)
     if facts is None:
         return None
     made = facts.schedule
     cut = cut_at(choice.microbatches, [stage.first for stage in choice.stages[1:]], made.has_weight_tasks)
-    known: dict[tuple[int, str, float], StageCost | None] = {}
+    planner = _StagePlanner(cut, backend)
+    limits = stage_limits(choice, facts)
     costs: list[StageCost] = []
     for number, stage in enumerate(choice.stages):
-        device = made.placement[number]
-        own = [other for other, home in enumerate(made.placement) if home == device]
-        in_flight = float(facts.in_flight[device][:, own.index(number)].max())
-        shape = shapes[stage.table.shape.name]
-        key = cut.kinds[number], stage.table.shape.name, in_flight
-        if key not in known:
-            where = SubMeshModel(shape.mesh, shape.topology, backend, memory / len(own))
-            known[key] = cut.cost(number, where, in_flight)
-        cost = known[key]
+        cost = planner.cost(number, shapes[stage.table.shape.name], stage_in_flight(facts, number), limits[number])
         if cost is None:
             return None
         costs.append(cost)
@@ -86,6 +78,64 @@ def exact_pipeline(
     exact = replace(space, costs={choice.microbatches: MicrobatchCosts(tables, sent_forward, sent_backward)})
     found = simulated(exact, replace(choice, stages=stages))
     return None if found is None else ExactPipeline(found, cut, tuple(costs))
+
+
+class _StagePlanner:
+    """Plans stages, each kind of them once if its fastest plan fits whatever is in flight."""
+
+    def __init__(self, cut: CutStep, backend: Backend) -> None:
+        self._cut, self._backend = cut, backend
+        self._known: dict[tuple[int, str, float, float], StageCost | None] = {}
+
+    def cost(self, number: int, shape: SubMeshShape, in_flight: float, limit: float) -> StageCost | None:
+        """The fastest plan of a stage that holds no more than `limit` bytes per device."""
+        fastest = self._planned(number, shape, 1.0, math.inf)
+        if fastest is not None and fastest.held(in_flight) <= limit:
+            return fastest
+        return self._planned(number, shape, in_flight, limit)
+
+    def _planned(self, number: int, shape: SubMeshShape, in_flight: float, limit: float) -> StageCost | None:
+        key = self._cut.kinds[number], shape.in_row.name, in_flight, limit
+        if key not in self._known:
+            where = SubMeshModel(shape.mesh, shape.topology, self._backend, limit / self._backend.usable)
+            self._known[key] = self._cut.cost(number, where, in_flight)
+        return self._known[key]
+
+
+def stage_in_flight(facts: ScheduleFacts, number: int) -> float:
+    """The most microbatches in flight in a virtual stage."""
+    made = facts.schedule
+    device = made.placement[number]
+    own = [other for other, home in enumerate(made.placement) if home == device]
+    return float(facts.in_flight[device][:, own.index(number)].max())
+
+
+def stage_limits(choice: PipelineChoice, facts: ScheduleFacts) -> list[float]:
+    """Bytes per device that each virtual stage may hold, by what the tables say that it does.
+
+    Programs of a device run one at a time, so its virtual stages share what a program holds beside. The rest is theirs
+    in proportion to what they hold.
+    """
+    placement, found = facts.schedule.placement, []
+    for number, stage in enumerate(choice.stages):
+        own = [other for other, home in enumerate(placement) if home == placement[number]]
+        room = stage.table.shape.memory_bytes
+        working = max(_entry(choice.stages[other], "working_bytes") for other in own)
+        if len(own) == 1 or working >= room:
+            found.append(room / len(own))
+            continue
+        held = {
+            other: _entry(choice.stages[other], "fixed_bytes")
+            + stage_in_flight(facts, other) * _entry(choice.stages[other], "microbatch_bytes")
+            for other in own
+        }
+        share = held[number] / sum(held.values()) if any(held.values()) else 1.0 / len(own)
+        found.append(working + (room - working) * share)
+    return found
+
+
+def _entry(stage: ChosenStage, name: str) -> float:
+    return float(getattr(stage.table, name)[stage.first, stage.last])
 
 
 def _table_of(stage: ChosenStage, cost: StageCost, layers: int) -> StageTable:

@@ -20,9 +20,11 @@ from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_me
 from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs
 from autoshard.stage_search import MicrobatchCosts, StageSpace, StageTable
 
+CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12)  # virtual stages per device: more of them than divide the layers evenly gain little
 SCHEDULES = (
     *(("1f1b", 1), ("eager_1f1b", 1), ("zb_h1", 1), ("zb_h2", 1), ("gpipe", 1)),
-    *(("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("looped_bfs", 2), ("zb_v", 2), ("v_half", 2), ("v_min", 2)),
+    *((name, chunks) for name in ("interleaved_1f1b", "looped_bfs") for chunks in CHUNKS),
+    *(("zb_v", 2), ("v_half", 2), ("v_min", 2)),
 )
 # Seconds that a controller takes to dispatch one task and its transfers: measured on CPU with 64 programs and 56
 # transfers, 310 microseconds each. No task is taken to be shorter.

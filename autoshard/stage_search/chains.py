@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.stage_search.choices import ChosenStage
-from autoshard.stage_search.tables import MicrobatchCosts, Numbers, StageSpace, StageTable
+from autoshard.stage_search.tables import MicrobatchCosts, Numbers, StageSpace, StageTable, is_within_memory
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,10 @@ class Chains:
             found[q] = np.where(sizes > 0, channel.latency + sizes / (channel.bandwidth * devices), 0.0).sum(axis=0)
         return found
 
-    def _has_room(self, table: StageTable, left: int) -> np.ndarray:
-        """Which stages fit with `left` stages from them on."""
-        held = table.fixed_bytes + table.working_bytes + self.problem.in_flight[left - 1] * table.microbatch_bytes
-        return held <= table.shape.memory_bytes
-
     def first_stage(self, which: int, left: int) -> Numbers:
         """Seconds that a stage with `left` stages from it on asks for by itself; inf where it does not fit."""
-        return np.where(self._has_room(self.problem.tables[which], left), self._own[which], np.inf)
+        has_room = is_within_memory(self.problem.tables[which], self.problem.in_flight[left - 1])
+        return np.where(has_room, self._own[which], np.inf)
 
     def _values(self) -> list[Numbers]:
         """Per number of stages left, bounds at [position, layer]."""

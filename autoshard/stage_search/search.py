@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
-from autoshard.stage_search.chunks import ChunkProblem, balanced, chunk_bound
+from autoshard.stage_search.chunks import ChunkProblem, balanced, mean_bound
 from autoshard.stage_search.polishing import polished
-from autoshard.stage_search.simulating import estimated_seconds, schedule_form, simulated
+from autoshard.stage_search.simulating import estimated_seconds, schedule_facts, schedule_form, simulated
 from autoshard.stage_search.tables import StageSpace, StageTable
+from autoshard.stage_search.tightening import KindBound
+from autoshard.stage_search.whole_layers import WholeLayers
 
+_APART = 1e-3  # of the work: gradients of weights that take less are as good as none
+_PROGRAMS = 0.07  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
 _NEAR = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
 
 
@@ -26,6 +32,7 @@ class SearchSettings:
     """How much is tried. Counts, not seconds: the same space has the same result everywhere."""
 
     most_tasks: int = 600_000  # of schedules, simulated in all: about 4 microseconds each
+    gap_of_programs: float = 0.04  # a bound that is this near is not raised by programs
     gap: float = 0.002  # a choice that is proven to be this near the best is good enough
     most_mixed_entries: int = (
         40_000_000  # of the tables for sub-meshes of several sizes; beyond, the smallest are left out
@@ -42,14 +49,28 @@ class Kind:
 
     bound: float
 
-    def next(self, below: float) -> tuple[ChosenStage, ...] | None:
-        """The next choice of virtual stages, if one can take less than `below`."""
-        raise NotImplementedError
+    @property
+    def estimate(self) -> float:
+        """Seconds that its best choice takes, about."""
+        return self.bound
 
     @property
     def tasks(self) -> int:
         """Tasks of its schedule, about."""
         return 2 * self.microbatches * self.stages * self.chunks
+
+    def next(self, below: float) -> tuple[ChosenStage, ...] | None:
+        """The next choice of virtual stages, if one can take less than `below`."""
+        raise NotImplementedError
+
+    def tighten(self, most_tasks: float, enough: float) -> int:
+        """Raises the bound a little, to what is enough; how many tasks that took, or 0 if nothing can be done.
+
+        Args:
+            most_tasks: that the programs for the bound may have.
+            enough: s.
+        """
+        return 0
 
 
 class ChainKind(Kind):
@@ -70,17 +91,45 @@ class ChainKind(Kind):
 
 
 class ChunkKind(Kind):
-    """Several virtual stages per device: one choice, and the moves from it."""
+    """Several virtual stages per device: one choice, and the moves from these."""
 
-    def __init__(self, problem: ChunkProblem, schedule: str, chunks: int) -> None:
-        super().__init__(schedule, chunks, problem.microbatches, len(problem.starts) // chunks)
-        self.bound = chunk_bound(problem)
-        self._problem: ChunkProblem | None = problem
+    def __init__(self, problem: ChunkProblem, whole: WholeLayers, schedule: str, chunks: int) -> None:
+        super().__init__(schedule, chunks, problem.microbatches, problem.devices)
+        self.bound = whole.bound(problem.form.placement)
+        self._estimate = max(self.bound, whole.estimate(problem.devices, chunks))
+        self._problem, self._whole = problem, whole
+        self._is_new = True
+        self._tight: KindBound | None = None
+
+    @property
+    def estimate(self) -> float:
+        """Seconds with equal virtual stages."""
+        return self._estimate
 
     def next(self, below: float) -> tuple[ChosenStage, ...] | None:
-        """The balanced choice, once."""
-        problem, self._problem = self._problem, None
-        return None if problem is None or self.bound >= below else balanced(problem)
+        """The balanced choice, once. The bound of the mean, which takes longer, is made only now."""
+        first, self._is_new = self._is_new, False
+        if not first or self.bound >= below:
+            return None
+        self.bound = max(self.bound, mean_bound(self._problem))
+        return balanced(self._problem) if self.bound < below else None
+
+    def tighten(self, most_tasks: float, enough: float) -> int:
+        """Raises the bound by one program of its schedule, or by means that take no time; how many tasks that took."""
+        if self._tight is None:
+            self._tight = KindBound(self._problem, self._whole, self._estimate, enough)
+            self.bound = max(self.bound, self._tight.seconds)
+            return 1
+        if self.tasks > most_tasks:
+            return 0
+        facts = schedule_facts(self.schedule, self.stages, self.chunks, self.microbatches)
+        if facts is None:  # there is no such schedule for so many microbatches
+            self.bound = math.inf
+            return 1
+        if not self._tight.raise_once(facts):
+            return 0
+        self.bound = max(self.bound, self._tight.seconds)
+        return self.tasks
 
 
 def search_stages(space: StageSpace, settings: SearchSettings | None = None) -> StageSearchResult:
@@ -89,7 +138,27 @@ def search_stages(space: StageSpace, settings: SearchSettings | None = None) -> 
     Never worse than the best of each kind's first choice. `StageSearchResult.gap` says how far from the best possible
     it can be. All figures are those of the tables.
     """
-    return _Search(space, settings or SearchSettings()).result()
+    found = StageSearchResult(None, math.inf, (), 0)
+    for some in _useful(space):
+        found = _Search(some, settings or SearchSettings()).result()
+        if found.best is not None:
+            break
+    return found
+
+
+def _useful(space: StageSpace) -> list[StageSpace]:
+    """Where no stage has gradients of weights apart, as in recomputed layers, first without the schedules for these.
+
+    Such schedules then only have longer orders. They may hold less, so they count where nothing else fits.
+    """
+    tables = [table for costs in space.costs.values() for table in costs.tables]
+    apart = max(float(np.max(table.weight, where=np.isfinite(table.weight), initial=0.0)) for table in tables)
+    work = max(float(np.max(table.work, where=np.isfinite(table.work), initial=0.0)) for table in tables)
+    forms = {one: schedule_form(one[0], 2, one[1]) for one in space.schedules}
+    plain = [one for one, form in forms.items() if form is None or not form.has_weight_tasks]
+    if apart > _APART * work or not plain or len(plain) == len(forms):
+        return [space]
+    return [replace(space, schedules=plain), space]
 
 
 class _Search:
@@ -104,10 +173,11 @@ class _Search:
         return math.inf if self.best is None else self.best.seconds
 
     def result(self) -> StageSearchResult:
-        kinds = sorted(kinds_of(self.space, self.settings), key=lambda kind: kind.bound)
+        kinds = list(kinds_of(self.space, self.settings))
         self._look_at_first_choices(kinds, 0.4)
         self._polish(0.7)
         self._look_further(kinds, 1.0)
+        self._tighten(kinds)
         left = min((kind.bound for kind in kinds), default=math.inf)
         fitting = sorted(
             (one for one in self.seen.values() if one is not None and one.fits), key=lambda one: one.seconds
@@ -123,8 +193,8 @@ class _Search:
         """Simulates the first choice of each kind, in the order of what they are estimated to take."""
         first: list[tuple[float, int, PipelineChoice]] = []
         least = math.inf
-        for kind in kinds:
-            if kind.bound >= least * _NEAR or not math.isfinite(kind.bound):
+        for kind in sorted(kinds, key=lambda kind: kind.estimate):
+            if kind.estimate >= least * _NEAR or not math.isfinite(kind.estimate):
                 break
             stages = kind.next(math.inf)
             if stages is not None:
@@ -159,6 +229,16 @@ class _Search:
             found = self._take(self.simulate(PipelineChoice(kind.schedule, kind.chunks, kind.microbatches, stages)))
             if found is self.best and found is not None:
                 self._take(polished(self.space, found, self.simulate, lambda: self._may_go_on(share)))
+
+    def _tighten(self, kinds: Sequence[Kind]) -> None:
+        """Raises the least bound for as long as it can be, and is far from the best choice."""
+        left, enough = _PROGRAMS * self.settings.most_tasks, self.incumbent * (1 - self.settings.gap_of_programs)
+        while left > 0 and kinds:
+            kind = min(kinds, key=lambda one: one.bound)
+            taken = kind.tighten(left, enough) if kind.bound < enough else 0
+            if taken == 0:
+                return
+            left -= taken
 
     def _take(self, found: SimulatedChoice | None) -> SimulatedChoice | None:
         """Keeps a choice if it is the best that fits."""
@@ -233,12 +313,16 @@ def _chunk_kinds(
     schedules: list[tuple[str, int]],
     stages: int,
 ) -> Iterator[Kind]:
+    known: dict[bool, WholeLayers] = {}
     for name, chunks in schedules:
         if stages * chunks > space.layers:
             continue
         form = schedule_form(name, stages, chunks)
         if form is not None:
-            yield ChunkKind(ChunkProblem(space, form, microbatches, tables), name, chunks)
+            split = form.has_weight_tasks
+            if split not in known:
+                known[split] = WholeLayers.of(space, microbatches, tables, has_weight_tasks=split)
+            yield ChunkKind(ChunkProblem(space, form, microbatches, tables), known[split], name, chunks)
 
 
 def families(

@@ -115,9 +115,14 @@ def estimated_seconds(space: StageSpace, choice: PipelineChoice) -> float:
     for device, stage, taken in zip(form.placement, stages, seconds, strict=True):
         work[device] += sum(taken.values())
         after[device] += stage.table.after[stage.first, stage.last]
-    fill = [max(0.0, taken["F"] + taken["B"] - taken.get("W", 0.0)) for taken in seconds[: choice.devices]]
-    travel = sum(_lags(space.row, costs, stages).values()) * (choice.devices - 1) / max(1, len(stages) - 1)
-    return float(choice.microbatches * work.max() + sum(fill) - max(fill) + travel + after.max())
+    lags = _lags(space.row, costs, stages)
+    passing, busiest = 0.0, 0.0
+    for device in range(choice.devices):  # whose first virtual stage has the same number
+        busiest = max(busiest, choice.microbatches * work[device] + after[device] + passing)
+        taken = seconds[device]
+        passing += max(0.0, taken["F"] + taken["B"] - taken.get("W", 0.0))
+        passing += lags.get(("F", device, device + 1), 0.0) + lags.get(("B", device + 1, device), 0.0)
+    return float(busiest)
 
 
 def simulated(space: StageSpace, choice: PipelineChoice) -> SimulatedChoice | None:

@@ -42,6 +42,12 @@ class StageTable:
         return self.forward + self.backward + self.weight
 
 
+def is_within_memory(table: StageTable, in_flight: float) -> NDArray[np.bool_]:
+    """Which stages fit with so many microbatches in flight, at [first layer, layer after the last]."""
+    held = table.fixed_bytes + table.working_bytes + in_flight * table.microbatch_bytes
+    return np.asarray(held <= table.shape.memory_bytes)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
     """What each layer costs on one sub-mesh. Costs of a stage are the sums over its layers, working bytes the largest.

@@ -1,0 +1,76 @@
+"""The bound of one kind of pipeline, raised step by step by programs that take longer.
+
+A kind is split into parts by how the last layers are cut. The part of the least bound is raised first. A part has two
+programs: with a limit of layers per device, which holds below some seconds, and without one.
+"""
+
+from __future__ import annotations
+
+from autoshard.stage_search.chunks import ChunkProblem
+from autoshard.stage_search.fractional import fractional_bound
+from autoshard.stage_search.simulating import ScheduleFacts
+from autoshard.stage_search.whole_layers import Ending, LayerLimit, WholeLayers, endings
+
+_LAST_LAYERS = 4  # the head and the loss are among these
+
+
+class KindBound:
+    """Seconds that no choice of a kind is below."""
+
+    def __init__(self, problem: ChunkProblem, whole: WholeLayers, estimate: float, enough: float) -> None:
+        """
+        Args:
+            estimate: s that choices take, about.
+            enough: s; the bound need not be raised above these.
+        """
+        self._problem, self._whole, self._estimate = problem, whole, estimate
+        self._parts = self._by_ending(0.0)
+        whole_kind = _Part(problem, whole, (0,), estimate, self.seconds)
+        # A limit of layers does little before it is known where the last ones are.
+        if whole_kind.programs[-1] is None and sum(part.bound < enough for part in self._parts) > 1:
+            self._parts = [whole_kind]
+
+    @property
+    def seconds(self) -> float:
+        """The bound so far."""
+        return min((part.bound for part in self._parts), default=float("inf"))
+
+    def raise_once(self, facts: ScheduleFacts) -> bool:
+        """Solves a program of the part that has the least bound; False if none is left."""
+        part = min(self._parts, key=lambda one: one.bound, default=None)
+        if part is not None and not part.programs and part.ending == (0,):
+            self._parts = self._by_ending(part.bound)
+            part = min(self._parts, key=lambda one: one.bound)
+        if part is None or not part.programs:
+            return False
+        part.solve(self._problem, facts)
+        return True
+
+    def _by_ending(self, known: float) -> list[_Part]:
+        problem = self._problem
+        ways = endings(problem.space.layers, len(problem.form.placement), _LAST_LAYERS)
+        return [_Part(problem, self._whole, ending, self._estimate, known) for ending in ways]
+
+
+class _Part:
+    """The choices of a kind whose last layers are cut in one way, or in any with the ending (0,)."""
+
+    def __init__(
+        self, problem: ChunkProblem, whole: WholeLayers, ending: Ending, estimate: float, known: float
+    ) -> None:
+        self.ending = ending
+        self.bound = max(known, whole.bound(problem.form.placement, ending))
+        limit = whole.limit(problem.form.placement, ending)
+        self.programs: list[LayerLimit | None] = [None]
+        if limit is not None and limit.seconds > self.bound:
+            self.programs = [None, limit] if limit.seconds >= estimate else [limit, None]
+
+    def solve(self, problem: ChunkProblem, facts: ScheduleFacts) -> None:
+        """Raises the bound to that of the next program."""
+        limit = self.programs.pop()
+        found = fractional_bound(problem, facts, self.ending, limit)
+        self.bound = max(self.bound, found)
+        # A limit only raises what the program finds, up to its seconds: so the other one may be of no use.
+        other = self.programs[0] if self.programs else None
+        if (limit is not None and found < limit.seconds) or (other is not None and other.seconds <= self.bound):
+            self.programs = []

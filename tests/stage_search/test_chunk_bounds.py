@@ -1,0 +1,143 @@
+"""Bounds of pipelines with several virtual stages per device, against every cut, simulated by `autoshard.pipeline`."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from every_pipeline import cuts_of
+
+from autoshard.pipeline import schedule, simulate
+from autoshard.stage_search import Channel, DeviceRow, LayerCosts, MicrobatchCosts, StageSpace, SubMesh, search_stages
+from autoshard.stage_search.chunks import ChunkProblem, mean_bound
+from autoshard.stage_search.fractional import fractional_bound
+from autoshard.stage_search.simulating import schedule_facts, schedule_form
+from autoshard.stage_search.tightening import KindBound
+from autoshard.stage_search.whole_layers import LayerSeconds, WholeLayers, endings, least_per_layer
+
+LAG = 0.05
+CASES = [  # schedule, devices, chunks, microbatches, layers, seed, head
+    ("interleaved_1f1b", 2, 2, 4, 8, 0, 1.0),
+    ("interleaved_1f1b", 2, 3, 2, 9, 1, 4.0),
+    ("interleaved_1f1b", 3, 2, 3, 8, 2, 0.3),
+    ("looped_bfs", 2, 2, 4, 8, 3, 2.0),
+    ("zb_v", 2, 2, 4, 8, 4, 2.0),
+    ("v_half", 2, 2, 3, 7, 5, 1.0),
+]
+
+
+def problem_of(name, devices, chunks, microbatches, layers, seed, head, memory=math.inf):
+    """Layers of nearly equal costs but for the last one."""
+    random = np.random.default_rng(seed)
+    costs = random.uniform(0.9, 1.1, (7, layers)) * np.array([[1.0], [1.2], [0.8], [0.3], [1.0], [1.0], [1.0]])
+    costs[:3, -1] *= head
+    table = LayerCosts(*costs).table(SubMesh.anywhere("1", 1, devices, memory))
+    channel = Channel(LAG, 1e12)
+    sent = np.array([0.0, *[1e-9] * (layers - 1), 0.0])
+    row = DeviceRow.of_hosts(1, devices, inside=channel, between=channel)
+    space = StageSpace(row, {microbatches: MicrobatchCosts((table,), sent, sent)}, ((name, chunks),))
+    return ChunkProblem(space, schedule_form(name, devices, chunks), microbatches, (table,)), table
+
+
+def best_of_all(problem, table, name, devices, chunks):
+    """Seconds of the best cut that fits, by `simulate`."""
+    made = schedule(name, devices, problem.microbatches, chunks)
+    found = math.inf
+    for cuts in cuts_of(table.layers, devices * chunks):
+        at = list(itertools.pairwise(cuts))
+
+        def of(kind, at=at):
+            return np.array([getattr(table, kind)[run] for run in at])
+
+        split = made.has_weight_tasks
+        backward = of("backward") if split else of("backward") + of("weight")
+        weight = of("weight") if split else 0.0
+        line = simulate(made, of("forward"), backward, weight, LAG, memory=of("microbatch_bytes"))
+        homes = np.array(made.placement)
+        held = [
+            of("fixed_bytes")[homes == d].sum() + of("working_bytes")[homes == d].max() + line.peak_bytes[d]
+            for d in range(devices)
+        ]
+        if max(held) <= table.shape.memory_bytes:
+            found = min(found, line.makespan + max(of("after")[homes == d].sum() for d in range(devices)))
+    return found
+
+
+def bounds_of(problem, facts):
+    """Every bound: of the mean, of whole layers, of the program, and of all parts after all programs."""
+    split = facts.schedule.has_weight_tasks
+    whole = WholeLayers.of(problem.space, problem.microbatches, problem.tables, has_weight_tasks=split)
+    parts = KindBound(problem, whole, 0.0, math.inf)
+    while parts.raise_once(facts):
+        pass
+    return {
+        "mean": mean_bound(problem),
+        "whole layers": whole.bound(problem.form.placement),
+        "program": fractional_bound(problem, facts),
+        "parts": parts.seconds,
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[5]}")
+def test_no_cut_takes_less_than_a_bound_and_the_tightest_is_near(case):
+    name, devices, chunks, microbatches = case[:4]
+    problem, table = problem_of(*case)
+    best = best_of_all(problem, table, name, devices, chunks)
+    found = bounds_of(problem, schedule_facts(name, devices, chunks, microbatches))
+    assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
+    assert found["program"] <= found["parts"] * (1 + 1e-9)
+    assert found["parts"] >= 0.93 * best, (best, found)
+
+
+def test_the_program_sees_memory():
+    case = ("interleaved_1f1b", 2, 2, 4, 8, 0, 1.0)
+    problem, table = problem_of(*case)
+    facts = schedule_facts("interleaved_1f1b", 2, 2, 4)
+    tight, table = problem_of(*case, memory=17.0)
+    assert math.isfinite(best_of_all(tight, table, "interleaved_1f1b", 2, 2))
+    assert fractional_bound(tight, facts) >= fractional_bound(problem, facts)
+    starved, table = problem_of(*case, memory=9.0)
+    assert math.isinf(best_of_all(starved, table, "interleaved_1f1b", 2, 2))
+    assert math.isinf(fractional_bound(starved, facts))
+
+
+def test_a_bound_that_is_too_high_is_noticed(monkeypatch):
+    """Planted: the first microbatch passes every layer twice."""
+    case = CASES[0]
+    busy = LayerSeconds._busy
+    monkeypatch.setattr(LayerSeconds, "_busy", lambda self, *given: 3 * busy(self, *given))
+    problem, table = problem_of(*case)
+    found = bounds_of(problem, schedule_facts(*case[:1], *case[1:4]))
+    assert found["whole layers"] > best_of_all(problem, table, *case[:3])
+
+
+def test_a_run_of_layers_that_saves_something_lowers_what_layers_add():
+    runs = LayerCosts(*[np.ones(5)] * 7).table(SubMesh.anywhere("1", 1, 2, 1e9)).work.copy()
+    assert least_per_layer(runs).tolist() == [3.0] * 5
+    runs[0, 5] -= 5.0  # five layers at once save a third
+    assert least_per_layer(runs) == pytest.approx([2.0] * 5)
+
+
+def test_every_ending_is_one_of_a_cut():
+    for layers, stages in (4, 2), (5, 5), (6, 3), (3, 3), (4, 1):
+        made = set()
+        for cuts in cuts_of(layers, stages):
+            home = [sum(cut <= layer for cut in cuts[1:-1]) for layer in range(layers)]
+            made.add(tuple(stages - 1 - home[layers - 1 - i] for i in range(min(3, layers))))
+        assert set(endings(layers, stages, 3)) == made
+
+
+def test_the_search_proves_that_equal_virtual_stages_are_near_the_best():
+    """Twenty equal layers on four devices: five virtual stages of one layer each are better than any two or four."""
+    layers, devices = 20, 4
+    ones = np.ones(layers)
+    table = LayerCosts(ones, 2 * ones, 0 * ones, 0 * ones, ones, ones, ones).table(
+        SubMesh.anywhere("1", 1, devices, 1e9)
+    )
+    row = DeviceRow.of_hosts(1, devices, inside=Channel(0.0, 1e12), between=Channel(0.0, 1e12))
+    sent = np.array([0.0, *[1.0] * (layers - 1), 0.0])
+    schedules = (("1f1b", 1), *(("interleaved_1f1b", chunks) for chunks in (2, 4, 5)))
+    found = search_stages(StageSpace(row, {8: MicrobatchCosts((table,), sent, sent)}, schedules))
+    assert (found.best.choice.schedule, found.best.choice.chunks) == ("interleaved_1f1b", 5)
+    assert found.best.seconds == pytest.approx(8 * 5 * 3 + 3 * 3)  # (p - 1)(F + B)/v beside the work
+    assert found.gap <= 0.03
