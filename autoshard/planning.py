@@ -20,7 +20,6 @@ from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverE
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
-from autoshard.meshes.cutoff import Cutoff
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
@@ -46,6 +45,7 @@ from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.runtime.cutoff import Cutoff
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
@@ -367,14 +367,14 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
 
     Raises:
         MemoryLimitError: there is none.
-        SlowMesh: it is proven to take longer than `options.enough`.
+        CutoffReached: it is proven to take longer than `options.enough`.
     """
     enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
         return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough)
     except InfeasibleError as error:
         is_part = formulation.least is not None
-        raise memory_error(program, error, options.backend.usable, is_part) from None
+        raise memory_error(program, error, options.backend.usable, is_part, options.untried) from None
 
 
 def cheapest(
@@ -395,7 +395,7 @@ def cheapest(
         enough: seconds: a solution that is proven to cost more is not sought further.
 
     Raises:
-        SlowMesh: there is no solution that costs no more than `enough`.
+        CutoffReached: there is no solution that costs no more than `enough`.
     """
 
     def solve(problem: Problem, budget: Budget | None = None) -> Solution:

@@ -14,13 +14,13 @@ import jax
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape
-from autoshard.meshes.cutoff import SlowMesh
 from autoshard.options import Options
 from autoshard.processes import Group
 from autoshard.processes.agreement import mesh_of_all
 from autoshard.program import Program
 from autoshard.program.flattening import flattened
 from autoshard.propagation import rules_for
+from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -175,7 +175,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 if shared is not None:
                     vars(step)["_traced"] = functools.partial(_already_traced, shared)
                 made = step.plan(*args, **kwargs)
-            except SlowMesh:
+            except CutoffReached:
                 slower += 1
                 continue
             except (MemoryLimitError, ConflictError, MeshError) as error:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from autoshard.errors import MemoryLimitError, MicrobatchError
-from autoshard.meshes.cutoff import SlowMesh
 from autoshard.program import Program
 from autoshard.remat.recomputation import Level
+from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -60,7 +60,7 @@ def fastest(
     Its bound is that of all variants: none of those that fit is proven to be faster than that.
 
     Args:
-        planned: plans a program, and may raise `SlowMesh` once it is proven to take more than so many seconds.
+        planned: plans a program, and may raise `CutoffReached` once it is proven to take more than so many seconds.
         given: the plan that the user gave, which is for one of the variants.
 
     Raises:
@@ -118,7 +118,7 @@ class _Search(Generic[Planned]):
         self.best: Planned | None = None
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
-        self.slow: list[SlowMesh] = []  # what is proven of variants that nobody would want
+        self.slow: list[CutoffReached] = []  # what is proven of variants that nobody would want
 
     def fastest(self) -> Planned:
         asked = self.wishes.microbatches
@@ -192,7 +192,7 @@ class _Search(Generic[Planned]):
         except MemoryLimitError as error:
             self.errors.append(error)
             return None
-        except SlowMesh as slow:
+        except CutoffReached as slow:
             self.slow.append(slow)
             self.bounds.append(slow.bound)
             return slow.bound

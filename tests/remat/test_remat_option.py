@@ -10,7 +10,7 @@ from flax import nnx
 from oracles import mesh_of
 
 import autoshard
-from autoshard import ArgumentError
+from autoshard import ArgumentError, MemoryLimitError
 
 WIDTH, ROWS = 16, 64
 
@@ -117,6 +117,22 @@ def test_a_plan_says_where_nothing_can_be_chosen():
             lambda w, x: x @ jax.device_put(w, jax.memory.Space.Device), weights, x, mesh=mesh, remat="auto"
         )
         assert any(one.startswith("remat='auto' changes nothing") and reason in one for one in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "named"),
+    [
+        ({}, scanned, ["remat='auto'", "microbatches='auto'"]),
+        ({"remat": "auto"}, scanned, ["microbatches='auto'"]),
+        ({"microbatches": 2}, scanned, ["remat='auto'"]),
+        ({}, lambda weights, x: x @ weights["up"][0], []),  # no backward pass, so nothing is kept for one
+    ],
+)
+def test_what_fits_in_no_way_is_told_what_was_not_tried(options, step, named):
+    with pytest.raises(MemoryLimitError) as caught:
+        autoshard.plan(step, WEIGHTS, numbers(3, ROWS, WIDTH), mesh=mesh_of({"data": 2}), memory="1KiB", **options)
+    advice = str(caught.value).splitlines()[-1]
+    assert [way for way in ("remat='auto'", "microbatches='auto'") if way in advice] == named
 
 
 def test_a_wrong_option_is_an_error():
