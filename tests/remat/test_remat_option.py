@@ -10,7 +10,10 @@ from flax import nnx
 from oracles import mesh_of
 
 import autoshard
-from autoshard import ArgumentError, MemoryLimitError
+from autoshard import ArgumentError
+from autoshard.options import options_of
+from autoshard.report.memory_error import memory_error
+from autoshard.solver.problem import InfeasibleError
 
 WIDTH, ROWS = 16, 64
 
@@ -129,9 +132,12 @@ def test_a_plan_says_where_nothing_can_be_chosen():
     ],
 )
 def test_what_fits_in_no_way_is_told_what_was_not_tried(options, step, named):
-    with pytest.raises(MemoryLimitError) as caught:
-        autoshard.plan(step, WEIGHTS, numbers(3, ROWS, WIDTH), mesh=mesh_of({"data": 2}), memory="1KiB", **options)
-    advice = str(caught.value).splitlines()[-1]
+    mesh = mesh_of({"data": 8})
+    program = autoshard.autoshard(step, mesh=mesh, **options).trace(WEIGHTS, numbers(3, ROWS, WIDTH))
+    untried = options_of(mesh, **options).untried
+    advice = str(
+        memory_error(program, InfeasibleError("", limit=1024, needed=2048), 0.85, False, untried)
+    ).splitlines()[-1]
     assert [way for way in ("remat='auto'", "microbatches='auto'") if way in advice] == named
 
 
