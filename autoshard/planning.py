@@ -81,6 +81,7 @@ def checked(
     jit_keywords: Mapping[str, Any],
     before: PlansByProgram | None,
     group: Group | None,
+    others: Callable[[float], Plan | None] | None = None,
 ) -> Plan:
     """A lowered plan whose compiled program is within the memory limit, as far as one is found.
 
@@ -88,6 +89,8 @@ def checked(
 
     Args:
         before: plans made before, which this one joins; None if the plan is the user's, in whose place no other comes.
+        others: the best plan that is predicted to hold so many bytes, of all ways to run the step; None if there is one
+            way, or no plan is found.
 
     Raises:
         ProcessError: another process is about to run something else, has failed or ended.
@@ -103,14 +106,14 @@ def checked(
     if plan.compiled_peak is None:
 
         def replanned(target: float) -> Plan | None:
-            if before is None:
-                return None
+            if before is None or others is not None:
+                return None if others is None else others(target)
             leaner = _leaner_of_all(group, program, before[identity_of(program)][0], options, jit_keywords, target)
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
         agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
-        made = within_limit(plan, options.memory, _compiled, replanned, agreed)
-        if before is not None and made is not plan:
+        made = within_limit(plan, options.memory, _compiled, replanned, agreed, others)
+        if before is not None and others is None and made is not plan:
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
             if options.cache is not None and (group is None or group.leads):
@@ -190,6 +193,12 @@ def _planned_before(program: Program, rules: tuple[Rule, ...], before: PlansByPr
 def lowered(program: Program, plan: Plan, jit_keywords: Mapping[str, Any]) -> Plan:
     """A plan bound to its program under `jax.jit`."""
     return replace(plan, lowering=Lowering(program, plan, jit_keywords))
+
+
+def program_of(plan: Plan) -> Program:
+    """The program that a lowered plan is bound to."""
+    assert plan.lowering is not None, "`lowered` gives it one"
+    return plan.lowering.program
 
 
 def planned(

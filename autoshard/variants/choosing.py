@@ -54,6 +54,7 @@ def fastest(
     wishes: Wishes,
     planned: Callable[[Program, float], Planned],
     given: Plan | None = None,
+    enough: float = math.inf,
 ) -> Planned:
     """The step planned in the variant that is predicted to take the fewest seconds.
 
@@ -62,14 +63,16 @@ def fastest(
     Args:
         planned: plans a program, and may raise `CutoffReached` once it is proven to take more than so many seconds.
         given: the plan that the user gave, which is for one of the variants.
+        enough: seconds per step: variants that are proven to take more are not wanted.
 
     Raises:
+        CutoffReached: all that fit are proven to take more than is enough.
         MemoryLimitError: no variant fits.
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
     """
     if given is not None:
         return planned(_given(variants, wishes, given), math.inf)
-    return _Search(variants, wishes, planned).fastest()
+    return _Search(variants, wishes, planned, enough).fastest()
 
 
 def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
@@ -113,8 +116,10 @@ def _grouped(variants: StepVariants, mesh: Mapping[str, int], count: int) -> Ite
 class _Search(Generic[Planned]):
     """The search through the variants of a step."""
 
-    def __init__(self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned]):
-        self.variants, self.wishes, self.planned = variants, wishes, planned
+    def __init__(
+        self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned], enough: float
+    ):
+        self.variants, self.wishes, self.planned, self.enough = variants, wishes, planned, enough
         self.best: Planned | None = None
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
@@ -123,7 +128,7 @@ class _Search(Generic[Planned]):
     def fastest(self) -> Planned:
         asked = self.wishes.microbatches
         for count in [asked] if asked is not None else (2**power for power in range(31)):
-            before = self.best
+            before, slow = self.best, len(self.slow)
             try:
                 self.plan_all_in(count)
             except MicrobatchError as refused:
@@ -134,6 +139,8 @@ class _Search(Generic[Planned]):
                 break
             if self.best is not None and not self.may_gain(before):
                 break
+            if self.best is None and slow and self.bound_of(self.slow[slow:]) >= self.bound_of(self.slow[:slow]):
+                break
         if self.best is None:
             raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
         bound = min(self.bounds)
@@ -142,6 +149,10 @@ class _Search(Generic[Planned]):
         found: Any = self.best
         proven: Planned = replace(found, plan=replace(found.plan, bound=bound, status="feasible"))
         return proven
+
+    @staticmethod
+    def bound_of(slow: Sequence[CutoffReached]) -> float:
+        return min((one.bound for one in slow), default=math.inf)
 
     @property
     def smallest_error(self) -> MemoryLimitError:
@@ -187,7 +198,7 @@ class _Search(Generic[Planned]):
     def plan(self, variant: Variant) -> float | None:
         """The seconds of a variant's plan, or those that it is proven to take; None if it does not fit."""
         try:
-            enough = math.inf if self.best is None else self.best.plan.cost
+            enough = self.enough if self.best is None else self.best.plan.cost
             found = self.planned(self.variants.program(variant), enough)
         except MemoryLimitError as error:
             self.errors.append(error)

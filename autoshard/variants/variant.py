@@ -84,6 +84,10 @@ class StepVariants:
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]
 
+    def variant_of(self, program: Program) -> Variant:
+        """The variant that a program of this step is."""
+        return next(variant for variant, one in self._programs.items() if one is program)
+
     def recomputation(self, variant: Variant) -> Recomputation:
         """What of a variant can be computed again instead of kept, whatever its level.
 
