@@ -243,9 +243,12 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
+        return self.variants(*args, **kwargs).program(Variant(self._options.microbatches or 1))
+
+    def variants(self, *args: Any, **kwargs: Any) -> StepVariants:
+        """The ways to run the step for arguments like these."""
         static, dynamic = self._static.split(args, kwargs)
-        traced = self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
-        return traced.program(Variant(self._options.microbatches or 1))
+        return self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
 
     def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _PlannedStep:
         static, dynamic = self._static.split(args, kwargs)

@@ -5,7 +5,7 @@
 
 A row per plan that fits: policy, microbatches, predicted and compiled seconds and peak. After each limit, by how much
 the step that was chosen is slower than the fastest row, and how many programs were compiled to choose it. Policies are
-those that MaxText calls full, minimal, qkv_proj_saved and save_out_proj, "dots" for `dots_saveable`, "none" for no mark.
+those that MaxText calls full and minimal, "dots" for `dots_saveable`, and "none" for no mark.
 
 Limits are shares of what the step without marks holds under no limit, as compiled; those above a device's memory are
 left out. A plan that is within a smaller limit is the plan for it, too, and each program is compiled once. `--known`

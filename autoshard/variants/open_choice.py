@@ -75,11 +75,11 @@ class OpenChoice(Generic[Planned]):
     def within(self, target: float, known: Plan) -> Plan | None:
         """The plan of the fastest variant that is predicted to hold no more than `target` bytes; None if none is found.
 
-        Where variants were chosen within less, it is a plan that is faster than the one that is known.
+        With more room than the known plan fills, it is a faster one. None is sought unless memory has bound the choice.
         """
         allowed = self.options.memory * self.options.backend.usable
         try:
-            if target <= allowed:
+            if target < known.predicted.peak_bytes:
                 return self._leaner(target)
             if target < ROOM * allowed or known.predicted.peak_bytes < TIGHT * allowed:
                 return None

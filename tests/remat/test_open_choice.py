@@ -120,3 +120,14 @@ def test_a_choice_that_is_not_what_was_written_is_made_anew(tmp_path, free):
     with pytest.warns(CacheWarning, match="The step is planned anew"):
         second = decorated(cache=tmp_path).plan(WEIGHTS, X)
     assert kept_of(second) == kept_of(first)
+
+
+def test_the_leanest_of_one_variant_makes_room_for_another_that_is_leaner(free):
+    """A plan that only fits without what is kept free fills more than other variants were chosen within."""
+    run = decorated(microbatches="auto")
+    planned = run._planned((WEIGHTS, X), {})
+    leaner = planned.choice.within(0.9 * planned.plan.predicted.peak_bytes, planned.plan)
+    assert leaner.predicted.peak_bytes <= 0.9 * free.predicted.peak_bytes
+    choice = replace(planned.choice, options=replace(planned.choice.options, memory=planned.plan.predicted.peak_bytes))
+    again = choice.within(0.9 * planned.plan.predicted.peak_bytes, planned.plan)  # above the share that plans may fill
+    assert again.predicted.peak_bytes <= 0.9 * free.predicted.peak_bytes
