@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -78,13 +78,18 @@ def _constants(part: Any) -> Any:
     return sorted(part) if isinstance(part, frozenset) else part
 
 
-def find(folder: Path, key: str, program: Program, options: Options) -> Plan | None:
-    """The plan that was kept under `key`; None if there is none.
+Loaded = TypeVar("Loaded")
 
-    It is checked against the program: in a folder that several users share, one may have written anything.
+
+def read(folder: Path, key: str, load: Callable[[str, str], Loaded]) -> Loaded | None:
+    """What was made of the text that was kept under `key`; None if there is none.
+
+    Args:
+        load: takes the text and the path of its file. It checks what it reads: in a folder that several users share,
+            one may have written anything.
 
     Warns:
-        CacheWarning: there is a file, but it is not what `keep` wrote.
+        CacheWarning: there is a file, but it is not what `write` wrote, or `load` refuses it.
     """
     path = folder / f"{key}.plan"
     try:
@@ -93,14 +98,27 @@ def find(folder: Path, key: str, program: Program, options: Options) -> Plan | N
         head, _, text = path.read_text(encoding="utf-8").partition("\n")
         if head != _head(key, text):
             raise PlanError("it is not what was written")
-        found = Plan.loads(text, options.mesh, where=str(path)).bound_to(program)
-        check_plan(program, found.annotations, dict(options.mesh.shape))
+        return load(text, str(path))
     except FileNotFoundError:
         return None
     except Exception as error:  # whatever it is, the step runs without the file
         _warn(f"the cached plan {path} cannot be used", error, "The step is planned anew.")
         return None
-    return found
+
+
+def find(folder: Path, key: str, program: Program, options: Options) -> Plan | None:
+    """The plan that was kept under `key`; None if there is none.
+
+    Warns:
+        CacheWarning: there is a file, but it is not what `keep` wrote.
+    """
+
+    def load(text: str, where: str) -> Plan:
+        found = Plan.loads(text, options.mesh, where=where).bound_to(program)
+        check_plan(program, found.annotations, dict(options.mesh.shape))
+        return found
+
+    return read(folder, key, load)
 
 
 def keep(folder: Path, key: str, plan: Plan) -> None:
@@ -109,8 +127,20 @@ def keep(folder: Path, key: str, plan: Plan) -> None:
     Warns:
         CacheWarning: the folder cannot be written to.
     """
+    write(folder, key, plan.dumps)
+
+
+def write(folder: Path, key: str, dumps: Callable[[], str]) -> None:
+    """Writes a text under `key`, in the place of what is there.
+
+    Args:
+        dumps: makes the text.
+
+    Warns:
+        CacheWarning: the folder cannot be written to.
+    """
     try:
-        text = plan.dumps()
+        text = dumps()
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{key}.plan"
         if is_special(path):
@@ -123,7 +153,7 @@ def keep(folder: Path, key: str, plan: Plan) -> None:
 
 def _warn(what: str, error: Exception, then: str) -> None:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    warnings.warn(printable(f"{what}: {reason}.\n{then}", kept="\n"), CacheWarning, stacklevel=3)
+    warnings.warn(printable(f"{what}: {reason}.\n{then}", kept="\n"), CacheWarning, stacklevel=4)
 
 
 def _head(key: str, text: str) -> str:

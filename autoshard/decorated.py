@@ -8,7 +8,6 @@ import logging
 import math
 import operator
 import threading
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
 from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
-from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned
+from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned, program_of
 from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal
 from autoshard.program.explicit import is_explicit, type_sharding
@@ -48,7 +47,7 @@ from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
-from autoshard.variants.choosing import Wishes, fastest
+from autoshard.variants.open_choice import OpenChoice
 from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
@@ -67,6 +66,7 @@ class PlannedStep:
     context: Any  # of tracing; kept, so that no other context gets its address
     planner: Planner
     is_checked: bool = False  # whether its compiled program has been held against the memory limit
+    choice: OpenChoice[PlannedStep] | None = None  # among the variants of the step, until one is checked
 
     @property
     def step(self) -> Step:
@@ -244,16 +244,18 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
+        return self.variants(*args, **kwargs).program(Variant(self._options.microbatches or 1))
+
+    def variants(self, *args: Any, **kwargs: Any) -> StepVariants:
+        """The ways to run the step for arguments like these."""
         static, dynamic = self._static.split(args, kwargs)
-        traced = self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
-        return traced.program(Variant(self._options.microbatches or 1))
+        return self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
 
     def program_to_plan(self, *args: Any, **kwargs: Any) -> Program:
         """What `trace` gives, or the form of it in stacks of matrices that is planned if that is faster."""
-        static, dynamic = self._static.split(args, kwargs)
-        traced = self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
+        traced = self.variants(*args, **kwargs)
         as_written = Variant(self._options.microbatches or 1)
-        if self._wishes(math.inf).sizes(traced, as_written):
+        if self._open_choice(traced).is_stackable(as_written):
             with contextlib.suppress(MemoryLimitError):  # under another limit it may fit
                 return self._planned(args, kwargs).program
         return traced.program(as_written)
@@ -299,45 +301,29 @@ class ShardedFunction(Generic[Parameters, Result]):
         return compiled
 
     def _checked(self, compiled: PlannedStep) -> PlannedStep:
-        before = None if self._given else self._planned_before
-        plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group)
+        before, choice = None if self._given else self._planned_before, compiled.choice
+        others = None if choice is None else functools.partial(choice.within, known=compiled.plan)
+        plan = checked(compiled.program, compiled.plan, self._options, self._jit_keywords, before, self._group, others)
         if self._group is not None:
             self._group.round += 1
-        plan = replace(compiled.planner.bound(plan), remark=compiled.plan.remark)
-        made = replace(compiled, plan=plan, is_checked=True)
+        if choice is not None and plan is not compiled.plan:
+            choice.keep(plan)
+        made = self._bound(program_of(plan), plan)
+        made = replace(made, plan=replace(made.plan, remark=compiled.plan.remark), is_checked=True)
         for key in [key for key, one in self._compiled.items() if one is compiled]:
             self._compiled[key] = made
         return made
 
     def _fastest(self, traced: StepVariants) -> PlannedStep:
         """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""
-        # Processes plan the same variants, whatever their clocks say.
-        until = time.monotonic() + self._options.time_limit if self._group is None else math.inf
-        wishes, options = self._wishes(until), self._options
-        if self._given is not None or wishes.is_one(traced):
-            return fastest(
-                traced, wishes, lambda program, enough: self._planned_anew(program, options, enough), self._given
-            )
-        options = replace(options, until=None if math.isinf(until) else until)
-        first, before = replace(options, refine=1), self._planned_before if options.refine == 1 else {}
-        found = fastest(traced, wishes, lambda program, enough: self._planned_anew(program, first, enough, before))
-        if options.refine == 1:
-            return found
-        refined = self._planned_anew(found.program, options)
-        if found.plan.bound >= refined.plan.bound:
-            return refined
-        return replace(refined, plan=replace(refined.plan, bound=found.plan.bound, status="feasible"))
+        choice = self._open_choice(traced)
+        if self._given is not None or choice.is_one:
+            return choice.planned(self._given)
+        return replace(choice.fastest(), choice=None if traced.closes_over_tracers else choice)
 
-    def _wishes(self, until: float) -> Wishes:
-        options = self._options
-        return Wishes(
-            mesh=dict(options.mesh.shape),
-            microbatches=options.microbatches,
-            recomputes=options.remat is not None,
-            memory=options.memory * options.backend.usable,
-            until=until,
-            stacks=not options.tactics,
-        )
+    def _open_choice(self, traced: StepVariants) -> OpenChoice[PlannedStep]:
+        plans = self._planned_before, self._jit_keywords
+        return OpenChoice(traced, self._options, self._planned_anew, self._bound, *plans, self._group)
 
     def _planned_anew(
         self, program: Program, options: Options, enough: float = math.inf, before: PlansByProgram | None = None
@@ -355,13 +341,16 @@ class ShardedFunction(Generic[Parameters, Result]):
                 told = replace(options, progress=line.tell, enough=self._enough(enough))
                 before = self._planned_before if before is None else before
                 plan = planned(program, told, self._jit_keywords, before, self._group)
-        is_given = self._given is not None
-        planner = Planner.of(program, self._options, self._jit_keywords, is_given=is_given)
-        plan = planner.bound(lowered(program, plan, self._jit_keywords))
+        made = self._bound(program, lowered(program, plan, self._jit_keywords))
         if (last := next(reversed(self._compiled.values()), None)) is not None:
-            plan = replace(plan, remark=signature_remark(plan, last.plan))
-        _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
-        return PlannedStep(plan, program, context(), planner)
+            made = replace(made, plan=replace(made.plan, remark=signature_remark(made.plan, last.plan)))
+        _LOG.info("%s\n%s", made.plan.remark or f"Planned {program.name}.", repr(made.plan))
+        return made
+
+    def _bound(self, program: Program, plan: Plan) -> PlannedStep:
+        """A lowered plan bound to what it was made of."""
+        planner = Planner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
+        return PlannedStep(planner.bound(plan), program, context(), planner)
 
     def _enough(self, seconds: float) -> Callable[[], float] | None:
         """Seconds per step above which no plan is sought: so many, or as the options say.

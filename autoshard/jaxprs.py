@@ -135,6 +135,20 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     return [one for one in closed if isinstance(one, ClosedJaxpr)]
 
 
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether differentiation made an equation for a backward pass, or a user's own rule of one made it there."""
+    if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
+        return True
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
+def has_backward_pass(jaxpr: Jaxpr) -> bool:
+    """Whether a backward pass stands somewhere in a jaxpr."""
+    return any(
+        is_transposed(eqn) or any(has_backward_pass(inner.jaxpr) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
+    )
+
+
 def with_plain_names(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr whose inputs and results are called by their number."""
     avals, paths = [var.aval for var in jaxpr.invars], tuple(map(str, range(len(jaxpr.outvars))))

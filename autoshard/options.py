@@ -60,6 +60,12 @@ class Options:
     tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
     is_alone: bool = False  # whether this process plans without the others of its mesh
 
+    @property
+    def untried(self) -> tuple[str, ...]:
+        """The options that were not given, by which a train step may hold less."""
+        ways = {"remat='auto'": self.remat is None, "microbatches='auto'": self.microbatches == 1}
+        return tuple(way for way, is_open in ways.items() if is_open)
+
 
 def options_of(
     mesh: Any,

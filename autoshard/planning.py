@@ -20,7 +20,6 @@ from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverE
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
-from autoshard.meshes.cutoff import Cutoff
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
@@ -46,6 +45,7 @@ from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.runtime.cutoff import Cutoff
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
@@ -81,6 +81,7 @@ def checked(
     jit_keywords: Mapping[str, Any],
     before: PlansByProgram | None,
     group: Group | None,
+    others: Callable[[float], Plan | None] | None = None,
 ) -> Plan:
     """A lowered plan whose compiled program is within the memory limit, as far as one is found.
 
@@ -88,6 +89,8 @@ def checked(
 
     Args:
         before: plans made before, which this one joins; None if the plan is the user's, in whose place no other comes.
+        others: the best plan that is predicted to hold so many bytes, of all ways to run the step; None if there is one
+            way, or no plan is found.
 
     Raises:
         ProcessError: another process is about to run something else, has failed or ended.
@@ -103,14 +106,14 @@ def checked(
     if plan.compiled_peak is None:
 
         def replanned(target: float) -> Plan | None:
-            if before is None:
-                return None
+            if before is None or others is not None:
+                return None if others is None else others(target)
             leaner = _leaner_of_all(group, program, before[identity_of(program)][0], options, jit_keywords, target)
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
         agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
-        made = within_limit(plan, options.memory, _compiled, replanned, agreed)
-        if before is not None and made is not plan:
+        made = within_limit(plan, options.memory, _compiled, replanned, agreed, others)
+        if before is not None and others is None and made is not plan:
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
             if options.cache is not None and (group is None or group.leads):
@@ -190,6 +193,12 @@ def _planned_before(program: Program, rules: tuple[Rule, ...], before: PlansByPr
 def lowered(program: Program, plan: Plan, jit_keywords: Mapping[str, Any]) -> Plan:
     """A plan bound to its program under `jax.jit`."""
     return replace(plan, lowering=Lowering(program, plan, jit_keywords))
+
+
+def program_of(plan: Plan) -> Program:
+    """The program that a lowered plan is bound to."""
+    assert plan.lowering is not None, "`lowered` gives it one"
+    return plan.lowering.program
 
 
 def planned(
@@ -367,14 +376,14 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
 
     Raises:
         MemoryLimitError: there is none.
-        SlowMesh: it is proven to take longer than `options.enough`.
+        CutoffReached: it is proven to take longer than `options.enough`.
     """
     enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
         return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough)
     except InfeasibleError as error:
         is_part = formulation.least is not None
-        raise memory_error(program, error, options.backend.usable, is_part) from None
+        raise memory_error(program, error, options.backend.usable, is_part, options.untried) from None
 
 
 def cheapest(
@@ -395,7 +404,7 @@ def cheapest(
         enough: seconds: a solution that is proven to cost more is not sought further.
 
     Raises:
-        SlowMesh: there is no solution that costs no more than `enough`.
+        CutoffReached: there is no solution that costs no more than `enough`.
     """
 
     def solve(problem: Problem, budget: Budget | None = None) -> Solution:

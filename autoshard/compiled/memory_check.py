@@ -22,6 +22,7 @@ from autoshard.solver.verify import fits
 REPLANS = 2  # at most: each takes a search and a compilation
 # Shares of the last predicted peak that a next plan is predicted to fill at most.
 TIGHTER = 0.95  # always, so that it is another plan
+CLOSE = 0.98  # of the limit, once predictions are corrected: what a faster plan is predicted to fill at most
 OUT_OF_MEMORY = 0.7  # where the compiler ran out of memory and does not say by how much
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
@@ -37,8 +38,11 @@ def within_limit(
     compiled: Callable[[AnyPlan], jax.stages.Compiled],
     replanned: Callable[[float], AnyPlan | None],
     agreed: Callable[[int, float | None], float | None] = lambda number, peak: peak,
+    roomier: Callable[[float], AnyPlan | None] | None = None,
 ) -> AnyPlan:
     """The first of up to `1 + REPLANS` plans that fits as compiled, with its `compiled_peak`; else the leanest of them.
+
+    Where the first plan fits with room to spare, a faster one that is predicted to fill the limit may take its place.
 
     Args:
         plan: the first.
@@ -47,6 +51,7 @@ def within_limit(
         replanned: the plan whose predicted peak is at most so many bytes, or what comes closest; None if there is none.
         agreed: takes the number of a plan and its compiled peak, and gives the peak that counts: several processes,
             each of which compiles, have to go on alike.
+        roomier: a faster plan whose predicted peak is at most so many bytes; None if there is none, or none is sought.
 
     A plan that cannot be compiled comes back as it is. What keeps it from compiling, a call of the step says.
     """
@@ -63,6 +68,11 @@ def within_limit(
         current = replanned(_next_target(predicted, peak, limit, is_first=current is plan))
         if current is not None and current.predicted.peak_bytes >= predicted:
             break
+    if roomier is not None and len(tried) == 1 and fits(tried[0][1], limit):
+        faster = roomier(CLOSE * _corrected(plan.predicted.peak_bytes, tried[0][1], limit))
+        peak = None if faster is None else agreed(1, _compiled_peak(compiled, faster))
+        if faster is not None and peak is not None and fits(peak, limit):
+            tried = [(faster, peak)]
     return _with_figures(tried, limit) if tried else plan
 
 
@@ -83,8 +93,17 @@ def _next_target(predicted: float, peak: float, limit: float, *, is_first: bool)
     """
     if math.isinf(peak):
         return OUT_OF_MEMORY * predicted
-    scaled, shifted = limit * predicted / peak, limit - (peak - predicted)
-    return max(0, min(TIGHTER * predicted, scaled if is_first else min(scaled, shifted)))
+    corrected = limit * predicted / peak if is_first else _corrected(predicted, peak, limit)
+    return max(0, min(TIGHTER * predicted, corrected))
+
+
+def _corrected(predicted: float, peak: float, limit: float) -> float:
+    """What a plan may be predicted to hold, if predictions are off as that of a plan with this peak was.
+
+    >>> _corrected(80, 100, 120), _corrected(100, 80, 120)
+    (96.0, 140)
+    """
+    return min(limit * predicted / peak, limit - (peak - predicted))
 
 
 def _with_figures(tried: Sequence[tuple[AnyPlan, float]], limit: float) -> AnyPlan:
@@ -98,7 +117,7 @@ def _with_figures(tried: Sequence[tuple[AnyPlan, float]], limit: float) -> AnyPl
             *remarks,
             f"memory: by XLA's account this plan holds {_text(peak)} on each device, where {bytes_text(limit)} are "
             f"allowed and {bytes_text(plan.predicted.peak_bytes)} were predicted{others}.\n"
-            f"Try {_more_memory(peak)}a larger mesh, or jax.checkpoint around what the step keeps for its gradient.",
+            f"Try {_more_memory(peak)}a larger mesh, or remat='auto', if what the step keeps for its gradient is much.",
         )
     elif plan is not first:
         remarks = (

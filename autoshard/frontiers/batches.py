@@ -13,6 +13,7 @@ from jax.tree_util import PyTreeDef
 
 from autoshard.errors import ArgumentError, MemoryLimitError
 from autoshard.frontiers.traced_step import TracedStep
+from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
 from autoshard.program.flattening import flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
@@ -71,8 +72,8 @@ def largest_batch(
         multiple: what the rows are a multiple of; by default of the number of devices and of microbatches.
         most: rows, beyond which nothing is tried.
         kwargs: keyword arguments of `fn`, whose batch is resized, too.
-        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `tactics`, `search`
-            and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the
+        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `remat`, `tactics`,
+            `search` and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the
             machine's; `time_limit` is that of each plan.
 
     Raises:
@@ -91,14 +92,13 @@ def largest_batch(
     def plan(count: int) -> Plan | None:
         """The plan on so many multiples; None if it does not fit."""
         args, kwargs = join(static, batch.resized(count * step))
-        sized = TracedStep.of(fn, args, kwargs, mesh, topology, options)
+        sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options)
         try:
-            solution = sized.solution(sized.options.memory)
+            return sized.within(sized.options.memory).plan
         except MemoryLimitError:
             if count == 1:
                 raise
             return None
-        return sized.plan(solution, sized.options.memory, solution.bound)
 
     fits, best, refused, limit = 1, plan(1), 0, most // step
     assert best is not None, "what does not fit with one multiple raises"

@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError
-from autoshard.frontiers.traced_step import TracedStep
+from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.chips import CHIPS
 from autoshard.user_plan import Plan
 
@@ -42,9 +42,9 @@ def fewest_devices(
         axes: names of the mesh axes, one or two.
         most: devices, beyond which nothing is tried.
         kwargs: keyword arguments of `fn`.
-        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `tactics`, `search`
-            and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the chip's;
-            `time_limit` is that of each plan.
+        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `remat`, `tactics`,
+            `search` and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the
+            chip's; `time_limit` is that of each plan.
 
     Raises:
         MemoryLimitError: the step does not fit on `most` devices either.
@@ -66,15 +66,15 @@ def fewest_devices(
         """
         refused, found = None, False
         for mesh in _meshes(2**power, axes):
-            step = TracedStep.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
+            step = TracedVariants.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
             try:
-                solution = step.solution(step.options.memory)
+                plan = step.within(step.options.memory).plan
             except MemoryLimitError as error:
                 if refused is None or error.needed < refused.needed:
                     refused = error
             else:
                 found = True
-                yield step.plan(solution, step.options.memory, solution.bound)
+                yield plan
         if refused is not None and not found:
             raise refused
 

@@ -55,7 +55,7 @@ class Frontier:
         least = self.limit_of(self.plans[-1])
         raise MemoryLimitError(
             f"no plan of the frontier of {self.name} fits in {bytes_text(limit)} per device; the smallest limit is "
-            f"{bytes_text(least)}.\nTry a larger mesh, or jax.checkpoint around the largest block.",
+            f"{bytes_text(least)}.\nTry a larger mesh, or remat='auto'.",
             budget=limit,
             needed=least,
         )

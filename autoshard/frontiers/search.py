@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.plans import Frontier
 from autoshard.frontiers.traced_step import TracedStep
+from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
-from autoshard.plans.chosen import prediction_of
 from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.user_plan import Plan
@@ -55,9 +55,9 @@ def frontier(
         topology: what the machine costs, as for `autoshard`.
         points: the most plans to find, 2 or more. There are fewer where no others are found between them.
         kwargs: keyword arguments of `fn`.
-        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `tactics`, `search`
-            and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit of the fastest plan;
-            without it that plan is sought without a limit, even if it fits no device. `time_limit` is that of all
+        **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `remat`, `tactics`,
+            `search` and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit of the fastest
+            plan; without it that plan is sought without a limit, even if it fits no device. `time_limit` is that of all
             searches together, each of which gets an equal part.
 
     Returns:
@@ -69,12 +69,12 @@ def frontier(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
-    step = TracedStep.of(fn, args, kwargs or {}, mesh, topology, options)
+    step = TracedVariants.of(fn, args, kwargs or {}, mesh, topology, options)
     searches = points + _FURTHER
-    step = replace(step, options=replace(step.options, time_limit=step.options.time_limit / searches))
+    step = step.limited(step.options.time_limit / searches)
     search = _Search(step)
     search.find(points, searches)
-    return Frontier(step.program.name, search.plans(), step.usable, is_free=not step.options.is_memory_given)
+    return Frontier(step.as_written.program.name, search.plans(), step.usable, is_free=not step.options.is_memory_given)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class _Point:
     """A solution, and what it holds."""
 
     solution: Solution
+    step: TracedStep  # the variant that it is of
     memory: float  # the limit under which it was found, bytes per device
     seconds: float  # per step, predicted
     peak: int  # bytes per device, predicted
@@ -91,7 +92,7 @@ class _Point:
 class _Search:
     """What is known of a step under its limits."""
 
-    step: TracedStep
+    step: TracedVariants
     known: list[_Point] = field(default_factory=list)
     proven: dict[float, float] = field(default_factory=dict)  # limit -> the least seconds of plans under it
 
@@ -121,14 +122,14 @@ class _Search:
         if best is not None and best.solution.cost <= self.bound(memory) * (1 + OPTIMAL_GAP):
             return True
         try:
-            solution = self.step.solution(memory)
+            found = self.step.within(memory)
         except (MemoryLimitError, SolverError):
             if not self.known:
                 raise
             return False
-        predicted = prediction_of(self.step.formulation, solution.choice)
-        self.known.append(_Point(solution, memory, predicted.step_seconds, predicted.peak_bytes))
-        self.proven[memory] = max(solution.bound, self.proven.get(memory, 0.0))
+        predicted = found.plan.predicted
+        self.known.append(_Point(found.solution, found.step, memory, predicted.step_seconds, predicted.peak_bytes))
+        self.proven[memory] = max(found.plan.bound, self.proven.get(memory, 0.0))
         return True
 
     def best(self, memory: float) -> _Point | None:
@@ -152,5 +153,5 @@ class _Search:
         """The front as plans."""
         usable = self.step.usable
         return tuple(
-            self.step.plan(point.solution, point.memory, self.bound(point.peak / usable)) for point in self.front()
+            point.step.plan(point.solution, point.memory, self.bound(point.peak / usable)) for point in self.front()
         )

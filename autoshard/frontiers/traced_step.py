@@ -23,8 +23,19 @@ from autoshard.replanning.planner import Planner
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.user_plan import Plan
+from autoshard.variants.variant import StepVariants
 
-_OPTIONS = ("memory", "fixed", "time_limit", "ignore_constraints", "trips", "microbatches", "tactics", "search")
+_OPTIONS = (
+    "memory",
+    "fixed",
+    "time_limit",
+    "ignore_constraints",
+    "trips",
+    "microbatches",
+    "remat",
+    "tactics",
+    "search",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +47,12 @@ class TracedStep:
     jit_keywords: Mapping[str, Any]  # that count when it is compiled
 
     @classmethod
-    def of(
+    def of(cls, *how: Any) -> TracedStep:
+        """The step as it is written; see `with_variants`."""
+        return cls.with_variants(*how)[0]
+
+    @classmethod
+    def with_variants(
         cls,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -44,8 +60,9 @@ class TracedStep:
         mesh: Mesh | AbstractMesh | None,
         topology: Any,
         given: Mapping[str, Any],
-    ) -> TracedStep:
-        """
+    ) -> tuple[TracedStep, StepVariants]:
+        """The step as it is written, and all of its variants.
+
         Args:
             given: options of `autoshard` and keywords of `jax.jit`, as a user writes them.
 
@@ -66,8 +83,9 @@ class TracedStep:
             )
         known = {name: value for name, value in given.items() if name in _OPTIONS}
         options = options_of(mesh, topology=topology, **known)
-        program = ShardedFunction(fn, options=options, jit_keywords=keywords).program_to_plan(*args, **kwargs)
-        return cls(program, options, compile_keywords(keywords))
+        step = ShardedFunction(fn, options=options, jit_keywords=keywords)
+        program = step.program_to_plan(*args, **kwargs)
+        return cls(program, options, compile_keywords(keywords)), step.variants(*args, **kwargs)
 
     @cached_property
     def formulation(self) -> Formulation:
@@ -88,14 +106,19 @@ class TracedStep:
         most = sum(float(live.usage.max()) for live in lives)
         return max(1.0, 2 * most) / self.usable  # reshardings hold no more than what they reshard
 
-    def solution(self, memory: float) -> Solution:
+    def solution(self, memory: float, enough: float | None = None) -> Solution:
         """The cheapest solution found under a limit, in bytes per device.
 
+        Args:
+            enough: seconds per step: a solution that is proven to take more is not sought further.
+
         Raises:
+            CutoffReached: there is no solution that takes no more than is enough.
             MemoryLimitError: there is none; it carries the smallest limit found that would do.
         """
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
-        return solved(self.program, limited, replace(self.options, memory=memory))
+        stops = None if enough is None else lambda: enough
+        return solved(self.program, limited, replace(self.options, memory=memory, enough=stops))
 
     def least_memory(self) -> float | None:
         """The smallest limit under which a solution was found, in bytes per device; None: there was no time for one."""

@@ -14,13 +14,12 @@ import jax
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape
-from autoshard.meshes.cutoff import SlowMesh
 from autoshard.options import Options
 from autoshard.processes import Group
 from autoshard.processes.agreement import mesh_of_all
 from autoshard.program import Program
-from autoshard.program.flattening import flattened
 from autoshard.propagation import rules_for
+from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -175,7 +174,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 if shared is not None:
                     vars(step)["_traced"] = functools.partial(_already_traced, shared)
                 made = step.plan(*args, **kwargs)
-            except SlowMesh:
+            except CutoffReached:
                 slower += 1
                 continue
             except (MemoryLimitError, ConflictError, MeshError) as error:
@@ -203,8 +202,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
         """The step traced, if it is the same on every mesh."""
         if self._kind is not ShardedFunction:
             return None
-        static, dynamic = step._static.split(args, kwargs)
-        traced = step._traced(static, dynamic, step._types(flattened(dynamic).arrays, static, dynamic))
+        traced = step.variants(*args, **kwargs)
         return traced if _is_same_on_every_mesh(traced.program(Variant())) else None
 
 

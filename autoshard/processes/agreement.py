@@ -79,7 +79,7 @@ class Claims:
             "jit keywords": _short(dict(jit_keywords)),
             "plan": "found by the search" if given is None else f"given, {digest_of(given)}",
         }
-        key = key_of(program, rules, _unlimited(options))
+        key = key_of(program, rules, without_search(options))
         return cls(program.name, key, said, tuple(map(str, program.arguments)), operations)
 
     def dumps(self) -> str:
@@ -130,11 +130,29 @@ def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Ca
 
     def text() -> str:
         nonlocal made
-        group.post("planning", claims.dumps())
         made = make()
         return made.dumps()
 
+    found = text_of_all(group, claims, "plan", text)
+    return load(found) if made is None else made
+
+
+def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str]) -> str:
+    """What the leader says of a step, on every process.
+
+    Args:
+        about: which text of this step it is.
+        make: makes it.
+
+    Raises:
+        AutoshardError: it could not be made; the error is the leader's.
+        ProcessError: the leader plans another step here, has failed in another way, or has ended.
+    """
     since = time.monotonic()
+
+    def text() -> str:
+        group.post("planning", claims.dumps())
+        return make()
 
     def watch() -> None:
         """Finds a leader that has gone on to run another step, or that planned this one with other options."""
@@ -146,8 +164,7 @@ def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Ca
             if (leaders.step, leaders.arguments) == (claims.step, claims.arguments) and leaders.key != claims.key:
                 _refuse(claims, leaders, group)
 
-    found = group.leader_says(f"plan/{claims.key}", text, watch)
-    return load(found) if made is None else made
+    return group.leader_says(f"{about}/{claims.key}", text, watch)
 
 
 def mesh_of_all(
@@ -165,7 +182,7 @@ def mesh_of_all(
         AutoshardError: no mesh will do on the leader; the error is the leader's.
         ProcessError: the leader chooses for other options, has failed in another way, or has ended.
     """
-    said = [(*said_by(_unlimited(one)), one.microbatches, one.remat) for one in candidates]
+    said = [(*said_by(without_search(one)), one.microbatches, one.remat) for one in candidates]
     key, place = _digest([step, fingerprint, repr(said)]), f"choosing/{_digest([step, fingerprint])}"
     since = time.monotonic()
 
@@ -235,7 +252,7 @@ def _refuse(claims: Claims, leaders: Claims, group: Group) -> None:
         raise ProcessError(claims.difference(replace(leaders, said=known), group.here, group.leader))
 
 
-def _unlimited(options: Options) -> Options:
+def without_search(options: Options) -> Options:
     """Options less what the leader alone needs."""
     return replace(options, time_limit=_UNLIMITED, search=None)
 

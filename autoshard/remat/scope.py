@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, evaluated
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, evaluated, is_transposed
 from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut
 from autoshard.remat.loops import LoopPair
 from autoshard.remat.numbering import Body, Numbering, needed, variables
-from autoshard.remat.straight import StraightBlock, StraightPasses, is_transposed
+from autoshard.remat.straight import StraightBlock, StraightPasses
 
 Block = LoopPair | StraightBlock
 

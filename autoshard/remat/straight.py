@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxprs import REMAT, JaxprEqn, Var, evaluated
+from autoshard.jaxprs import JaxprEqn, Var, evaluated, is_transposed
 from autoshard.primitives import Work, facts_of
 from autoshard.program.user_code import source_of
 from autoshard.remat.costs import Seconds, bytes_of
@@ -219,13 +219,6 @@ class StraightBlock(Residuals):
             source_info=first.source_info,
         )
         return dict(zip(made, evaluated([call], env, made), strict=True))
-
-
-def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether differentiation made an equation for a backward pass, or a user's own rule of one made it there."""
-    if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
-        return True
-    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def _is_product(eqn: JaxprEqn) -> bool:

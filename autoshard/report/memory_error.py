@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autoshard.errors import MemoryLimitError
+from autoshard.jaxprs import has_backward_pass
 from autoshard.program import Program
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError
 
 
-def memory_error(program: Program, error: InfeasibleError, usable: float, is_part: bool) -> MemoryLimitError:
+def memory_error(
+    program: Program, error: InfeasibleError, usable: float, is_part: bool, untried: Sequence[str] = ()
+) -> MemoryLimitError:
     """What a user reads whose step does not fit.
 
     Args:
         usable: the share of the limit that plans may fill.
         is_part: whether only a part of all shardings was offered.
+        untried: options that were not given, by which a train step may hold less.
     """
     largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
     listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
@@ -25,7 +30,9 @@ def memory_error(program: Program, error: InfeasibleError, usable: float, is_par
     if program.wishes:
         listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
     needed = math.ceil(error.needed)
+    less = untried if has_backward_pass(program.jaxpr.jaxpr) else ()
     unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
+    more = f"memory='{math.ceil(needed / size)}{unit}'"
     limit = bytes_text(error.limit)
     found = f"no sharding fits in {limit} per device; the smallest limit that does is"
     if is_part:
@@ -33,7 +40,16 @@ def memory_error(program: Program, error: InfeasibleError, usable: float, is_par
     return MemoryLimitError(
         f"{found} {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
         f"Largest values, before sharding:\n{listed}\n"
-        f"Try memory='{math.ceil(needed / size)}{unit}', a larger mesh, or jax.checkpoint around these lines.",
+        f"Try {_listed((*less, more, 'a larger mesh'))}.",
         budget=error.limit,
         needed=needed,
     )
+
+
+def _listed(steps: Sequence[str]) -> str:
+    """
+    >>> _listed(["remat='auto'", "memory='2KiB'", "a larger mesh"]), _listed(["memory='2KiB'", "a larger mesh"])
+    ("remat='auto', memory='2KiB', or a larger mesh", "memory='2KiB' or a larger mesh")
+    """
+    comma = "," if len(steps) > 2 else ""
+    return f"{', '.join(steps[:-1])}{comma} or {steps[-1]}"

@@ -62,7 +62,7 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         """
 
         def bound(plan: Plan) -> Plan:
-            return self._bound(plan, traced, program) if isinstance(plan, PipelinePlan) else plan
+            return self._bound_pipeline(plan, traced, program) if isinstance(plan, PipelinePlan) else plan
 
         group, options = self._group, self._options
         if group is None:
@@ -106,7 +106,7 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
             self._group.round += 1
             return super()._runtime(planned)
 
-    def _bound(self, plan: PipelinePlan, traced: StepVariants, program: Program) -> PipelinePlan:
+    def _bound_pipeline(self, plan: PipelinePlan, traced: StepVariants, program: Program) -> PipelinePlan:
         """A plan that was read, with the programs of the step.
 
         Raises:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from autoshard.errors import MemoryLimitError, MicrobatchError
-from autoshard.meshes.cutoff import SlowMesh
 from autoshard.program import Program
 from autoshard.remat.recomputation import Level
+from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -59,22 +59,25 @@ def fastest(
     wishes: Wishes,
     planned: Callable[[Program, float], Planned],
     given: Plan | None = None,
+    enough: float = math.inf,
 ) -> Planned:
     """The step planned in the variant that is predicted to take the fewest seconds.
 
     Its bound is that of all variants: none of those that fit is proven to be faster than that.
 
     Args:
-        planned: plans a program, and may raise `SlowMesh` once it is proven to take more than so many seconds.
+        planned: plans a program, and may raise `CutoffReached` once it is proven to take more than so many seconds.
         given: the plan that the user gave, which is for one of the variants.
+        enough: seconds per step: variants that are proven to take more are not wanted.
 
     Raises:
+        CutoffReached: all that fit are proven to take more than is enough.
         MemoryLimitError: no variant fits.
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
     """
     if given is not None:
         return planned(_given(variants, wishes, given), math.inf)
-    return _Search(variants, wishes, planned).fastest()
+    return _Search(variants, wishes, planned, enough).fastest()
 
 
 def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
@@ -120,18 +123,20 @@ def _grouped(variants: StepVariants, mesh: Mapping[str, int], count: int) -> Ite
 class _Search(Generic[Planned]):
     """The search through the variants of a step."""
 
-    def __init__(self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned]):
-        self.variants, self.wishes, self.planned = variants, wishes, planned
+    def __init__(
+        self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned], enough: float
+    ):
+        self.variants, self.wishes, self.planned, self.enough = variants, wishes, planned, enough
         self.best: Planned | None = None
         self.best_variant = Variant(wishes.microbatches or 1)  # or the last that was planned, while nothing fits
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
-        self.slow: list[SlowMesh] = []  # what is proven of variants that nobody would want
+        self.slow: list[CutoffReached] = []  # what is proven of variants that nobody would want
 
     def fastest(self) -> Planned:
         asked = self.wishes.microbatches
         for count in [asked] if asked is not None else (2**power for power in range(31)):
-            before = self.best
+            before, slow = self.best, len(self.slow)
             try:
                 self.plan_all_in(count)
             except MicrobatchError as refused:
@@ -142,6 +147,8 @@ class _Search(Generic[Planned]):
                 break
             if self.best is not None and not self.may_gain(before):
                 break
+            if self.best is None and slow and self.bound_of(self.slow[slow:]) >= self.bound_of(self.slow[:slow]):
+                break
         self.plan_stacked()
         if self.best is None:
             raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
@@ -151,6 +158,10 @@ class _Search(Generic[Planned]):
         found: Any = self.best
         proven: Planned = replace(found, plan=replace(found.plan, bound=bound, status="feasible"))
         return proven
+
+    @staticmethod
+    def bound_of(slow: Sequence[CutoffReached]) -> float:
+        return min((one.bound for one in slow), default=math.inf)
 
     @property
     def smallest_error(self) -> MemoryLimitError:
@@ -198,12 +209,12 @@ class _Search(Generic[Planned]):
         if self.best is None:
             self.best_variant = variant
         try:
-            enough = math.inf if self.best is None else self.best.plan.cost
+            enough = self.enough if self.best is None else self.best.plan.cost
             found = self.planned(self.variants.program(variant), enough)
         except MemoryLimitError as error:
             self.errors.append(error)
             return None
-        except SlowMesh as slow:
+        except CutoffReached as slow:
             self.slow.append(slow)
             self.bounds.append(slow.bound)
             return slow.bound

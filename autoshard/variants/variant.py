@@ -88,6 +88,10 @@ class StepVariants:
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]
 
+    def variant_of(self, program: Program) -> Variant:
+        """The variant that a program of this step is."""
+        return next(variant for variant, one in self._programs.items() if one is program)
+
     def batched(self, variant: Variant) -> BatchedFunctions | None:
         """What a variant computes of several arrays of one shape, each by itself; None if it does not."""
         alone = replace(variant, stacked=None)

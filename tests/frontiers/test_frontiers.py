@@ -118,9 +118,9 @@ def test_rows_are_a_multiple_of_devices_and_microbatches():
 def test_the_fewest_devices_are_the_fewest(monkeypatch):
     solved, solution = [], TracedStep.solution
 
-    def noted(step, memory):
+    def noted(step, memory, enough=None):
         solved.append(tuple(step.options.mesh.shape.items()))
-        return solution(step, memory)
+        return solution(step, memory, enough)
 
     monkeypatch.setattr(TracedStep, "solution", noted)
     given = {"chip": "v5e", "axes": ("data",), "memory": "24KiB", "donate_argnums": 0, "time_limit": 4}
@@ -144,7 +144,7 @@ def test_machines_of_a_chip():
         (lambda: autoshard.largest_batch(MODEL.step, STATE, BATCH, multiple=0, **GIVEN), "multiple=0"),
         (lambda: autoshard.largest_batch(MODEL.step, STATE, BATCH, most="9", **GIVEN), "most='9'"),
         (lambda: autoshard.largest_batch(MODEL.step, STATE, BATCH, most=1e3, **GIVEN), "most=1000.0"),
-        (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, remat="auto", **GIVEN), "remat cannot be among"),
+        (lambda: autoshard.frontier(MODEL.step, STATE, BATCH, refine=2, **GIVEN), "refine cannot be among"),
         (lambda: autoshard.fewest_devices(product, *FEW, chip="v5e", mesh=MESH), "mesh cannot be among"),
         (lambda: autoshard.fewest_devices(product, *FEW, chip="v5e", axes=1), "axes=1"),
         (lambda: autoshard.fewest_devices(product, *FEW, chip="v5e", axes=("a", "a")), "axes="),

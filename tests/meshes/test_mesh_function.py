@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.mesh.machines import parse_machine
-from autoshard.meshes import cutoff, mesh_function
+from autoshard.meshes import mesh_function
 from autoshard.meshes.candidates import aligned_sizes, named_meshes
 from autoshard.meshes.places import Place
+from autoshard.solver.runtime import cutoff
 
 WEIGHTS = {"down": jax.ShapeDtypeStruct((512, 128), np.float32), "up": jax.ShapeDtypeStruct((128, 512), np.float32)}
 BATCH = jax.ShapeDtypeStruct((64, 128), np.float32)
@@ -74,7 +75,7 @@ def test_the_oracle_finds_a_mesh_that_should_not_be_left(monkeypatch):
     def hasty(self, progress):
         real(self, progress)
         if next(calls) < 3:
-            raise cutoff.SlowMesh(0.0)
+            raise cutoff.CutoffReached(0.0)
 
     monkeypatch.setattr(cutoff.Cutoff, "__call__", hasty)
     with pytest.raises(AssertionError):

@@ -11,6 +11,9 @@ from oracles import mesh_of
 
 import autoshard
 from autoshard import ArgumentError
+from autoshard.options import options_of
+from autoshard.report.memory_error import memory_error
+from autoshard.solver.problem import InfeasibleError
 
 WIDTH, ROWS = 16, 64
 
@@ -117,6 +120,25 @@ def test_a_plan_says_where_nothing_can_be_chosen():
             lambda w, x: x @ jax.device_put(w, jax.memory.Space.Device), weights, x, mesh=mesh, remat="auto"
         )
         assert any(one.startswith("remat='auto' changes nothing") and reason in one for one in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "named"),
+    [
+        ({}, scanned, ["remat='auto'", "microbatches='auto'"]),
+        ({"remat": "auto"}, scanned, ["microbatches='auto'"]),
+        ({"microbatches": 2}, scanned, ["remat='auto'"]),
+        ({}, lambda weights, x: x @ weights["up"][0], []),  # no backward pass, so nothing is kept for one
+    ],
+)
+def test_what_fits_in_no_way_is_told_what_was_not_tried(options, step, named):
+    mesh = mesh_of({"data": 8})
+    program = autoshard.autoshard(step, mesh=mesh, **options).trace(WEIGHTS, numbers(3, ROWS, WIDTH))
+    untried = options_of(mesh, **options).untried
+    advice = str(
+        memory_error(program, InfeasibleError("", limit=1024, needed=2048), 0.85, False, untried)
+    ).splitlines()[-1]
+    assert [way for way in ("remat='auto'", "microbatches='auto'") if way in advice] == named
 
 
 def test_a_wrong_option_is_an_error():

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from autoshard.solver.progress import Progress
 
 
-class SlowMesh(Exception):
-    """A mesh on which no plan is as fast as what is known. It is no `AutoshardError`: nothing went wrong."""
+class CutoffReached(Exception):
+    """No solution of a problem costs as little as what is known. It is no `AutoshardError`: nothing went wrong."""
 
     def __init__(self, bound: float):
         super().__init__(bound)
-        self.bound = bound  # seconds per step; proven: no plan on this mesh takes fewer
+        self.bound = bound  # proven: no solution costs less
 
 
 class Cutoff:
@@ -28,13 +28,13 @@ class Cutoff:
     >>> cutoff(Progress("bounds", cost=9.0, bound=2.5, seconds=0.2))
     Traceback (most recent call last):
         ...
-    autoshard.meshes.cutoff.SlowMesh: 2.5
+    autoshard.solver.runtime.cutoff.CutoffReached: 2.5
     """
 
     def __init__(self, enough: Callable[[], float], tell: Callable[[Progress], None] | None = None):
         """
         Args:
-            enough: seconds per step above which no plan is wanted.
+            enough: the cost above which no solution is wanted.
             tell: is told the same.
         """
         self._enough, self._tell = enough, tell
@@ -48,4 +48,4 @@ class Cutoff:
         self._is_first &= progress.seconds >= self._seconds
         self._seconds = progress.seconds
         if self._is_first and progress.bound > self._enough():
-            raise SlowMesh(progress.bound)
+            raise CutoffReached(progress.bound)

@@ -1,0 +1,120 @@
+"""A function and its options in, the fastest of its variants within any memory limit out, each formulated once.
+
+Without `remat="auto"` there is one variant, or one per way to add up microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from autoshard.frontiers.traced_step import TracedStep
+from autoshard.options import Options
+from autoshard.program import Program
+from autoshard.solver.problem import Solution
+from autoshard.user_plan import Plan
+from autoshard.variants.choosing import Wishes, fastest
+from autoshard.variants.variant import StepVariants, Variant
+
+
+@dataclass(frozen=True, eq=False)
+class SolvedStep:
+    """A variant of a step with its plan under a limit, whose bound holds for all variants."""
+
+    step: TracedStep
+    solution: Solution
+    plan: Plan
+
+
+@dataclass(frozen=True, eq=False)
+class TracedVariants:
+    """A step, traced, of whose variants the fastest is found under memory limits."""
+
+    as_written: TracedStep
+    variants: StepVariants
+    formulated: dict[int, TracedStep] = field(default_factory=dict)  # id of a program -> the same, with its problem
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        mesh: Mesh | AbstractMesh | None,
+        topology: Any,
+        given: Mapping[str, Any],
+    ) -> TracedVariants:
+        """
+        Args:
+            given: options of `autoshard` and keywords of `jax.jit`, as a user writes them.
+
+        Raises:
+            ArgumentError: there is no such option, or one is of the wrong kind.
+        """
+        return cls(*TracedStep.with_variants(fn, args, kwargs, mesh, topology, given))
+
+    @property
+    def options(self) -> Options:
+        return self.as_written.options
+
+    @property
+    def usable(self) -> float:
+        """The share of a limit that plans are predicted to fill at most."""
+        return self.as_written.usable
+
+    def limited(self, time_limit: float) -> TracedVariants:
+        """The same with so many seconds for each limit."""
+        return replace(self, as_written=replace(self.as_written, options=replace(self.options, time_limit=time_limit)))
+
+    @property
+    def ample_memory(self) -> float:
+        """A limit that no choice passes, in bytes; the user's where there is one."""
+        return max(step.ample_memory for step in self.ends)
+
+    def least_memory(self) -> float | None:
+        """The smallest limit under which a solution was found, in bytes per device; None: there was no time for one."""
+        return self.ends[-1].least_memory()
+
+    @property
+    def ends(self) -> list[TracedStep]:
+        """The variants that hold the most and the least: the step as it is written, if nothing else is open."""
+        first = Variant(self.options.microbatches or 1)
+        levels = self.variants.recomputation(first).levels if self.options.remat else ()
+        if not levels:
+            return [self.step(self.variants.program(first))]
+        ends = dict.fromkeys((0, len(levels) - 1))
+        return [self.step(self.variants.program(replace(first, level=level))) for level in ends]
+
+    def step(self, program: Program) -> TracedStep:
+        """A variant's program, whose problem is formulated once."""
+        if id(program) not in self.formulated:
+            self.formulated[id(program)] = replace(self.as_written, program=program)
+        return self.formulated[id(program)]
+
+    def within(self, memory: float) -> SolvedStep:
+        """The fastest variant under a limit, in bytes per device.
+
+        Raises:
+            MemoryLimitError: none fits; it carries the smallest limit found that would do.
+        """
+        options = self.options
+        until = time.monotonic() + options.time_limit
+
+        def planned(program: Program, enough: float) -> SolvedStep:
+            step = self.step(program)
+            solution = step.solution(memory, None if math.isinf(enough) else enough)
+            return SolvedStep(step, solution, step.plan(solution, memory, solution.bound))
+
+        wishes = Wishes(
+            mesh=dict(options.mesh.shape),
+            microbatches=options.microbatches,
+            recomputes=options.remat is not None,
+            memory=memory * self.usable,
+            until=until,
+        )
+        return fastest(self.variants, wishes, planned)

@@ -1,0 +1,186 @@
+"""A traced step and what its options leave open in, the variant that it runs in out: chosen once, and chosen again.
+
+A choice is made by what is predicted. Once the program of the chosen variant is compiled, its peak says by how much
+predictions of memory are off, and all variants are chosen among again under a limit that is corrected by that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic
+
+from autoshard.cache import key_of, read, write
+from autoshard.errors import MemoryLimitError, PlanError, SolverError
+from autoshard.lower.on_shards import check_plan
+from autoshard.options import Options
+from autoshard.planning import PlansByProgram, lowered, plan_of_text, program_of
+from autoshard.processes import Group
+from autoshard.processes.agreement import Claims, text_of_all
+from autoshard.program import Program
+from autoshard.propagation import rules_for
+from autoshard.solver.runtime.cutoff import CutoffReached
+from autoshard.user_plan import Plan
+from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest
+from autoshard.variants.variant import StepVariants, Variant
+
+TIGHT = 0.9  # of the bytes that a plan may fill: one that fills more may be faster with still more
+ROOM = 1.02  # more bytes than variants were chosen within, or they are not chosen among again
+
+
+@dataclass(frozen=True, eq=False)
+class OpenChoice(Generic[Planned]):
+    """The variants of a traced step of which one is to run."""
+
+    variants: StepVariants
+    options: Options
+    plan: Callable[..., Planned]  # of a program, options, seconds that are known to be enough, and plans made before
+    bound: Callable[[Program, Plan], Planned]  # a lowered plan, bound to what it was made of
+    before: PlansByProgram  # plans of the step, which those of variants join
+    jit_keywords: Mapping[str, Any]  # that count when the step is compiled
+    group: Group | None  # processes that share the mesh: they plan the same variants, whatever their clocks say
+
+    @property
+    def is_one(self) -> bool:
+        """Whether nothing is open."""
+        return self._wishes().is_one(self.variants)
+
+    def is_stackable(self, variant: Variant) -> bool:
+        """Whether what a variant computes of each matrix by itself may be computed of stacks of them."""
+        return bool(self._wishes().sizes(self.variants, variant))
+
+    def planned(self, given: Plan | None) -> Planned:
+        """The one variant that is open, or the one that a plan was given for."""
+        wishes = self._wishes()
+        return fastest(self.variants, wishes, lambda program, enough: self.plan(program, self.options, enough), given)
+
+    def fastest(self) -> Planned:
+        """The fastest variant, planned within one time limit for all. Its best plans alone are compiled.
+
+        Raises:
+            MemoryLimitError: no variant fits.
+            MicrobatchError: the batch cannot be split as the user wants it.
+        """
+        if (known := self._kept()) is not None:
+            return known
+        first = replace(self._timed(), refine=1)
+        before = self.before if self.options.refine == 1 else {}
+        found = self._chosen(first, self._wishes(), before)
+        if self.options.refine > 1:
+            refined = self.plan(program_of(found.plan), self._timed())
+            found = refined if found.plan.bound >= refined.plan.bound else _proven(refined, found.plan.bound)
+        self.keep(found.plan)
+        return found
+
+    def within(self, target: float, known: Plan) -> Plan | None:
+        """The plan of the fastest variant that is predicted to hold no more than `target` bytes; None if none is found.
+
+        With more room than the known plan fills, it is a faster one. None is sought unless memory has bound the choice.
+        """
+        allowed = self.options.memory * self.options.backend.usable
+        try:
+            if target < known.predicted.peak_bytes:
+                return self._leaner(target)
+            if target < ROOM * allowed or known.predicted.peak_bytes < TIGHT * allowed:
+                return None
+            return self._within(target, {}, known.cost * (1 - LEAST_GAIN))
+        except (CutoffReached, MemoryLimitError, SolverError):
+            return None
+
+    def _leaner(self, target: float) -> Plan:
+        """The fastest that holds no more than the target, or else the leanest."""
+        before = {what: one for what, one in self.before.items() if one[1].predicted.peak_bytes <= target}
+        try:
+            return self._within(target, before)
+        except MemoryLimitError as error:
+            return self._within(error.needed * self.options.backend.usable, before)
+
+    def _within(self, target: float, before: PlansByProgram, enough: float = math.inf) -> Plan:
+        limited = replace(self._timed(), memory=target / self.options.backend.usable, refine=1, cache=None)
+        made = self._chosen(limited, replace(self._wishes(), memory=target), before, enough)
+        return replace(made.plan, memory=self.options.memory)
+
+    def _chosen(self, options: Options, wishes: Wishes, before: PlansByProgram, enough: float = math.inf) -> Planned:
+        def plan(program: Program, best: float) -> Planned:
+            return self.plan(program, options, best, before)
+
+        return fastest(self.variants, wishes, plan, enough=enough)
+
+    # What is kept of a choice, in a folder and for other processes.
+
+    def keep(self, plan: Plan) -> None:
+        """Keeps a variant's plan in the folder of plans, if there is one."""
+        if self.options.cache is None or (self.group is not None and not self.group.leads):
+            return
+        variant = self.variants.variant_of(program_of(plan))
+        write(self.options.cache, self._key(), lambda: f"{json.dumps(asdict(variant))}\n{plan.dumps()}")
+
+    def _kept(self) -> Planned | None:
+        """The variant that was chosen before, with its plan; on all processes that of the leader."""
+        folder = self.options.cache
+        if folder is None and self.group is None:
+            return None
+
+        def text() -> str:
+            return "" if folder is None else read(folder, self._key(), self._checked_text) or ""
+
+        if self.group is None:
+            said = text()
+        else:
+            program = self.variants.program(Variant())
+            claims = Claims.of(program, rules_for(program), self.options, self.jit_keywords)
+            said = text_of_all(self.group, claims, "variant", text)
+        return self._loaded(said) if said else None
+
+    def _checked_text(self, text: str, where: str) -> str:
+        """A text that was kept, once it has been read: in a folder that several share, one may have written anything.
+
+        Raises:
+            Exception: it is not what `keep` wrote.
+        """
+        self._loaded(text)
+        return text
+
+    def _loaded(self, text: str) -> Planned:
+        head, _, plan = text.partition("\n")
+        variant = Variant(**json.loads(head))
+        if variant.level is not None and not variant.level < len(self.variants.recomputation(variant).levels):
+            raise PlanError("it is for a level of recomputation that there is not")
+        program = self.variants.program(variant)
+        made = plan_of_text(plan, program, rules_for(program), self.options)
+        check_plan(program, made.annotations, dict(self.options.mesh.shape))
+        return self.bound(program, lowered(program, made, self.jit_keywords))
+
+    def _key(self) -> str:
+        """Equal in any process if the same choice would be made."""
+        program, options = self.variants.program(Variant()), self.options
+        said = key_of(program, rules_for(program), options), "variants", options.microbatches, options.remat
+        return hashlib.sha256(repr(said).encode()).hexdigest()
+
+    def _timed(self) -> Options:
+        return self.options if self.group is not None else replace(self.options, until=self._until())
+
+    def _until(self) -> float:
+        return math.inf if self.group is not None else time.monotonic() + self.options.time_limit
+
+    def _wishes(self) -> Wishes:
+        options = self.options
+        return Wishes(
+            mesh=dict(options.mesh.shape),
+            microbatches=options.microbatches,
+            recomputes=options.remat is not None,
+            memory=options.memory * options.backend.usable,
+            until=self._until(),
+            stacks=not options.tactics,
+        )
+
+
+def _proven(found: Planned, bound: float) -> Planned:
+    """With a bound that holds for all variants."""
+    made: Any = found
+    proven: Planned = replace(made, plan=replace(made.plan, bound=bound, status="feasible"))
+    return proven

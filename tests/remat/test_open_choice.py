@@ -1,0 +1,133 @@
+"""Which variant of a step runs: chosen again once one is compiled, and found again by a second start."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import mesh_of
+
+from autoshard import CacheWarning, autoshard, planning, topology
+
+LAYERS, WIDTH, ROWS = 6, 32, 2048
+MESH = mesh_of({"data": 4})
+MACHINE = replace(topology("cpu:4", {"data": 4}), flops={"float32": 1e9})  # slow enough that values are worth keeping
+COMPILED = "/jax/core/compile/backend_compile_duration"
+WEIGHTS = {
+    name: np.random.default_rng(seed).standard_normal((LAYERS, *shape)).astype(np.float32) / 8
+    for seed, (name, shape) in enumerate({"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}.items())
+}
+X = np.random.default_rng(2).standard_normal((ROWS, WIDTH)).astype(np.float32)
+
+
+def step(weights, x):
+    def loss(weights):
+        y, _ = jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w["up"]) @ w["down"], None), x, weights)
+        return jnp.mean(y**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def decorated(**options):
+    return autoshard(step, mesh=MESH, topology=MACHINE, donate_argnums=0, remat="auto", **options)
+
+
+def kept_of(plan):
+    """What a plan says that it keeps."""
+    return next(one for one in plan.warnings if one.startswith("remat='auto'"))
+
+
+@pytest.fixture
+def blind(monkeypatch):
+    """The planner takes every peak for a share of what it is: `blind(0.3)`."""
+
+    def make(share):
+        honest = planning.formulated
+
+        def formulated(*args):
+            formulation = honest(*args)
+            lives = tuple(replace(live, usage=live.usage * share) for live in formulation.problem.lives)
+            return replace(formulation, problem=replace(formulation.problem, lives=lives, checked=True))
+
+        monkeypatch.setattr(planning, "formulated", formulated)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def free():
+    """The plan without a limit that binds."""
+    return decorated().plan(WEIGHTS, X)
+
+
+@pytest.fixture
+def compilations():
+    seen = []
+    listen = lambda event, *_, **__: seen.append(event) if event == COMPILED else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_level_that_does_not_fit_as_compiled_makes_room_for_a_leaner_one(blind, free, compilations):
+    limit = 0.75 * free.verify().actual_peak
+    compilations.clear()
+    blind(0.5)
+    made = decorated(memory=limit).plan(WEIGHTS, X)
+    assert made.compiled_peak <= limit < free.verify().actual_peak
+    assert kept_of(made) != kept_of(free) and "planned again to hold less" in made.warnings[-1]
+    assert made.bound <= made.cost and made.memory == limit
+
+
+def test_room_to_spare_is_filled_by_a_level_that_keeps_more(blind, free, compilations):
+    limit = 1.1 * free.verify().actual_peak
+    compilations.clear()
+    blind(1.6)
+    made = decorated(memory=limit).plan(WEIGHTS, X)
+    assert len(compilations) == 2
+    assert kept_of(made) == kept_of(free) and made.compiled_peak <= limit
+
+
+def test_no_room_is_looked_for_where_memory_does_not_bind(free, compilations):
+    made = decorated(memory=10 * free.verify().actual_peak)
+    compilations.clear()
+    assert kept_of(made.plan(WEIGHTS, X)) == kept_of(free)
+    assert len(compilations) == 1
+
+
+def test_a_second_start_plans_nothing(tmp_path, free, monkeypatch, compilations):
+    options = {"memory": 0.7 * free.verify().actual_peak, "cache": tmp_path}
+    first = decorated(**options).plan(WEIGHTS, X)
+    compilations.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "formulate", None)
+        second = decorated(**options)
+        assert second.plan(WEIGHTS, X).dumps() == first.dumps()
+    assert not compilations  # what was held against the limit is known, too
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-6),
+        second(jax.tree.map(jnp.array, WEIGHTS), X),
+        jax.jit(step)(WEIGHTS, X),
+    )
+
+
+def test_a_choice_that_is_not_what_was_written_is_made_anew(tmp_path, free):
+    first = decorated(cache=tmp_path).plan(WEIGHTS, X)
+    for file in tmp_path.iterdir():
+        file.write_text(file.read_text().replace('"level": ', '"level": 7'))
+    with pytest.warns(CacheWarning, match="The step is planned anew"):
+        second = decorated(cache=tmp_path).plan(WEIGHTS, X)
+    assert kept_of(second) == kept_of(first)
+
+
+def test_the_leanest_of_one_variant_makes_room_for_another_that_is_leaner(free):
+    """A plan that only fits without what is kept free fills more than other variants were chosen within."""
+    run = decorated(microbatches="auto")
+    planned = run._planned((WEIGHTS, X), {})
+    leaner = planned.choice.within(0.9 * planned.plan.predicted.peak_bytes, planned.plan)
+    assert leaner.predicted.peak_bytes <= 0.9 * free.predicted.peak_bytes
+    choice = replace(planned.choice, options=replace(planned.choice.options, memory=planned.plan.predicted.peak_bytes))
+    again = choice.within(0.9 * planned.plan.predicted.peak_bytes, planned.plan)  # above the share that plans may fill
+    assert again.predicted.peak_bytes <= 0.9 * free.predicted.peak_bytes
