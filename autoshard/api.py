@@ -53,6 +53,7 @@ def autoshard(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -78,6 +79,7 @@ def autoshard(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -114,6 +116,7 @@ def autoshard(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -174,6 +177,9 @@ def autoshard(
             what the step says is done.
         tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
             they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
+        rewrites: ``"auto"``: the step is rewritten by laws of algebra where that is predicted to be faster on this
+            mesh, up to the order of sums: products of one operand as one, products taken out of loops, and others. A
+            list of names: by these of `autoshard.rewrites.REWRITES` alone. Plans name what was rewritten and where.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -222,13 +228,22 @@ def autoshard(
         "remat": remat,
         "search": search,
         "tactics": tactics,
+        "rewrites": rewrites,
     }
     all_options = [options_of(one, **said) for one in meshes]
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
     if pipeline is not None:
-        others = {"pad": pad, "plan": plan, "like": like, "remat": remat, "search": search, "tactics": tactics or None}
+        others: dict[str, Any] = {
+            "pad": pad,
+            "plan": plan,
+            "like": like,
+            "remat": remat,
+            "search": search,
+            "tactics": tactics or None,
+        }
+        others["rewrites"] = rewrites
         refined = refine if request is not None and refine != 1 else None
         check_combination({**others, "refine": refined, "mesh": mesh if isinstance(mesh, str) else None})
     given = _plan_on(plan, options.mesh)
@@ -272,6 +287,7 @@ def plan(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -305,6 +321,7 @@ def plan(
         "microbatches": microbatches,
         "remat": remat,
         "tactics": tactics,
+        "rewrites": rewrites,
         "like": like,
         "search": search,
         "pipeline": pipeline,

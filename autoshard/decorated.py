@@ -48,6 +48,7 @@ from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
 from autoshard.variants.choosing import Wishes, fastest
+from autoshard.variants.rewriting import RewriteSearch, as_planned
 from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
@@ -278,7 +279,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not traced.closes_over_tracers:
                     compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
-                    compiled = self._fastest(traced)
+                    compiled = self._fastest_rewritten(traced)
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
@@ -298,11 +299,31 @@ class ShardedFunction(Generic[Parameters, Result]):
             self._compiled[key] = made
         return made
 
-    def _fastest(self, traced: StepVariants) -> _PlannedStep:
+    def _fastest_rewritten(self, traced: StepVariants) -> _PlannedStep:
+        """The step rewritten as is fastest, if that is asked for. The best plans of that alone are compiled."""
+        options, devices = self._options, self._options.mesh.size
+        if self._given is not None or not options.rewrites:
+            return self._fastest(as_planned(traced, self._given.rewrites if self._given else (), devices), options)
+        until = self._until
+        first = replace(options, refine=1, until=None if math.isinf(until) else until)
+
+        def planned(variants: StepVariants, enough: float) -> _PlannedStep:
+            return self._fastest(variants, replace(first, enough=self._enough(enough, first)))
+
+        found = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest()
+        return (
+            found if options.refine == 1 else self._fastest(as_planned(traced, found.plan.rewrites, devices), options)
+        )
+
+    @property
+    def _until(self) -> float:
+        """When planning ends. Processes plan the same, whatever their clocks say."""
+        return time.monotonic() + self._options.time_limit if self._group is None else math.inf
+
+    def _fastest(self, traced: StepVariants, options: Options) -> _PlannedStep:
         """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""
-        # Processes plan the same variants, whatever their clocks say.
-        until = time.monotonic() + self._options.time_limit if self._group is None else math.inf
-        wishes, options = self._wishes(until), self._options
+        until = self._until if options.until is None else options.until
+        wishes = self._wishes(until)
         if self._given is not None or wishes.is_one:
             return fastest(
                 traced, wishes, lambda program, enough: self._planned_anew(program, options, enough), self._given
@@ -340,7 +361,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             plan = bound_plan(self._given, program, self._options)
         else:
             with LiveLine(f"planning {program.name}") as line:
-                told = replace(options, progress=line.tell, enough=self._enough(enough))
+                told = replace(options, progress=line.tell, enough=self._enough(enough, options))
                 before = self._planned_before if before is None else before
                 plan = planned(program, told, self._jit_keywords, before, self._group)
         is_given = self._given is not None
@@ -351,12 +372,12 @@ class ShardedFunction(Generic[Parameters, Result]):
         _LOG.info("%s\n%s", plan.remark or f"Planned {program.name}.", repr(plan))
         return _PlannedStep(plan, program, context(), planner)
 
-    def _enough(self, seconds: float) -> Callable[[], float] | None:
+    def _enough(self, seconds: float, options: Options) -> Callable[[], float] | None:
         """Seconds per step above which no plan is sought: so many, or as the options say.
 
         Processes that share a mesh get the leader's plan, so the leader has to find one.
         """
-        asked = self._options.enough
+        asked = options.enough
         if self._group is not None or math.isinf(seconds):
             return asked
         return lambda: seconds if asked is None else min(seconds, asked())

@@ -449,10 +449,12 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
     again = (program.recomputed,) if program.recomputed else ()
+    rewritten = (one.remark for one in program.rewritten)
     said = (
         *formulation.restrictions,
         *split,
         *again,
+        *rewritten,
         *_unused_axes(program, mesh),
         *uneven_batch(program, mesh),
         *_guessed_loops(program),
