@@ -110,21 +110,28 @@ class Product:
         return Product(self.eqn, self.left.renamed(names), self.right.renamed(names), result)
 
     def contract(
-        self, left: Any, left_labels: Sequence[Label], right: Any, right_labels: Sequence[Label], out: Sequence[Label]
+        self,
+        left: Any,
+        left_labels: Sequence[Label],
+        right: Any,
+        right_labels: Sequence[Label],
+        out: Sequence[Label],
+        dtype: Any = None,
     ) -> Any:
-        """Two arrays contracted with this product's precision and accumulation."""
-        return contracted(self.eqn, left, left_labels, right, right_labels, out)
+        """Two arrays contracted with this product's precision and accumulation; `dtype` as for `contracted`."""
+        return contracted(self.eqn, left, left_labels, right, right_labels, out, dtype)
 
 
 def contracted(
     like: JaxprEqn, left: Any, left_labels: Sequence[Label], right: Any, right_labels: Sequence[Label],
-    out: Sequence[Label],
+    out: Sequence[Label], dtype: Any = None,
 ) -> Any:  # fmt: skip
     """Two arrays multiplied and summed over the labels that `out` lacks.
 
     Args:
         like: the `dot_general` whose precision and accumulation are used.
         out: labels of the result, in its order.
+        dtype: of the result; None: that of `like`.
 
     Returns:
         An array with a dim per label of `out`.
@@ -144,7 +151,7 @@ def contracted(
         right,
         (dims[0], dims[1]),  # type: ignore[arg-type]
         precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
+        preferred_element_type=params["preferred_element_type"] if dtype is None else dtype,
     )
     return ordered(made, [*batch, *frees[0], *frees[1]], out)
 

@@ -52,12 +52,15 @@ REWRITES: dict[str, Rewrite] = {}  # by name, in the order in which they were re
 def register(name: str, law: str) -> Callable[[Callable[[Graph], Iterable[Match]]], Rewrite]:
     """Makes a function that finds places the rewrite of this name. `rewrites="auto"` tries it from then on.
 
+    The same function may be registered again, as when a cell of a notebook is run twice.
+
     Raises:
-        ArgumentError: there is one of this name.
+        ArgumentError: there is another one of this name.
     """
 
     def registered(find: Callable[[Graph], Iterable[Match]]) -> Rewrite:
-        if name in REWRITES:
+        before = REWRITES[name].find if name in REWRITES else find
+        if (before.__module__, before.__qualname__) != (find.__module__, find.__qualname__):
             raise ArgumentError(f"there is a rewrite {name!r} already: {REWRITES[name].law}.\nChoose another name.")
         REWRITES[name] = Rewrite(name, law, find)
         return REWRITES[name]

@@ -23,15 +23,26 @@ def summed_product(graph: Graph) -> Iterator[Match]:
     for eqn in graph.jaxpr.eqns:
         if eqn.primitive.name != "reduce_sum":
             continue
-        found = graph.scaled_product(eqn.invars[0])
+        cast, between = graph.maker(eqn.invars[0]), list[JaxprEqn]()
+        if cast is not None and cast.primitive.name == "convert_element_type" and is_widening(cast):
+            between.append(cast)
+        found = graph.scaled_product((between or [eqn])[-1].invars[0])
         if found is None or found.scales or eqn.params.get("out_sharding") is not None:
             continue
-        if all(map(graph.is_read_once, (found.product.out, *(one.outvars[0] for one in found.through)))):
+        between += found.through
+        if all(map(graph.is_read_once, (found.product.out, *(one.outvars[0] for one in between)))):
             yield _summed(eqn, found)
+
+
+def is_widening(eqn: JaxprEqn) -> bool:
+    """Whether a cast takes floating or complex numbers to a dtype that has all of them, as sums of bfloat16 begin."""
+    before, after = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
+    return bool(jnp.issubdtype(before, jnp.inexact) and jnp.promote_types(before, after) == after)
 
 
 def _summed(eqn: JaxprEqn, found: ScaledProduct) -> Match:
     product = found.product
+    dtype = aval_of(eqn.outvars[0]).dtype
     gone = {found.labels[dim] for dim in eqn.params["axes"]}
     out = [label for label in found.labels if label not in gone]
 
@@ -39,9 +50,11 @@ def _summed(eqn: JaxprEqn, found: ScaledProduct) -> Match:
         arrays, labels = [], []
         for array, one, other in zip((left, right), product.operands, reversed(product.operands), strict=True):
             alone = [label for label in one.labels if label in gone and label not in other.labels]
+            array = array.astype(dtype) if alone else array
             arrays.append(jnp.sum(array, [one.labels.index(label) for label in alone]) if alone else array)
             labels.append([label for label in one.labels if label not in alone])
-        return [product.contract(arrays[0], labels[0], arrays[1], labels[1], out)]
+        arrays = [array.astype(jnp.result_type(*arrays)) for array in arrays]
+        return [product.contract(arrays[0], labels[0], arrays[1], labels[1], out, dtype)]
 
     inputs = (product.left.atom, product.right.atom)
     return Match((eqn.outvars[0],), inputs, build, ("summed", tuple(eqn.params["axes"])))
@@ -61,9 +74,11 @@ def broadcast_product(graph: Graph) -> Iterator[Match]:
 def _source(graph: Graph, operand: Operand) -> tuple[JaxprEqn, dict[int, Label]] | None:
     """The equation that broadcasts an operand, and dim of what was broadcast -> its label; None if there is none."""
     labels, eqn = operand.labels, graph.maker(operand.atom)
-    while eqn is not None and eqn.primitive.name == "transpose":
-        before = dict(zip(eqn.params["permutation"], labels, strict=True))
-        labels, eqn = tuple(before[dim] for dim in sorted(before)), graph.maker(eqn.invars[0])
+    while eqn is not None and eqn.primitive.name in {"transpose", "convert_element_type"}:
+        if eqn.primitive.name == "transpose":
+            before = dict(zip(eqn.params["permutation"], labels, strict=True))
+            labels = tuple(before[dim] for dim in sorted(before))
+        eqn = graph.maker(eqn.invars[0])
     if eqn is None or eqn.primitive.name != "broadcast_in_dim" or len(eqn.invars) != 1:
         return None
     source, dims = aval_of(eqn.invars[0]).shape, eqn.params["broadcast_dimensions"]
@@ -80,7 +95,7 @@ def _broadcast(product: Product, side: int, eqn: JaxprEqn, kept: dict[int, Label
     small = Operand(eqn.invars[0], labels)
 
     def build(source: Any, array: Any) -> list[Any]:
-        source = jnp.reshape(source, [size for i, size in enumerate(source.shape) if i in kept])
+        source = jnp.reshape(source.astype(array.dtype), [size for i, size in enumerate(source.shape) if i in kept])
         rest = [label for label in other.labels if label not in summed]
         reduced = jnp.sum(array, [other.labels.index(label) for label in summed]) if summed else array
         arrays = [(source, small.labels), (reduced, rest)]
