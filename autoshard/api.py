@@ -243,7 +243,7 @@ def autoshard(
             "search": search,
             "tactics": tactics or None,
         }
-        others["rewrites"] = rewrites
+        others |= {"rewrites": rewrites, "topology with uneven devices": options.topology.uneven or None}
         refined = refine if request is not None and refine != 1 else None
         check_combination({**others, "refine": refined, "mesh": mesh if isinstance(mesh, str) else None})
     given = _plan_on(plan, options.mesh)

@@ -41,6 +41,7 @@ from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.memory_error import memory_error
+from autoshard.report.uneven_machine import uneven_remarks
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
@@ -348,7 +349,9 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:
-        return Plan.of(make_plan(formulation, solution, options.mesh, said), comparison)
+        made = make_plan(formulation, solution, options.mesh, said)
+        uneven = uneven_remarks(made, options.topology.uneven)
+        return Plan.of(replace(made, warnings=(*made.warnings, *uneven)), comparison)
 
     if options.refine == 1:
         return plan_of(solution)
