@@ -54,6 +54,7 @@ def autoshard(
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -80,6 +81,7 @@ def autoshard(
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -117,6 +119,7 @@ def autoshard(
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -180,6 +183,8 @@ def autoshard(
         rewrites: ``"auto"``: the step is rewritten by laws of algebra where that is predicted to be faster on this
             mesh, up to the order of sums: products of one operand as one, products taken out of loops, and others. A
             list of names: by these of `autoshard.rewrites.REWRITES` alone. Plans name what was rewritten and where.
+        reductions: ``"auto"``: sums over several mesh axes may also be reduce_scattered over some and all_reduced over
+            the others, where that is predicted to be faster, as over the links inside hosts before those between.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -215,21 +220,10 @@ def autoshard(
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
-    said: dict[str, Any] = {
-        "memory": memory,
-        "topology": topology,
-        "fixed": fixed,
-        "time_limit": time_limit,
-        "cache": cache,
-        "refine": refine,
-        "ignore_constraints": ignore_constraints,
-        "trips": trips,
-        "microbatches": microbatches,
-        "remat": remat,
-        "search": search,
-        "tactics": tactics,
-        "rewrites": rewrites,
-    }
+    said: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
+    said |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
+    said |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
+    said |= {"rewrites": rewrites, "reductions": reductions}
     all_options = [options_of(one, **said) for one in meshes]
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
@@ -243,7 +237,11 @@ def autoshard(
             "search": search,
             "tactics": tactics or None,
         }
-        others |= {"rewrites": rewrites, "topology with uneven devices": options.topology.uneven or None}
+        others |= {
+            "rewrites": rewrites,
+            "reductions": reductions,
+            "topology with uneven devices": options.topology.uneven or None,
+        }
         refined = refine if request is not None and refine != 1 else None
         check_combination({**others, "refine": refined, "mesh": mesh if isinstance(mesh, str) else None})
     given = _plan_on(plan, options.mesh)
@@ -288,6 +286,7 @@ def plan(
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -311,21 +310,10 @@ def plan(
         MicrobatchError: some line of `fn` needs the whole batch, and `microbatches` asks for parts of it.
         ArgumentError: an option is of the wrong kind.
     """
-    options: dict[str, Any] = {
-        "memory": memory,
-        "topology": topology,
-        "fixed": fixed,
-        "time_limit": time_limit,
-        "cache": cache,
-        "trips": trips,
-        "microbatches": microbatches,
-        "remat": remat,
-        "tactics": tactics,
-        "rewrites": rewrites,
-        "like": like,
-        "search": search,
-        "pipeline": pipeline,
-    }
+    options: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
+    options |= {"cache": cache, "trips": trips, "microbatches": microbatches, "remat": remat}
+    options |= {"tactics": tactics, "rewrites": rewrites, "like": like, "search": search}
+    options |= {"pipeline": pipeline, "reductions": reductions}
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 

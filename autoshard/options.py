@@ -60,6 +60,7 @@ class Options:
     search: str | Search | None = None  # what solves the problem, by name or itself; None: the solver's own way
     tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
     rewrites: tuple[str, ...] = ()  # laws of algebra that the step may be rewritten by
+    reductions: str | None = None  # "auto": sums may be finished by sequences; None: at once, unless tactics say so
     is_alone: bool = False  # whether this process plans without the others of its mesh
 
 
@@ -79,6 +80,7 @@ def options_of(
     search: Any = None,
     tactics: Any = (),
     rewrites: Any = None,
+    reductions: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -139,6 +141,7 @@ def options_of(
         search=_search(search, cache),
         tactics=tactics,
         rewrites=_rewrites(rewrites),
+        reductions=_reductions(reductions),
     )
 
 
@@ -174,6 +177,12 @@ def _tactics(tactics: Any) -> tuple[TacticLike, ...]:
                 "autoshard.tactics; functions of the step may be among them"
             )
     return tuple(given)
+
+
+def _reductions(reductions: Any) -> str | None:
+    if reductions not in (None, "auto"):
+        raise ArgumentError(f"reductions={reductions!r}; 'auto' or None is needed")
+    return "auto" if reductions == "auto" else None
 
 
 def _rewrites(rewrites: Any) -> tuple[str, ...]:
