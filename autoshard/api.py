@@ -55,6 +55,8 @@ def autoshard(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -80,6 +82,8 @@ def autoshard(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -116,6 +120,8 @@ def autoshard(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     pad: Literal["batch"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -176,6 +182,11 @@ def autoshard(
             what the step says is done.
         tactics: published schemes that restrict the plan, in order: ``[DataParallel("data"), Megatron("model")]``. What
             they leave open is solved for. See `autoshard.tactics`; functions of the step may be among them.
+        rewrites: ``"auto"``: the step is rewritten by laws of algebra where that is predicted to be faster on this
+            mesh, up to the order of sums: products of one operand as one, products taken out of loops, and others. A
+            list of names: by these of `autoshard.rewrites.REWRITES` alone. Plans name what was rewritten and where.
+        reductions: ``"auto"``: sums over several mesh axes may also be reduce_scattered over some and all_reduced over
+            the others, where that is predicted to be faster, as over the links inside hosts before those between.
         like: the plan of another step, or its file: arguments that both steps take lie as it says. These are what has
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
@@ -211,26 +222,28 @@ def autoshard(
     check_jit_keywords(jit_keywords)
     if pad not in (None, "batch"):
         raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
-    said: dict[str, Any] = {
-        "memory": memory,
-        "topology": topology,
-        "fixed": fixed,
-        "time_limit": time_limit,
-        "cache": cache,
-        "refine": refine,
-        "ignore_constraints": ignore_constraints,
-        "trips": trips,
-        "microbatches": microbatches,
-        "remat": remat,
-        "search": search,
-        "tactics": tactics,
-    }
+    said: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
+    said |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
+    said |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
+    said |= {"rewrites": rewrites, "reductions": reductions}
     all_options = [options_of(one, **said) for one in meshes]
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
     if pipeline is not None:
-        others = {"pad": pad, "plan": plan, "like": like, "remat": remat, "search": search, "tactics": tactics or None}
+        others: dict[str, Any] = {
+            "pad": pad,
+            "plan": plan,
+            "like": like,
+            "remat": remat,
+            "search": search,
+            "tactics": tactics or None,
+        }
+        others |= {
+            "rewrites": rewrites,
+            "reductions": reductions,
+            "topology with uneven devices": options.topology.uneven or None,
+        }
         refined = refine if request is not None and refine != 1 else None
         check_combination({**others, "refine": refined, "mesh": mesh if isinstance(mesh, str) else None})
     given = _plan_on(plan, options.mesh)
@@ -278,6 +291,8 @@ def plan(
     microbatches: int | str | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
+    rewrites: Sequence[str] | Literal["auto"] | None = None,
+    reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
     search: str | Search | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
@@ -301,20 +316,10 @@ def plan(
         MicrobatchError: some line of `fn` needs the whole batch, and `microbatches` asks for parts of it.
         ArgumentError: an option is of the wrong kind.
     """
-    options: dict[str, Any] = {
-        "memory": memory,
-        "topology": topology,
-        "fixed": fixed,
-        "time_limit": time_limit,
-        "cache": cache,
-        "trips": trips,
-        "microbatches": microbatches,
-        "remat": remat,
-        "tactics": tactics,
-        "like": like,
-        "search": search,
-        "pipeline": pipeline,
-    }
+    options: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
+    options |= {"cache": cache, "trips": trips, "microbatches": microbatches, "remat": remat}
+    options |= {"tactics": tactics, "rewrites": rewrites, "like": like, "search": search}
+    options |= {"pipeline": pipeline, "reductions": reductions}
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 

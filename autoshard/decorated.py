@@ -8,6 +8,7 @@ import logging
 import math
 import operator
 import threading
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
 from autoshard.variants.open_choice import OpenChoice
+from autoshard.variants.rewriting import RewriteSearch, as_planned
 from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
@@ -255,7 +257,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         """What `trace` gives, or the form of it in stacks of matrices that is planned if that is faster."""
         traced = self.variants(*args, **kwargs)
         as_written = Variant(self._options.microbatches or 1)
-        if self._open_choice(traced).is_stackable(as_written):
+        if self._open_choice(traced, self._options).is_stackable(as_written):
             with contextlib.suppress(MemoryLimitError):  # under another limit it may fit
                 return self._planned(args, kwargs).program
         return traced.program(as_written)
@@ -291,7 +293,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not traced.closes_over_tracers:
                     compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
-                    compiled = self._fastest(traced)
+                    compiled = self._fastest_rewritten(traced)
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
@@ -314,16 +316,39 @@ class ShardedFunction(Generic[Parameters, Result]):
             self._compiled[key] = made
         return made
 
-    def _fastest(self, traced: StepVariants) -> PlannedStep:
+    def _fastest_rewritten(self, traced: StepVariants) -> PlannedStep:
+        """The step rewritten as is fastest, if that is asked for. The best plans of that alone are compiled."""
+        options, devices = self._options, self._options.mesh.size
+        if self._given is not None or not options.rewrites:
+            rewrites = self._given.rewrites if self._given else ()
+            return self._fastest(as_planned(traced, rewrites, devices), options)
+        until = self._until
+        first = replace(options, refine=1, until=None if math.isinf(until) else until)
+
+        def planned(variants: StepVariants, enough: float) -> PlannedStep:
+            return self._fastest(variants, replace(first, enough=self._enough(enough, first)))
+
+        found = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest()
+        if options.refine == 1:
+            return found
+        return self._fastest(as_planned(traced, found.plan.rewrites, devices), options)
+
+    @property
+    def _until(self) -> float:
+        """When planning ends. Processes plan the same, whatever their clocks say."""
+        return time.monotonic() + self._options.time_limit if self._group is None else math.inf
+
+    def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:
         """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""
-        choice = self._open_choice(traced)
+        choice = self._open_choice(traced, options)
         if self._given is not None or choice.is_one:
             return choice.planned(self._given)
-        return replace(choice.fastest(), choice=None if traced.closes_over_tracers else choice)
+        later = None if traced.closes_over_tracers else replace(choice, options=self._options)
+        return replace(choice.fastest(), choice=later)
 
-    def _open_choice(self, traced: StepVariants) -> OpenChoice[PlannedStep]:
+    def _open_choice(self, traced: StepVariants, options: Options) -> OpenChoice[PlannedStep]:
         plans = self._planned_before, self._jit_keywords
-        return OpenChoice(traced, self._options, self._planned_anew, self._bound, *plans, self._group)
+        return OpenChoice(traced, options, self._planned_anew, self._bound, *plans, self._group)
 
     def _planned_anew(
         self, program: Program, options: Options, enough: float = math.inf, before: PlansByProgram | None = None
@@ -338,7 +363,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             plan = bound_plan(self._given, program, self._options)
         else:
             with LiveLine(f"planning {program.name}") as line:
-                told = replace(options, progress=line.tell, enough=self._enough(enough))
+                told = replace(options, progress=line.tell, enough=self._enough(enough, options))
                 before = self._planned_before if before is None else before
                 plan = planned(program, told, self._jit_keywords, before, self._group)
         made = self._bound(program, lowered(program, plan, self._jit_keywords))
@@ -352,12 +377,12 @@ class ShardedFunction(Generic[Parameters, Result]):
         planner = Planner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
         return PlannedStep(planner.bound(plan), program, context(), planner)
 
-    def _enough(self, seconds: float) -> Callable[[], float] | None:
+    def _enough(self, seconds: float, options: Options) -> Callable[[], float] | None:
         """Seconds per step above which no plan is sought: so many, or as the options say.
 
         Processes that share a mesh get the leader's plan, so the leader has to find one.
         """
-        asked = self._options.enough
+        asked = options.enough
         if self._group is not None or math.isinf(seconds):
             return asked
         return lambda: seconds if asked is None else min(seconds, asked())

@@ -19,6 +19,7 @@ from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.plans.plan import PlanData
+from autoshard.rewrites import REWRITES
 from autoshard.solver.progress import Progress
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.searches.table import algorithm_of
@@ -58,6 +59,8 @@ class Options:
     enough: Callable[[], float] | None = None  # seconds: a plan that is proven to take longer is not sought further
     search: str | Search | None = None  # what solves the problem, by name or itself; None: the solver's own way
     tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
+    rewrites: tuple[str, ...] = ()  # laws of algebra that the step may be rewritten by
+    reductions: str | None = None  # "auto": sums may be finished by sequences; None: at once, unless tactics say so
     is_alone: bool = False  # whether this process plans without the others of its mesh
 
     @property
@@ -82,6 +85,8 @@ def options_of(
     remat: Any = None,
     search: Any = None,
     tactics: Any = (),
+    rewrites: Any = None,
+    reductions: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -141,6 +146,8 @@ def options_of(
         remat=_remat(remat),
         search=_search(search, cache),
         tactics=tactics,
+        rewrites=_rewrites(rewrites),
+        reductions=_reductions(reductions),
     )
 
 
@@ -176,6 +183,29 @@ def _tactics(tactics: Any) -> tuple[TacticLike, ...]:
                 "autoshard.tactics; functions of the step may be among them"
             )
     return tuple(given)
+
+
+def _reductions(reductions: Any) -> str | None:
+    if reductions not in (None, "auto"):
+        raise ArgumentError(f"reductions={reductions!r}; 'auto' or None is needed")
+    return "auto" if reductions == "auto" else None
+
+
+def _rewrites(rewrites: Any) -> tuple[str, ...]:
+    """Names of laws, in the order in which they were registered.
+
+    >>> _rewrites(None), _rewrites(["loop_sum"]), len(_rewrites("auto")) == len(REWRITES)
+    ((), ('loop_sum',), True)
+    """
+    if rewrites is None:
+        return ()
+    named = list(REWRITES) if rewrites == "auto" else rewrites
+    if not isinstance(named, list | tuple) or not all(isinstance(one, str) and one in REWRITES for one in named):
+        raise ArgumentError(
+            f"rewrites={rewrites!r}; 'auto', None or a list of names of autoshard.rewrites.REWRITES is needed:"
+            f"\n{', '.join(REWRITES)}"
+        )
+    return tuple(name for name in REWRITES if name in named)
 
 
 def _count(microbatches: Any) -> int | None:

@@ -40,12 +40,14 @@ from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.memory_error import memory_error
+from autoshard.report.step_remarks import guessed_loops, unused_axes
+from autoshard.report.uneven_machine import uneven_remarks
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
 from autoshard.solver.runtime.budget import Budget
-from autoshard.solver.runtime.cutoff import Cutoff
+from autoshard.solver.runtime.cutoff import Cutoff, CutoffReached
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
@@ -235,12 +237,12 @@ def planned(
 def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The plan of a program, from the cache if it is there."""
     if options.cache is None:
-        return _solved_in_reserve(program, rules, options, jit_keywords)
+        return _solved_with_sequences(program, rules, options, jit_keywords)
     key = key_of(program, rules, options)
     found = find(options.cache, key, program, options)
     if found is not None:
         return replace(found, comparison=comparison_of(program, rules, options))
-    made = _solved_in_reserve(program, rules, options, jit_keywords)
+    made = _solved_with_sequences(program, rules, options, jit_keywords)
     keep(options.cache, key, made)
     return made
 
@@ -274,9 +276,11 @@ def formulated(
 
 
 def _backend(options: Options) -> Backend:
-    """The compiler; with tactics sums may be finished by sequences, which some schemes are made of."""
+    """The compiler; sums may be finished by sequences if that is asked for, or with tactics: some are made of them."""
     backend = options.backend
-    return replace(backend, scatters=replace(backend.scatters, over_some_axes=True)) if options.tactics else backend
+    if not (options.tactics or options.reductions):
+        return backend
+    return replace(backend, scatters=replace(backend.scatters, over_some_axes=True))
 
 
 def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
@@ -320,6 +324,25 @@ def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
             )
 
 
+def _solved_with_sequences(
+    program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]
+) -> Plan:
+    """The plan of a program: with sums finished by sequences, if that is asked for and predicted to be faster.
+
+    The sequences make the problem larger, so that a search may end further from the best: it is solved without, too.
+    """
+    plain = _solved_in_reserve(program, rules, replace(options, reductions=None), jit_keywords)
+    if options.reductions is None or options.tactics:
+        return plain
+    try:
+        found = _solved(program, rules, options, jit_keywords)
+    except (CutoffReached, SolverError):
+        return plain
+    best = found if found.cost < plain.cost else plain
+    bound = min(found.bound, best.bound)
+    return best if bound == best.bound else replace(best, bound=bound, status="feasible")
+
+
 def _solved_in_reserve(
     program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]
 ) -> Plan:
@@ -357,7 +380,9 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:
-        return Plan.of(make_plan(formulation, solution, options.mesh, said), comparison)
+        made = make_plan(formulation, solution, options.mesh, said)
+        uneven = uneven_remarks(made, options.topology.uneven)
+        return Plan.of(replace(made, warnings=(*made.warnings, *uneven)), comparison)
 
     if options.refine == 1:
         return plan_of(solution)
@@ -458,33 +483,14 @@ def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
     again = tuple(filter(None, (program.recomputed, program.stacked)))
+    rewritten = (one.remark for one in program.rewritten)
     said = (
         *formulation.restrictions,
         *split,
         *again,
-        *_unused_axes(program, mesh),
+        *rewritten,
+        *unused_axes(program, mesh),
         *uneven_batch(program, mesh),
-        *_guessed_loops(program),
+        *guessed_loops(program),
     )
     return *said, *formulation.prices.backend.remarks
-
-
-def _guessed_loops(program: Program) -> tuple[str, ...]:
-    """A remark for every line of loops of which nobody says how often they turn."""
-    guessed = {loop.source: loop.turns for loop in program.loops if loop.how == "guessed"}
-    return tuple(
-        f"the loop at {source or 'unknown line'} is taken to turn {turns} times, which is a guess: "
-        f"trips={{'{source or '*'}': ...}} says how often."
-        for source, turns in guessed.items()
-    )
-
-
-def _unused_axes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
-    """A remark for every mesh axis that divides no dim of any argument or inner value."""
-    sizes = {size for value in program.values for size in value.shape}
-    return tuple(
-        f"mesh axis {axis!r} ({devices} devices) divides no dim of {program.name}: its dims are "
-        f"{', '.join(map(str, sorted(sizes)))}. Every device along it computes the same."
-        for axis, devices in mesh.items()
-        if devices > 1 and not any(size and size % devices == 0 for size in sizes)
-    )

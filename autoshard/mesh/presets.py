@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
@@ -12,7 +13,13 @@ from autoshard.mesh.placement import parts_of_machine
 from autoshard.mesh.topology import Topology
 
 
-def topology(name: str, axes: MeshShape | None = None) -> Topology:
+def topology(
+    name: str,
+    axes: MeshShape | None = None,
+    *,
+    speeds: Mapping[str, Sequence[float]] | None = None,
+    memories: Mapping[str, Sequence[float]] | None = None,
+) -> Topology:
     """A machine by name: a chip, and the shape of its torus, or hosts x devices per host.
 
     Args:
@@ -20,6 +27,9 @@ def topology(name: str, axes: MeshShape | None = None) -> Topology:
             hosts of 8), ``"h100:8"``, ``"cpu:8"``.
         axes: mesh axis -> devices, outermost first; without it the dims of the machine, named x, y, z, w, and before
             them `slice` for the slices of TPUs.
+        speeds: mesh axis -> per position a factor of the devices' rates, as ``{"x": (1, 0.6)}`` for hosts of two
+            generations; `Topology.with_positions` says more.
+        memories: mesh axis -> per position a factor of the devices' memory.
 
     The outermost axes run over the slices or hosts, on the network. An axis that covers them and some of what is inside
     runs over both links, and its collectives are priced level by level. On a torus the other axes are laid on whole
@@ -40,4 +50,9 @@ def topology(name: str, axes: MeshShape | None = None) -> Topology:
     have, wanted = math.prod(machine.axes.values()), math.prod(axes.values())
     if have != wanted:
         raise MeshError(f"{name} has {have} devices, the axes {axes} have {wanted}")
-    return Topology.of_chip(CHIPS[machine.chip], parts_of_machine(machine, axes))
+    made = Topology.of_chip(CHIPS[machine.chip], parts_of_machine(machine, axes))
+    speeds, memories = speeds or {}, memories or {}
+    for axis in dict.fromkeys([*speeds, *memories]):
+        made = made.with_positions(axis, speeds=speeds.get(axis, ()), memories=memories.get(axis, ()))
+    made.check(axes)
+    return made

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from autoshard.mesh.chips import CHIPS, Chip, chip_of
 from autoshard.mesh.links import Cache, Link
 from autoshard.mesh.measure import measure
 from autoshard.mesh.placement import Parts, parts_of_mesh
+from autoshard.mesh.unevenness import Unevenness
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Topology:
     memory_bandwidth: float  # bytes/s of one device
     flops: Mapping[str, float]  # dtype name -> FLOP/s of one device
     cache: Cache | None = None  # what the first bytes of an operation go through instead of memory
+    uneven: tuple[Unevenness, ...] = ()  # how devices differ; the figures above are those of the slowest and smallest
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "links", dict(self.links))
@@ -62,6 +64,7 @@ class Topology:
                 self.memory_bandwidth,
                 frozenset(self.flops.items()),
                 self.cache,
+                self.uneven,
             )
         )
 
@@ -82,6 +85,37 @@ class Topology:
                 return self.flops[known]
         return min(self.flops.values())
 
+    def with_positions(self, axis: str, *, speeds: Sequence[float] = (), memories: Sequence[float] = ()) -> Topology:
+        """The same machine with devices along an axis that are not alike.
+
+        >>> plain = Topology({"x": Link(1e-6, 45e9)}, 16e9, 8.1e11, {"float32": 4.9e13})
+        >>> plain.with_positions("x", speeds=(1, 0.5), memories=(1, 0.25)).memory_bytes
+        4000000000.0
+
+        Args:
+            speeds: per position of the axis, a factor of the FLOP rates and the memory bandwidth.
+            memories: per position of the axis, a factor of `memory_bytes`.
+
+        Returns:
+            A topology whose figures are those of the slowest and the smallest device; `uneven` has the factors.
+
+        Raises:
+            MeshError: a factor is not above 0, or the axis has been described before.
+        """
+        if axis in {one.axis for one in self.uneven}:
+            raise MeshError(f"the topology has the devices along axis {axis!r} already; describe each axis once")
+        uneven = Unevenness(axis, tuple(speeds), tuple(memories))
+        slowest = uneven.slowest
+        cache = self.cache and replace(self.cache, bandwidth=self.cache.bandwidth * slowest)
+        return replace(
+            self,
+            flops={dtype: rate * slowest for dtype, rate in self.flops.items()},
+            memory_bandwidth=self.memory_bandwidth * slowest,
+            memory_bytes=self.memory_bytes * uneven.smallest,
+            cache=cache,
+            uneven=(*self.uneven, uneven),
+        )
+
     def computing_in_no_time(self) -> Topology:
         """The same links between devices that do all their own work at once."""
         rates = dict.fromkeys(self.flops, math.inf)
@@ -91,8 +125,11 @@ class Topology:
         """Checks that the topology has what a mesh needs.
 
         Raises:
-            MeshError: an axis of more than one device has no link, or one for another number of devices.
+            MeshError: an axis of more than one device has no link, or one for another number of devices; or devices
+                along an axis are described that the mesh does not have.
         """
+        for uneven in self.uneven:
+            uneven.check(mesh_shape.get(uneven.axis, 1))
         for axis, size in mesh_shape.items():
             if size == 1:
                 continue
@@ -122,7 +159,8 @@ class Topology:
             fields = json.loads(Path(path).read_text())
             links = {axis: _link(link) for axis, link in fields["links"].items()}
             cache = Cache(**fields["cache"]) if fields.get("cache") else None
-            return cls(**fields | {"links": links, "cache": cache})
+            uneven = tuple(Unevenness(**one) for one in fields.get("uneven", ()))
+            return cls(**fields | {"links": links, "cache": cache, "uneven": uneven})
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, MeshError) as error:
             raise MeshError(
                 f"{path} is not a topology that this version of autoshard can read: {error!r}.\n"

@@ -139,8 +139,8 @@ class OneJitFunction(ShardedFunction[Parameters, Result]):
             )
         self._request = request
 
-    def _fastest(self, traced: StepVariants) -> PlannedStep:
-        program, request, options = traced.program(Variant()), self._request, self._options
+    def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:
+        program, request = traced.program(Variant()), self._request
         with jax.sharding.use_abstract_mesh(traced.mesh):
             step = CuttableStep.of(traced.step, request.microbatches, program.carried, program.name)
             stages = uniform_stages(step, request.stages)

@@ -81,6 +81,7 @@ def _of_some_plans(plan: PlanData) -> dict:
         | ({"compiled_peak": plan.compiled_peak} if plan.compiled_peak is not None else {})
         | ({"compiler_options": dict(plan.compiler_options)} if plan.compiler_options else {})
         | ({"meshes": [[dict(shape), *figures] for shape, *figures in plan.meshes]} if plan.meshes else {})
+        | ({"rewrites": [[name, list(places)] for name, places in plan.rewrites]} if plan.rewrites else {})
         | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
@@ -176,6 +177,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         captured=captured,
         compiler_options={} if (chosen := node.get("compiler_options")) is None else _compiler_options(chosen),
         meshes=() if (meshes := node.get("meshes")) is None else meshes.items(_figures_of_mesh),
+        rewrites=() if (laws := node.get("rewrites")) is None else laws.items(_places_of_law),
         **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
     return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
@@ -185,8 +187,13 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("runs", "in_place", "compiled_peak", "compiler_options", "meshes", "shown", "digest"),
+    *("runs", "in_place", "compiled_peak", "compiler_options", "meshes", "rewrites", "shown", "digest"),
 )
+
+
+def _places_of_law(node: Node) -> tuple[str, tuple[int, ...]]:
+    name, places = node.parts(2)
+    return name.name(), places.items(Node.count)
 
 
 def _compiler_options(node: Node) -> dict[str, bool | int]:

@@ -50,6 +50,7 @@ def make_plan(
         axis_types=None if program.types is None else program.types.mesh.axis_types,
         captured=placed[count:],
         memory_use=memory_use(formulation, solution.choice),
+        rewrites=tuple((one.name, one.places) for one in program.rewritten),
     )
 
 

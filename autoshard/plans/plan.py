@@ -86,6 +86,7 @@ class PlanData:
     # (axis -> devices, seconds per step, peak bytes per device) of each mesh that was planned for, best first; empty
     # unless the mesh was chosen.
     meshes: tuple[tuple[Mapping[str, int], float, int], ...] = ()
+    rewrites: tuple[tuple[str, tuple[int, ...]], ...] = ()  # laws by which the step was rewritten, and the places
 
     @property
     def gap(self) -> float:

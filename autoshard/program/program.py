@@ -41,6 +41,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autoshard.jaxprs import ClosedJaxpr
 from autoshard.layout import Layout
 from autoshard.program.explicit import Types, open_axes
+from autoshard.program.rewritten import RewrittenPlaces
 from autoshard.program.trees import Tree
 from autoshard.program.turns import LoopLength
 from autoshard.program.user_code import Source
@@ -134,6 +135,7 @@ class Program:
     microbatches: int = 1  # how many the step runs in, one after the other
     recomputed: str = ""  # what autoshard keeps for the backward pass and what it computes again, in words
     stacked: str = ""  # what autoshard computes of stacks of arrays instead of array by array, in words
+    rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, in the order in which that was done
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)

@@ -113,6 +113,7 @@ class Planner:
         if self.options.tactics:
             named = ", ".join(map(text_of_tactic, self.options.tactics))
             said.append(f"The plan is within tactics: {named}. So are the other layouts.")
+        said += [one.remark for one in self.program.rewritten if argument in one.arguments]
         if argument in self.program.ordered_arguments:
             said.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
         if argument in self.program.carried:

@@ -165,6 +165,9 @@ class OpenChoice(Generic[Planned]):
         return self.options if self.group is not None else replace(self.options, until=self._until())
 
     def _until(self) -> float:
+        """When planning ends, unless the options say."""
+        if self.options.until is not None:
+            return self.options.until
         return math.inf if self.group is not None else time.monotonic() + self.options.time_limit
 
     def _wishes(self) -> Wishes:

@@ -68,6 +68,10 @@ class StepVariants:
         """The trace."""
         return self._traced
 
+    def of(self, step: TracedStep) -> StepVariants:
+        """The variants of another step in its place, of the same arguments."""
+        return StepVariants(step, self.mesh, self.types, self._topology, self._finish, self._recomputes)
+
     def program(self, variant: Variant) -> Program:
         """The program of one variant.
 

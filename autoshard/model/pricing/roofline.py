@@ -175,7 +175,8 @@ def _inserted(equation: Equation) -> int | None:
 def _rows_apart(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
     """How many rows of a gather or updates of a scatter a device has, per strategy."""
     if equation.primitive == "gather":
-        rows, window = equation.outputs[0], equation.params["dimension_numbers"].offset_dims
+        rows: Value = equation.outputs[0]
+        window = equation.params["dimension_numbers"].offset_dims
         dims = group.results[equation.index][0]
     else:
         rows, window = equation.inputs[2], equation.params["dimension_numbers"].update_window_dims

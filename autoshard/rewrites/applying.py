@@ -1,0 +1,311 @@
+"""A step's jaxpr and a rewrite in, the places where it applies out; and the jaxpr with some of these rewritten.
+
+Places are counted in the order in which the bodies of the step are walked. The count is what a plan keeps of a place,
+so it must not depend on anything but the jaxpr.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autoshard.errors import PlanError
+from autoshard.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, aval_of
+from autoshard.microbatches.opening import opened
+from autoshard.primitives import facts_of
+from autoshard.program.rewritten import RewrittenPlaces
+from autoshard.program.user_code import source_of
+from autoshard.remat.numbering import needed
+from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.rewrite import Match, Rewrite, maker_of
+
+_BODIES = {  # primitive -> the parameters that hold what it runs
+    "checkpoint": ("jaxpr",),
+    "cond": ("branches",),
+    "remat2": ("jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("body_jaxpr",),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Places that are alike: one choice is made for all of them."""
+
+    rewrite: Rewrite
+    places: tuple[int, ...]  # among those where the rewrite applies
+    key: tuple[Any, ...]  # equal for sites that do the same, in steps that are rewritten differently elsewhere
+    lines: tuple[str, ...]  # of the user, that are rewritten
+    arguments: frozenset[int]  # of the step that are read there, through casts and views
+
+    @property
+    def said(self) -> RewrittenPlaces:
+        """What the program says of it, once it is rewritten."""
+        return RewrittenPlaces(self.rewrite.name, self.rewrite.law, self.places, self.lines, self.arguments)
+
+
+def sites(closed: ClosedJaxpr, rewrite: Rewrite, devices: int) -> list[Site]:
+    """The places where a rewrite applies, those that are alike together.
+
+    Args:
+        closed: the jaxpr of a step.
+        devices: of the mesh.
+    """
+    found = defaultdict[tuple[Any, ...], list[tuple[int, _Place]]](list)
+    own = {var: frozenset([i]) for i, var in enumerate(closed.jaxpr.invars)}
+    for number, place in enumerate(_Walk(rewrite, devices).places(closed, 1, list(own.values()))):
+        found[rewrite.name, place.match.form, place.match.types, place.turns].append((number, place))
+    made = []
+    for key, several in found.items():
+        apart = _apart(several)
+        makers = [maker_of(place.graph, place.match) for _, place in apart]
+        lines = dict.fromkeys(str(source) for eqn in makers if (source := source_of(eqn)) is not None)
+        arguments = frozenset[int]().union(*(place.arguments for _, place in apart))
+        made.append(Site(rewrite, tuple(number for number, _ in apart), key, tuple(lines), arguments))
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A match in a body of the step."""
+
+    turns: int  # how often the body runs per step
+    graph: Graph
+    match: Match
+    origins: Mapping[Var, frozenset[int]]  # input of the body -> the arguments of the step that it is
+
+    @property
+    def arguments(self) -> frozenset[int]:
+        """The arguments that the match reads."""
+        return frozenset[int]().union(*(_origin(self.graph, atom, self.origins) for atom in self.match.inputs))
+
+
+def _origin(graph: Graph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> frozenset[int]:
+    """The arguments that an array is, through casts and views."""
+    while isinstance(atom, Var) and atom not in origins:
+        eqn = graph.maker(atom)
+        if eqn is None or not (facts_of(eqn.primitive.name).is_view or eqn.primitive.name == "convert_element_type"):
+            return frozenset()
+        atom = eqn.invars[0]
+    return origins[atom] if isinstance(atom, Var) else frozenset()
+
+
+def _apart(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]:
+    """Those that do not rewrite what an earlier one does."""
+    taken, kept = set[Var](), list[tuple[int, _Place]]()
+    for number, place in several:
+        if taken.isdisjoint(place.match.results):
+            taken.update(place.match.results)
+            kept.append((number, place))
+    return kept
+
+
+def rewritten(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> ClosedJaxpr:
+    """The jaxpr with these places rewritten, from the same arguments to the same results."""
+    return _Walk(rewrite, devices, frozenset(places)).body(closed)
+
+
+class _Walk:
+    """A walk through the bodies of a step."""
+
+    def __init__(self, rewrite: Rewrite, devices: int, wanted: frozenset[int] = frozenset()):
+        self.rewrite, self.devices, self.wanted = rewrite, devices, wanted
+        self.count = 0
+
+    def places(self, closed: ClosedJaxpr, turns: int, origins: Sequence[frozenset[int]]) -> Iterator[_Place]:
+        """All places.
+
+        Args:
+            turns: how often the body runs per step.
+            origins: the arguments of the step that its inputs are.
+        """
+        graph = Graph(opened(closed).jaxpr, self.devices)
+        known = dict(zip(graph.jaxpr.invars, origins, strict=True))
+        yield from (_Place(turns, graph, match, known) for match in self.rewrite.find(graph))
+        for eqn in graph.jaxpr.eqns:
+            given = [_origin(graph, atom, known) for atom in eqn.invars]
+            for inner in _bodies_of(eqn):
+                taken = given[len(given) - len(inner.jaxpr.invars) :]  # a `cond` has its index before
+                if eqn.primitive.name == "while":
+                    taken = given[eqn.params["cond_nconsts"] :]
+                yield from self.places(inner, turns * eqn.params.get("length", 1), taken)
+
+    def body(self, closed: ClosedJaxpr) -> ClosedJaxpr:
+        plain = opened(closed)
+        graph = Graph(plain.jaxpr, self.devices)
+        chosen = []
+        for match in self.rewrite.find(graph):
+            if self.count in self.wanted:
+                chosen.append(match)
+            self.count += 1
+        inner = {id(eqn): made for eqn in graph.jaxpr.eqns if (made := self.with_bodies(eqn)) is not eqn}
+        if not chosen and not inner:
+            return closed
+        return ClosedJaxpr(_Rebuilding(graph, inner).jaxpr(chosen), plain.consts)
+
+    def with_bodies(self, eqn: JaxprEqn) -> JaxprEqn:
+        params = dict(eqn.params)
+        for name in _BODIES.get(eqn.primitive.name, ()):
+            held = eqn.params[name]
+            if isinstance(held, tuple):
+                params[name] = tuple(map(self.body, held))
+            elif isinstance(held, ClosedJaxpr):
+                params[name] = self.body(held)
+            elif not held.constvars:
+                made = self.body(ClosedJaxpr(held, ()))
+                params[name] = held if made.consts else made.jaxpr
+        same = all(_is_same(params[name], held) for name, held in eqn.params.items())
+        return eqn if same else eqn.replace(params=params)
+
+
+def _is_same(made: Any, held: Any) -> bool:
+    if isinstance(held, tuple) and isinstance(made, tuple):
+        return all(a is b for a, b in zip(made, held, strict=True))
+    return made is held
+
+
+def _bodies_of(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
+    for name in _BODIES.get(eqn.primitive.name, ()):
+        held = eqn.params[name]
+        for one in held if isinstance(held, tuple) else (held,):
+            if isinstance(one, ClosedJaxpr):
+                yield one
+            elif not one.constvars:
+                yield ClosedJaxpr(one, ())
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """What stands in the place of a match."""
+
+    equations: tuple[JaxprEqn, ...]
+    results: Mapping[Var, Any]  # variable of the body -> what it becomes
+
+
+class _Rebuilding:
+    """A body whose equations are put in order again, once some are replaced."""
+
+    def __init__(self, graph: Graph, replaced: Mapping[int, JaxprEqn]):
+        """
+        Args:
+            replaced: id of an equation -> the equation that takes its place.
+        """
+        self.graph, self.replaced = graph, replaced
+
+    def jaxpr(self, matches: Sequence[Match]) -> Jaxpr:
+        kept = list(matches)
+        while True:
+            made = self.tried(kept)
+            if made is not None:
+                return made
+            kept.pop()  # places that need each other's results cannot be rewritten together
+
+    def tried(self, matches: Sequence[Match]) -> Jaxpr | None:
+        """The body with these places rewritten; None if some would need what it makes."""
+        blocks = [_block(self.graph, match) for match in matches]
+        named: dict[Var, Any] = {var: new for block in blocks for var, new in block.results.items()}
+        owner: dict[Var, _Block | JaxprEqn] = {}
+        for eqn in self.graph.jaxpr.eqns:
+            owner.update(dict.fromkeys(eqn.outvars, eqn))
+        for block in blocks:
+            owner.update(dict.fromkeys(block.results, block))
+        equations = _in_order(self.graph.jaxpr.eqns, owner)
+        if equations is None:
+            return None
+
+        def read(atom: Any) -> Any:
+            return named.get(atom, atom) if isinstance(atom, Var) else atom
+
+        renamed = [eqn.replace(invars=list(map(read, eqn.invars))) for eqn in equations]
+        renamed = [
+            one if (other := self.replaced.get(id(eqn))) is None else other.replace(invars=one.invars)
+            for one, eqn in zip(renamed, equations, strict=True)
+        ]
+        outvars = list(map(read, self.graph.jaxpr.outvars))
+        jaxpr = self.graph.jaxpr
+        return jaxpr.replace(eqns=needed(renamed, outvars), outvars=outvars, debug_info=jaxpr.debug_info)
+
+
+def _in_order(
+    equations: Sequence[JaxprEqn], owner: Mapping[Var, _Block | JaxprEqn]
+) -> list[JaxprEqn] | None:  # fmt: skip
+    """The equations in their order, but that each comes after what makes its operands; None if that cannot be."""
+    done, open_ = set[int](), set[int]()
+    made = list[JaxprEqn]()
+    for first in equations:
+        blocks = {id(one): one for var in first.outvars if isinstance(one := owner.get(var), _Block)}
+        wanted: list[_Block | JaxprEqn] = list(blocks.values())
+        if not blocks or any(owner.get(var) is first for var in first.outvars):
+            wanted.append(first)
+        for one in wanted:
+            stack = [one]
+            while stack:
+                top = stack[-1]
+                if id(top) in done:
+                    stack.pop()
+                    continue
+                waits = [need for need in _needs(top, owner) if id(need) not in done]
+                if not waits:
+                    stack.pop()
+                    done.add(id(top))
+                    made.extend(top.equations if isinstance(top, _Block) else [top])
+                    continue
+                if id(top) in open_:
+                    return None
+                open_.add(id(top))
+                stack.extend(waits)
+    return made
+
+
+def _needs(one: _Block | JaxprEqn, owner: Mapping[Var, _Block | JaxprEqn]) -> list[_Block | JaxprEqn]:
+    """What makes the operands of an equation or block."""
+    read = one.equations if isinstance(one, _Block) else [one]
+    inside = {var for eqn in read for var in eqn.outvars} if isinstance(one, _Block) else set()
+    atoms = [atom for eqn in read for atom in eqn.invars]
+    atoms += list(one.results.values()) if isinstance(one, _Block) else []
+    found = {
+        id(owner[atom]): owner[atom] for atom in atoms if isinstance(atom, Var) and atom not in inside and atom in owner
+    }
+    found.pop(id(one), None)
+    return list(found.values())
+
+
+def _block(graph: Graph, match: Match) -> _Block:
+    """The equations of a match, on its inputs and at its line.
+
+    Raises:
+        PlanError: what a rewrite builds has other types than what it replaces, or arrays of its own.
+    """
+    eqn = maker_of(graph, match)
+    structs = [jax.ShapeDtypeStruct(aval_of(a).shape, aval_of(a).dtype, weak_type=_is_weak(a)) for a in match.inputs]
+    with jax.sharding.use_abstract_mesh(eqn.ctx.cur_abstract_mesh):
+        closed = opened(jax.make_jaxpr(match.build)(*structs))
+    built = [(one.shape, one.dtype) for one in closed.out_avals]
+    wanted = [(aval_of(var).shape, aval_of(var).dtype) for var in match.results]
+    if built != wanted or closed.consts:
+        arrays = f" and closes over {len(closed.consts)} arrays" * bool(closed.consts)
+        raise PlanError(
+            f"a rewrite builds {built}{arrays} in the place of {wanted} at {source_of(eqn) or 'unknown line'}.\n"
+            "It has to build arrays of the types that it replaces, of its inputs alone; make other arrays inside."
+        )
+    names: dict[Var, Any] = dict(zip(closed.jaxpr.invars, match.inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else names[atom]
+
+    equations = []
+    for one in closed.jaxpr.eqns:
+        made = [var if isinstance(var, DropVar) else Var(var.aval) for var in one.outvars]
+        inputs = list(map(read, one.invars))
+        names.update((old, new) for old, new in zip(one.outvars, made, strict=True) if not isinstance(old, DropVar))
+        equations.append(one.replace(invars=inputs, outvars=made, source_info=eqn.source_info))
+    results = dict(zip(match.results, map(read, closed.jaxpr.outvars), strict=True))
+    return _Block(tuple(equations), results)
+
+
+def _is_weak(atom: Any) -> bool:
+    return bool(getattr(aval_of(atom), "weak_type", False))

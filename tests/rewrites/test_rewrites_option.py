@@ -1,0 +1,113 @@
+"""`rewrites="auto"`: the fastest way to write a step is found by price, runs, is reported, saved and found again."""
+
+import jax
+import numpy as np
+import pytest
+from equality import assert_equal
+from oracles import mesh_of, v5e
+from rewritable import arrays, matrix_chain, recurrent, with_gradients
+
+import autoshard
+from autoshard import ArgumentError, Plan, PlanError
+from autoshard.rewrites import REWRITES, Match, register
+from autoshard.rewrites.product import contracted
+
+AXES = {"data": 2, "model": 2}
+
+
+def planned(step, arguments, **options):
+    return autoshard.plan(step, *arguments, mesh=mesh_of(AXES), topology=v5e(AXES), **options)
+
+
+@pytest.fixture(scope="module")
+def chain():
+    """A step that multiplies large matrices in the dearer order."""
+
+    def step(weights, x):
+        loss, gradients = jax.value_and_grad(lambda weights: matrix_chain(x, *weights.values()))(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    x, *weights = arrays(0, (16, 64, 256), (256, 8), (8, 256), (256, 64))
+    return step, (dict(zip("abc", weights, strict=True)), x)
+
+
+@pytest.fixture(scope="module")
+def rewritten_step(chain):
+    step, _ = chain
+    return autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES), rewrites=["product_chain"])
+
+
+def test_a_chain_is_multiplied_in_the_cheaper_order(chain, rewritten_step):
+    step, arguments = chain
+    plan, before = rewritten_step.plan(*arguments), planned(step, arguments)
+    assert plan.cost < before.cost and plan.bound <= plan.cost
+    assert [name for name, _ in plan.rewrites] == ["product_chain"] * len(plan.rewrites) and plan.rewrites
+    assert "rewrites: product_chain at rewritable.py:" in str(plan) and "rewrites:" not in str(before)
+    assert_equal(rewritten_step(*arguments), jax.jit(step)(*arguments))
+
+
+def test_the_explanation_of_an_argument_names_what_reads_it_rewritten(chain, rewritten_step):
+    _, arguments = chain
+    reasons = rewritten_step.plan(*arguments).explain("weights/a").reasons
+    assert any(reason.startswith("rewrites: product_chain at rewritable.py:") for reason in reasons)
+
+
+def test_a_saved_plan_rewrites_the_step_again(chain, rewritten_step, tmp_path):
+    step, arguments = chain
+    plan = rewritten_step.plan(*arguments)
+    plan.save(tmp_path / "plan.json")
+    again = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES), plan=tmp_path / "plan.json")
+    assert again.plan(*arguments).rewrites == plan.rewrites
+    assert_equal(again(*arguments), rewritten_step(*arguments))
+    text = plan.dumps().replace("product_chain", "another_law")
+    with pytest.raises(PlanError):
+        autoshard.autoshard(step, mesh=mesh_of(AXES), plan=Plan.loads(text, mesh_of(AXES))).plan(*arguments)
+
+
+def test_a_step_in_which_no_law_pays_stays_as_it_is():
+    step = with_gradients(lambda x, w: (x @ w).sum())
+    arguments = arrays(0, (8, 16), (16, 8))
+    plan, before = planned(step, arguments, rewrites=["fused_products", "loop_sum"]), planned(step, arguments)
+    assert plan.rewrites == () and plan.dumps() == before.dumps()
+
+
+def test_products_leave_a_loop_whose_turns_wait_for_each_other():
+    step, arguments = with_gradients(recurrent), arrays(0, (16, 16, 32), (32, 64), (64, 64), (64, 32))
+    laws = ["loop_product", "loop_sum"]
+    rewritten_step = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES), rewrites=laws)
+    plan, before = rewritten_step.plan(*arguments), planned(step, arguments)
+    assert {name for name, _ in plan.rewrites} == set(laws) and plan.cost < 0.9 * before.cost
+    assert_equal(rewritten_step(*arguments), jax.jit(step)(*arguments))
+
+
+def test_a_rewritten_step_runs_in_microbatches_and_recomputes(chain):
+    plan = planned(*chain, rewrites=["product_chain"], microbatches=2, remat="auto")
+    assert plan.rewrites and any("2 microbatches" in one for one in plan.warnings)
+
+
+def test_a_law_of_the_users_own_is_tried():
+    """``A^T B = (B^T A)^T``, written as a user would."""
+
+    @register("turned_product", "A^T B = (B^T A)^T")
+    def turned_product(graph):
+        for product in graph.products.values():
+
+            def build(left, right, product=product):
+                labels = product.left.labels, product.right.labels
+                return [contracted(product.eqn, right, labels[1], left, labels[0], product.result)]
+
+            yield Match((product.out,), (product.left.atom, product.right.atom), build)
+
+    try:
+        step, arguments = with_gradients(lambda x, w: (x @ w).sum()), arrays(0, (8, 16), (16, 8))
+        planned(step, arguments, rewrites=["turned_product"])
+        with pytest.raises(ArgumentError, match="turned_product"):
+            register("turned_product", "A = A")(lambda graph: ())
+    finally:
+        del REWRITES["turned_product"]
+
+
+@pytest.mark.parametrize("rewrites", ["fused", ["no such law"], 3])
+def test_what_is_no_law_is_an_error(rewrites):
+    with pytest.raises(ArgumentError, match="rewrites="):
+        planned(np.sin, [np.ones(4)], rewrites=rewrites)
