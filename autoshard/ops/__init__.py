@@ -7,6 +7,7 @@
 """
 
 from autoshard.ops.attending.attention import attention
+from autoshard.ops.fourier.fft import fft
 from autoshard.ops.ragged_dot import ragged_dot
 
-__all__ = ["attention", "ragged_dot"]
+__all__ = ["attention", "fft", "ragged_dot"]
