@@ -7,7 +7,8 @@
 """
 
 from autoshard.ops.attending.attention import attention
+from autoshard.ops.convolving.conv import conv
 from autoshard.ops.fourier.fft import fft
 from autoshard.ops.ragged_dot import ragged_dot
 
-__all__ = ["attention", "fft", "ragged_dot"]
+__all__ = ["attention", "conv", "fft", "ragged_dot"]
