@@ -21,7 +21,7 @@ from autoshard.meshes.places import Place, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
-from autoshard.padding.padded_function import PaddedFunction
+from autoshard.padding.kinds import PADDED
 from autoshard.planning import checked_rules, lowered, remarks
 from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
@@ -54,7 +54,7 @@ def autoshard(
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
-    pad: Literal["batch"] | None = None,
+    pad: Literal["batch", "auto"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -79,7 +79,7 @@ def autoshard(
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
-    pad: Literal["batch"] | None = None,
+    pad: Literal["batch", "auto"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -115,7 +115,7 @@ def autoshard(
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     like: Plan | str | Path | None = None,
-    pad: Literal["batch"] | None = None,
+    pad: Literal["batch", "auto"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -178,7 +178,9 @@ def autoshard(
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
             results stay those of the batch: sums and means leave these rows out. A step of which this is not certain is
-            refused, with the line that stands in the way.
+            refused, with the line that stands in the way. ``"auto"``: any dim that the devices do not divide, as a
+            vocabulary, heads or the batch, is padded inside the step where that is predicted to be faster. Arguments
+            and results keep their shapes, and nothing is refused.
         search: which search chooses, instead of the solver's own: the name of a published one, of those in
             `autoshard.solver.SEARCHES`, or a function like them, as `solve` takes it.
         pipeline: ``dict(stages=4, microbatches=16, schedule="1f1b")``: the step is cut into stages, which run on parts
@@ -207,8 +209,8 @@ def autoshard(
         planned = plan if plan is not None else like
         meshes = place.meshes(axes_in(fixed, tactics)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
     check_jit_keywords(jit_keywords)
-    if pad not in (None, "batch"):
-        raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
+    if pad not in PADDED:
+        raise ArgumentError(f"pad={pad!r}; 'auto', 'batch' or None is needed")
     said: dict[str, Any] = {
         "memory": memory,
         "topology": topology,
@@ -239,7 +241,7 @@ def autoshard(
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if is_automatic:
             return AutomaticPipeline(fn, options=options, jit_keywords=jit_keywords)
-        kind = ShardedFunction if pad is None else PaddedFunction
+        kind: type[ShardedFunction[Any, Any]] = PADDED[pad]
         if mesh == "auto" and plan is None and like is None:
             return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)
         return kind(fn, options=options, jit_keywords=jit_keywords, given=given)
