@@ -112,8 +112,6 @@ def _params(eqn: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) 
 
 def _bounded(eqn: JaxprEqn, operands: Sequence[Shape]) -> tuple[tuple[int, int], ...]:
     """Indices into padded dims must not reach the added rows, which a gather would read."""
-    if eqn.params["mode"] == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS:
-        return ()
     numbers, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
     if eqn.primitive.name == "gather":
         indexed, taken = numbers.start_index_map, eqn.params["slice_sizes"]
@@ -134,7 +132,10 @@ def _indexed_factors(rule: Rule, bounded: Sequence[tuple[int, int]], eqn: JaxprE
 
 
 def _clips(eqn: JaxprEqn) -> bool:
-    return bool(eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP)
+    """Whether indices beyond the array count as its last one, as XLA has it in a gather whose indices are promised."""
+    modes = jax.lax.GatherScatterMode
+    promised = eqn.primitive.name == "gather" and eqn.params["mode"] == modes.PROMISE_IN_BOUNDS
+    return bool(promised or eqn.params["mode"] == modes.CLIP)
 
 
 def _within(indices: Any, component: int, largest: int, *, clips: bool) -> jax.Array:
