@@ -10,5 +10,6 @@ from autoshard.ops.attending.attention import attention
 from autoshard.ops.convolving.conv import conv
 from autoshard.ops.fourier.fft import fft
 from autoshard.ops.ragged_dot import ragged_dot
+from autoshard.ops.tables.embedding_tables import EmbeddingTables
 
-__all__ = ["attention", "conv", "fft", "ragged_dot"]
+__all__ = ["EmbeddingTables", "attention", "conv", "fft", "ragged_dot"]
