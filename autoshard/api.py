@@ -22,7 +22,7 @@ from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.one_jit.function import OneJitFunction
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
-from autoshard.padding.padded_function import PaddedFunction
+from autoshard.padding.kinds import PADDED
 from autoshard.planning import checked_rules, lowered, remarks
 from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
@@ -58,7 +58,7 @@ def autoshard(
     rewrites: Sequence[str] | Literal["auto"] | None = None,
     reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
-    pad: Literal["batch"] | None = None,
+    pad: Literal["batch", "auto"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -85,7 +85,7 @@ def autoshard(
     rewrites: Sequence[str] | Literal["auto"] | None = None,
     reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
-    pad: Literal["batch"] | None = None,
+    pad: Literal["batch", "auto"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -123,7 +123,7 @@ def autoshard(
     rewrites: Sequence[str] | Literal["auto"] | None = None,
     reductions: Literal["auto"] | None = None,
     like: Plan | str | Path | None = None,
-    pad: Literal["batch"] | None = None,
+    pad: Literal["batch", "auto"] | None = None,
     pipeline: Mapping[str, Any] | Literal["auto"] | None = None,
     plan: Plan | str | Path | None = None,
     search: str | Search | None = None,
@@ -191,7 +191,9 @@ def autoshard(
             the same keys, shapes and dtypes in both: `params` of an evaluation is `state.params` of a train step.
         pad: ``"batch"``: a batch that the devices do not divide, as the last of an epoch, gets rows of zeros, and the
             results stay those of the batch: sums and means leave these rows out. A step of which this is not certain is
-            refused, with the line that stands in the way.
+            refused, with the line that stands in the way. ``"auto"``: any dim that the devices do not divide, as a
+            vocabulary, heads or the batch, is padded inside the step where that is predicted to be faster. Arguments
+            and results keep their shapes, and nothing is refused.
         search: which search chooses, instead of the solver's own: the name of a published one, of those in
             `autoshard.solver.SEARCHES`, or a function like them, as `solve` takes it.
         pipeline: ``dict(stages=4, microbatches=16, schedule="1f1b")``: the step is cut into stages, which run on parts
@@ -220,8 +222,8 @@ def autoshard(
         planned = plan if plan is not None else like
         meshes = place.meshes(axes_in(fixed, tactics)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
     check_jit_keywords(jit_keywords)
-    if pad not in (None, "batch"):
-        raise ArgumentError(f"pad={pad!r}; 'batch' or None is needed")
+    if pad not in PADDED:
+        raise ArgumentError(f"pad={pad!r}; 'auto', 'batch' or None is needed")
     said: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
     said |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
     said |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
@@ -258,7 +260,7 @@ def autoshard(
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if is_automatic:
             return AutomaticPipeline(fn, options=options, jit_keywords=jit_keywords)
-        kind = ShardedFunction if pad is None else PaddedFunction
+        kind: type[ShardedFunction[Any, Any]] = PADDED[pad]
         if mesh == "auto" and plan is None and like is None:
             return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)
         return kind(fn, options=options, jit_keywords=jit_keywords, given=given)

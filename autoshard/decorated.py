@@ -33,6 +33,7 @@ from autoshard.arrays.arguments import (
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
 from autoshard.jaxprs import calls_back
 from autoshard.lower import Step, named_refusals
+from autoshard.ops.fourier.fft import with_transforms
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned, program_of
 from autoshard.processes import Group
@@ -445,7 +446,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "trips": self._options.trips,
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
-                finish = with_stencils if self._merges else None
+                finish = self._finished if self._merges else None
                 return StepVariants(
                     traced, mesh, tried, self._options.topology, finish, self._options.remat is not None
                 )
@@ -460,6 +461,10 @@ class ShardedFunction(Generic[Parameters, Result]):
                     raise named from error
                 raise
         raise AssertionError("there is an attempt")
+
+    def _finished(self, program: Program) -> Program:
+        """A program with what is planned as one equation."""
+        return with_transforms(with_stencils(program), self._options.mesh.shape)
 
     def _attempts(self, types: tuple[Any, ...]) -> list[tuple[AbstractMesh, tuple[Any, ...]]]:
         """Meshes to trace under, and types of arguments to trace with: as `jax.jit` does it, then what is tried if JAX

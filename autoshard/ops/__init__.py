@@ -7,6 +7,9 @@
 """
 
 from autoshard.ops.attending.attention import attention
+from autoshard.ops.convolving.conv import conv
+from autoshard.ops.fourier.fft import fft
 from autoshard.ops.ragged_dot import ragged_dot
+from autoshard.ops.tables.embedding_tables import EmbeddingTables
 
-__all__ = ["attention", "ragged_dot"]
+__all__ = ["EmbeddingTables", "attention", "conv", "fft", "ragged_dot"]

@@ -38,8 +38,8 @@ _NEUTRAL = dict.fromkeys(_SUMS | {"scatter-add"}, "zero") | {
     "reduce_or": "least",
     "reduce_prod": "one",
 }
-_FROM_FIRST_ROWS = {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"}  # unless they go backwards
-_MADE_ALIKE = {"broadcast_in_dim", "iota"}  # of no row: a row of the result does not depend on how many there are
+FROM_FIRST_ROWS = {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"}  # unless they go backwards
+MADE_ALIKE = {"broadcast_in_dim", "iota"}  # of no row: a row of the result does not depend on how many there are
 _RANDOM = {"random_bits", "random_split"}
 _BY_HAND = {"shard_map"}  # each device may mix the rows of its shard
 _UPDATES = 2  # the operand of a scatter that is added
@@ -78,7 +78,7 @@ def padded_operation(small: JaxprEqn, large: JaxprEqn) -> PaddedOperation:
         RefusedError: it cannot.
     """
     ends = list(zip([*small.invars, *small.outvars], [*large.invars, *large.outvars], strict=True))
-    if not any(_shape(one) != _shape(other) for one, other in ends):
+    if not any(shape_of(one) != shape_of(other) for one, other in ends):
         return PaddedOperation(small.params)  # numbers of rows among the parameters are those of the true batch
     primitive = small.primitive.name
     if primitive == "slice":
@@ -87,9 +87,9 @@ def padded_operation(small: JaxprEqn, large: JaxprEqn) -> PaddedOperation:
         return _random(small, large)
     if not has_rule(primitive) or primitive in _BY_HAND or large.effects:
         raise RefusedError(small, "is no operation whose rows are known to be apart")
-    rule = rule_of(_equation(large))
-    padded = _padded_factors(rule_of(_equation(small)), rule, small)
-    return PaddedOperation(large.params, _masks(small, rule, padded))
+    rule = rule_of(equation_of(large))
+    padded = _padded_factors(rule_of(equation_of(small)), rule, small)
+    return PaddedOperation(large.params, masks_of(small, rule, padded))
 
 
 class RefusedError(Exception):
@@ -115,14 +115,14 @@ class RefusedError(Exception):
         )
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
+def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def _equation(eqn: JaxprEqn) -> Equation:
+def equation_of(eqn: JaxprEqn) -> Equation:
     """The equation as rules know it."""
     ends = [
-        Value(i, _shape(atom), getattr(atom.aval, "dtype", np.dtype(bool)), 0)
+        Value(i, shape_of(atom), getattr(atom.aval, "dtype", np.dtype(bool)), 0)
         for i, atom in enumerate([*eqn.invars, *eqn.outvars])
     ]
     inputs = tuple(
@@ -148,15 +148,15 @@ def _padded_factors(small: Rule, large: Rule, eqn: JaxprEqn) -> set[str]:
         )
     read = {factor for dims in large.operands for dim in dims for factor in dim}
     for factor in padded:
-        if factor not in read and eqn.primitive.name not in _MADE_ALIKE:
+        if factor not in read and eqn.primitive.name not in MADE_ALIKE:
             raise RefusedError(eqn, "makes rows that may depend on how many there are")
         mixes = factor in large.need_replication | large.permutation | large.summed or factor in large.exchanged
-        if mixes and not (eqn.primitive.name in _FROM_FIRST_ROWS and not eqn.params.get("reverse")):
+        if mixes and not (eqn.primitive.name in FROM_FIRST_ROWS and not eqn.params.get("reverse")):
             raise RefusedError(eqn, "makes rows of its result of other rows")
     return padded
 
 
-def _masks(eqn: JaxprEqn, rule: Rule, padded: set[str]) -> tuple[Mask, ...]:
+def masks_of(eqn: JaxprEqn, rule: Rule, padded: set[str]) -> tuple[Mask, ...]:
     made = {factor for dims in rule.results for dim in dims for factor in dim}
     lost = {factor for factor in padded if factor in rule.reduction or factor not in made}
     if not lost:
@@ -176,7 +176,7 @@ def _masks(eqn: JaxprEqn, rule: Rule, padded: set[str]) -> tuple[Mask, ...]:
                 continue
             if neutral is None:
                 raise RefusedError(eqn, "combines rows in a way that has no neutral element")
-            masks.append(Mask(operand, dim, _shape(eqn.invars[operand])[dim], neutral))
+            masks.append(Mask(operand, dim, shape_of(eqn.invars[operand])[dim], neutral))
     return tuple(masks)
 
 
@@ -187,7 +187,7 @@ def _stays_inside(eqn: JaxprEqn) -> bool:
 def _slice_params(small: JaxprEqn, large: JaxprEqn) -> dict[str, Any]:
     """A slice of the first rows; a dim that is no longer padded keeps the bounds of the true batch."""
     starts, limits = list(large.params["start_indices"]), list(large.params["limit_indices"])
-    for dim, (size, padded) in enumerate(zip(_shape(small.outvars[0]), _shape(large.outvars[0]), strict=True)):
+    for dim, (size, padded) in enumerate(zip(shape_of(small.outvars[0]), shape_of(large.outvars[0]), strict=True)):
         if size == padded:
             starts[dim], limits[dim] = small.params["start_indices"][dim], small.params["limit_indices"][dim]
         elif starts[dim] != small.params["start_indices"][dim]:
@@ -198,7 +198,7 @@ def _slice_params(small: JaxprEqn, large: JaxprEqn) -> dict[str, Any]:
 def _random(small: JaxprEqn, large: JaxprEqn) -> PaddedOperation:
     """Bits for more rows are those for fewer, and more, if rows come first and each number is made by itself."""
     shapes = [tuple(eqn.params["shape"]) for eqn in (small, large)]
-    keys = [_shape(eqn.invars[0]) for eqn in (small, large)]
+    keys = [shape_of(eqn.invars[0]) for eqn in (small, large)]
     key = str(getattr(small.invars[0].aval, "dtype", ""))
     alone = keys[0] == keys[1] == () and shapes[0][1:] == shapes[1][1:]
     if shapes[0] == shapes[1] or (alone and large.ctx.threefry_partitionable and key == "key<fry>"):

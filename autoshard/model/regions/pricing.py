@@ -11,7 +11,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -63,6 +63,7 @@ class RegionCollective:
     runs: int  # per run of the region
     is_ahead: bool  # whether no matrix product goes into it
     is_in_loop: bool = False
+    last_operand: int = field(default=-1, compare=False)  # of the region, of those that it is made of; -1: of none
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,19 @@ class Region:
     collectives: tuple[RegionCollective, ...]
     workspace: float  # bytes beside operands and results
 
-    def after(self, forward: Region, *, computes_again: bool) -> Region:
+    def after(self, forward: Region, operands: int, *, computes_again: bool) -> Region:
         """This region, of a backward pass, where the forward pass has done a part of its work.
 
-        XLA merges equal collectives of the operands that both have: those that both start with.
+        XLA merges equal collectives of the operands that both have: the first ones of these.
 
         Args:
+            operands: of the forward pass, with which those of the backward pass begin.
             computes_again: whether it starts with all that the forward pass computes.
         """
-        pairs = zip(self.collectives, forward.collectives, strict=False)
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1] and not pair[0].is_in_loop, pairs)
-        rest = self.collectives[len(list(same)) :]
+        alike = [one for one in self.collectives if one.last_operand < operands and not one.is_in_loop]
+        pairs = zip(alike, forward.collectives, strict=False)
+        same = {id(one) for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)}
+        rest = tuple(one for one in self.collectives if id(one) not in same)
         compute = self.compute - forward.compute if computes_again else self.compute
         return replace(self, compute=max(0.0, compute), collectives=rest)
 
@@ -166,7 +169,7 @@ class Regions:
         if shares:
             forward = self.forward[equation.index]
             done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)], False)
-            region = region.after(done, computes_again=not call.operation.is_written(run.name))
+            region = region.after(done, len(forward.inputs), computes_again=not call.operation.is_written(run.name))
         return self._said(call, run, region, structs)
 
     def _on_mesh(self, call: Call, run: Run, shapes: Sequence[tuple[int, ...]], types: Sequence[Any]) -> ClosedJaxpr:
@@ -278,7 +281,7 @@ def _bodies(closed: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
 
 
 def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective]:
-    after = _after_products(program)
+    after, last = _after_products(program), _last_operands(program)
     for equation in program.equations:
         kind = _KINDS.get(equation.primitive)
         axes = _axes(equation.params, mesh) if kind else ()
@@ -287,7 +290,17 @@ def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective
         is_ahead = not any(isinstance(x, Value) and x.id in after for x in equation.inputs)
         is_in_loop = program.scope(equation.path) != ()
         for made in equation.outputs:
-            yield RegionCollective(kind, axes, made.bytes, equation.trips, is_ahead, is_in_loop)
+            of = last.get(made.id, -1)
+            yield RegionCollective(kind, axes, made.bytes, equation.trips, is_ahead, is_in_loop, of)
+
+
+def _last_operands(program: Program) -> dict[int, int]:
+    """Value -> the last argument that goes into it. What is carried round a loop counts as of its start."""
+    found = {value.id: i for i, value in enumerate(program.arguments)}
+    for equation in program.equations:
+        last = max((found.get(x.id, -1) for x in equation.inputs if isinstance(x, Value)), default=-1)
+        found |= {made.id: last for made in equation.outputs}
+    return found
 
 
 def _axes(params: Mapping[str, Any], mesh: MeshShape) -> tuple[str, ...]:

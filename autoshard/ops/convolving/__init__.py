@@ -1,0 +1,1 @@
+"""Convolutions over split images, as an operation with distributed implementations."""

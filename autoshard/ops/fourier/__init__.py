@@ -1,0 +1,1 @@
+"""Fourier transforms along split dims, as an operation with distributed implementations."""

@@ -1,0 +1,119 @@
+"""`autoshard(pad="auto")`: a decorated function whose dims are padded, where that is faster."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autoshard.arrays.arguments import abstract, type_of
+from autoshard.decorated import Parameters, Result, ShardedFunction
+from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.options import Options
+from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass
+from autoshard.padding.dims.rewriting import UnevenStep
+from autoshard.program import Program
+from autoshard.program.flattening import flattened
+from autoshard.program.signature import Arguments, join
+from autoshard.program.trees import Box, Tree
+from autoshard.user_plan import Plan
+
+MOST_CLASSES = 3  # that are tried, those with the most work
+Chosen = tuple[ShardedFunction[..., Any] | None, str]  # the padded step, None for the step as written; and a remark
+
+
+class UnevenFunction(ShardedFunction[Parameters, Result]):
+    """A function some dims of which are padded inside the step. Arguments and results keep their shapes."""
+
+    def __init__(
+        self, fn: Any, *, options: Options, jit_keywords: Mapping[str, Any], given: Plan | None = None
+    ) -> None:
+        super().__init__(fn, options=options, jit_keywords=jit_keywords, given=given)
+        self._given_plan, self._given_keywords = given, dict(jit_keywords)
+        self._steps: dict[Any, Chosen] = {}
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        step, _ = self._chosen(args, kwargs)
+        if step is None:
+            return super().__call__(*args, **kwargs)
+        made: Result = step(*args, **kwargs)
+        return made
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """How the step is sharded for arguments like these, its dims padded where that is faster."""
+        step, remark = self._chosen(args, kwargs)
+        made = super().plan(*args, **kwargs) if step is None else step.plan(*args, **kwargs)
+        return replace(made, warnings=(*made.warnings, remark)) if remark else made
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The annotated step as it was chosen, lowered."""
+        step, _ = self._chosen(args, kwargs)
+        return super().lower(*args, **kwargs) if step is None else step.lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Program:
+        """The step's program as it was chosen."""
+        step, _ = self._chosen(args, kwargs)
+        return super().trace(*args, **kwargs) if step is None else step.trace(*args, **kwargs)
+
+    def _chosen(self, args: Any, kwargs: Any) -> Chosen:
+        static, dynamic = self._static.split(args, kwargs)
+        flat = flattened(dynamic)
+        if flat.structure.has_modules:
+            raise ArgumentError(
+                "pad='auto' takes no nnx modules: it would not see what the step changes in them.\n"
+                "Split them (nnx.split), and pass their states."
+            )
+        key = static, tuple(map(type, static)), flat.structure, tuple(map(type_of, flat.arrays))
+        if key not in self._steps:
+            self._steps[key] = self._as_chosen(args, kwargs, static, dynamic, flat.arrays)
+        return self._steps[key]
+
+    def _as_chosen(self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments, leaves: Sequence[Any]) -> Chosen:
+        """The step as written or padded, whichever is predicted to be fastest within the memory limit."""
+        tree, results = Tree.of(dynamic), list[Box]()
+
+        def flat(*arrays: Any) -> list[Any]:
+            positional, keyword = join(static, tree.unflattened(list(arrays)))
+            results[:] = [Box.of(self._fn(*positional, **keyword))]
+            return list(results[0].leaves)
+
+        closed = jax.make_jaxpr(flat)(*(abstract(type_of(leaf)) for leaf in leaves))
+        classes = DimClasses(closed)
+        uneven = list(classes.uneven(self._options.mesh.shape).items())[:MOST_CLASSES]
+        if not uneven:
+            return None, ""
+        carried, out_tree = super().trace(*args, **kwargs).carried.values(), results[0].tree
+        tried: list[Mapping[Node, PaddedClass]] = [dict(uneven)]
+        tried += [{root: one} for root, one in uneven if len(uneven) > 1]
+        best: tuple[float, Chosen] | None = None
+        errors: list[MemoryLimitError] = []
+        for padded in [{}, *tried]:
+            step = None
+            if padded:
+                step = self._step(UnevenStep(closed, classes, padded, carried), out_tree)
+            try:
+                plan = super().plan(*args, **kwargs) if step is None else step.plan(*args, **kwargs)
+            except MemoryLimitError as error:
+                errors.append(error)
+                continue
+            if best is None or plan.predicted.step_seconds < best[0]:
+                best = plan.predicted.step_seconds, (step, _remark(padded.values()))
+        if best is None:
+            raise errors[0]
+        return best[1]
+
+    def _step(self, uneven: UnevenStep, out_tree: Tree) -> ShardedFunction[..., Any]:
+        @functools.wraps(self._fn)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            arrays = flattened(self._static.split(args, kwargs)[1]).arrays
+            return out_tree.unflattened(uneven(*arrays))
+
+        return ShardedFunction(step, options=self._options, jit_keywords=self._given_keywords, given=self._given_plan)
+
+
+def _remark(padded: Any) -> str:
+    sizes = ", ".join(f"{one.members} to {one.padded}" for one in padded)
+    return f"pad='auto': dims are padded inside the step, from {sizes}, which the devices divide." if sizes else ""
