@@ -42,6 +42,7 @@ from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule, has_rule_in_jit
 from autoshard.propagation.stencils import with_stencils
+from autoshard.recognition import with_operations
 from autoshard.replanning.planner import Planner
 from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
@@ -420,6 +421,8 @@ class ShardedFunction(Generic[Parameters, Result]):
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
                 finish = with_stencils if self._merges else None
+                if self._merges:
+                    traced = with_operations(traced, self._options.mesh.size)
                 return StepVariants(
                     traced, mesh, tried, self._options.topology, finish, self._options.remat is not None
                 )

@@ -36,6 +36,7 @@ ROOMS = {
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
     "remat": ["autoshard.remat"],
+    "recognition": ["autoshard.recognition"],
     "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
     "pipeline": ["autoshard.pipeline", "autoshard.stage_search"],
