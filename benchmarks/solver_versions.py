@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def load() -> None:
-    from autoshard.solver.search import large_search
+    from autoshard.solver.local_search import large_search
 
     large_search.warm_up()
 

@@ -152,7 +152,7 @@ PLANTED = [  # module, its text, the one thing that the checker must say about i
     (NEW, "if TYPE_CHECKING:\n    pass\nelse:\n    import autoshard.api", "imports autoshard.api, a"),
     (NEW, "from autoshard import lower", "autoshard.plans.new imports autoshard.lower.__init__, a later room"),
     ("autoshard.solver.exact.new", "import jax.numpy as jnp", "autoshard.solver.exact.new imports jax.numpy"),
-    ("autoshard.solver.search.new", "from autoshard.mesh import Link", "new imports autoshard.mesh.__init__"),
+    ("autoshard.solver.local_search.new", "from autoshard.mesh import Link", "new imports autoshard.mesh.__init__"),
     ("autoshard.pipeline.new", "from autoshard.solver import Problem", "new imports autoshard.solver.__init__"),
     (NEW, "from jax._src import core", "jax._src is imported by autoshard.plans.new; 0 file(s) may"),
     (NEW, "def text(plan):\n    from autoshard.report import text", "imports autoshard.report.text, a"),

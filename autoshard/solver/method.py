@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from autoshard.solver.bounds.forbid_options import OptionBounds
 from autoshard.solver.exact.elimination import Elimination
 from autoshard.solver.exact.programs import IntegerProgram
+from autoshard.solver.local_search.compiled_search import CompiledSearch
+from autoshard.solver.local_search.forest_moves import ForestMoves
 from autoshard.solver.run import Algorithm
-from autoshard.solver.search.compiled_search import CompiledSearch
-from autoshard.solver.search.forest_moves import ForestMoves
 from autoshard.solver.settings import USUAL_SIZES, Sizes
 from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 

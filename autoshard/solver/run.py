@@ -224,7 +224,7 @@ def begin_loading_compiled() -> Future[ModuleType]:
 
 
 def _load_compiled() -> ModuleType:
-    large = importlib.import_module("autoshard.solver.search.large_search")  # needs numba, which takes its time
+    large = importlib.import_module("autoshard.solver.local_search.large_search")  # needs numba, which takes its time
     large.warm_up()
     return large
 

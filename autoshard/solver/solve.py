@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from autoshard.solver.incumbent import least_sum
 from autoshard.solver.infeasibility import infeasible_error, late_error
+from autoshard.solver.local_search.reduce_memory import leaner_choice
 from autoshard.solver.method import USUAL, Method
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import NoChoice, Run
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.clock import TimeUp
-from autoshard.solver.search.reduce_memory import leaner_choice
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.searches.table import algorithm_of
 from autoshard.solver.settings import PROVEN, Goal

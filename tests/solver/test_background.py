@@ -11,8 +11,8 @@ from oracles import mesh_of, slow_chips
 import autoshard
 from autoshard import planning
 from autoshard.solver import run
+from autoshard.solver.local_search import large_search
 from autoshard.solver.runtime.background import begun, in_background, result_of
-from autoshard.solver.search import large_search
 
 
 def test_work_goes_on_beside():

@@ -6,7 +6,7 @@ import numpy as np
 from problems import answer, hard_problem, random_problem
 
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.search.forest_moves import ForestMoves, Moves
+from autoshard.solver.local_search.forest_moves import ForestMoves, Moves
 from autoshard.solver.verify import fits, verify
 
 RNG, NONE = np.random.default_rng, np.zeros(0)

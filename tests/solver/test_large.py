@@ -14,12 +14,12 @@ from autoshard.solver.arrays import graph_of, memory_of
 from autoshard.solver.bounds import message_passing_compiled
 from autoshard.solver.bounds.ascent import Ascent
 from autoshard.solver.exact.integer_program import cheapest
+from autoshard.solver.local_search import elimination_compiled, local_search_compiled
+from autoshard.solver.local_search.block_moves import BlockSearch
+from autoshard.solver.local_search.large_search import LargeSearch
+from autoshard.solver.local_search.neighbourhoods import Neighbourhoods
+from autoshard.solver.local_search.settings import RoundSettings
 from autoshard.solver.problem import Edge, Live
-from autoshard.solver.search import elimination_compiled, local_search_compiled
-from autoshard.solver.search.block_moves import BlockSearch
-from autoshard.solver.search.large_search import LargeSearch
-from autoshard.solver.search.neighbourhoods import Neighbourhoods
-from autoshard.solver.search.settings import RoundSettings
 from autoshard.solver.verify import fits, verify
 
 pytestmark = pytest.mark.usefixtures("compiled")

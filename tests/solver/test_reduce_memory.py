@@ -7,9 +7,9 @@ import pytest
 from problems import answer, random_problem
 
 from autoshard.solver.exact.exhaustive import exhaustive
+from autoshard.solver.local_search import reduce_memory
+from autoshard.solver.local_search.reduce_memory import LEAN, leaner_choice
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.search import reduce_memory
-from autoshard.solver.search.reduce_memory import LEAN, leaner_choice
 from autoshard.solver.verify import fits, verify
 
 

@@ -26,15 +26,15 @@ from autoshard.solver.exact.elimination import Elimination
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import least_sum, most_sum
+from autoshard.solver.local_search import neighbourhoods
+from autoshard.solver.local_search.compiled_search import CompiledSearch
+from autoshard.solver.local_search.forest_moves import ForestMoves
+from autoshard.solver.local_search.settings import RoundSettings
 from autoshard.solver.method import ALGORITHMS, Method
 from autoshard.solver.problem import Edge, InfeasibleError, Live
 from autoshard.solver.run import Run
 from autoshard.solver.runtime import clock
 from autoshard.solver.runtime.clock import Clock
-from autoshard.solver.search import neighbourhoods
-from autoshard.solver.search.compiled_search import CompiledSearch
-from autoshard.solver.search.forest_moves import ForestMoves
-from autoshard.solver.search.settings import RoundSettings
 from autoshard.solver.settings import Goal, Sizes
 from autoshard.solver.verify import verify
 
@@ -292,7 +292,7 @@ def test_ctrl_c_returns_the_best_so_far(press, problem, compiled):
         "from problems import hard_problem, large_problem\n"
         "from autoshard.solver import solve\n"
         "from autoshard.solver.exact import integer_program\n"
-        "from autoshard.solver.search.forest_moves import ForestMoves\n"
+        "from autoshard.solver.local_search.forest_moves import ForestMoves\n"
         "press = None\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background ignore it
     )

@@ -18,8 +18,8 @@ from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.bounds.settings import RELAXATION, RelaxationSettings
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import SOLVED_GAP, Incumbent, most_sum
+from autoshard.solver.local_search.forest_moves import ForestMoves, Moves
 from autoshard.solver.run import NoChoice, Part, Run
-from autoshard.solver.search.forest_moves import ForestMoves, Moves
 
 # Of the way from the bound to the best choice: ceilings on the cost of choices with an option, in turn.
 CEILINGS = (0.001, 0.03, 0.2, 1.0)

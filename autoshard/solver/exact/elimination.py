@@ -21,9 +21,9 @@ from autoshard.solver.bounds.prices import Prices
 from autoshard.solver.exact.elimination_order import MOST_ENTRIES, ORDERS, Order, order_of
 from autoshard.solver.exact.option_classes import with_classes
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.local_search.forest_moves import Moves, move_seconds
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import NoChoice, Part, Run
-from autoshard.solver.search.forest_moves import Moves, move_seconds
 from autoshard.solver.tables import summed
 from autoshard.solver.verify import verify
 

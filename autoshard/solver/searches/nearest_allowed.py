@@ -1,8 +1,8 @@
 """A choice in, one near it out that is allowed and fits: the repair of what searches make up.
 
 It is a problem of its own. An option costs 1 unless it is the one that the node has; what is forbidden stays so. Moves
-along forests (`search/forest_moves.py`) change whole trees of nodes at once, at prices of memory that rise until all
-fits. So nodes that only go together are changed together, and what a choice costs plays no part.
+along forests (`local_search/forest_moves.py`) change whole trees of nodes at once, at prices of memory that rise until
+all fits. So nodes that only go together are changed together, and what a choice costs plays no part.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.solver.local_search.forest_moves import Moves, move_seconds
 from autoshard.solver.problem import Problem
-from autoshard.solver.search.forest_moves import Moves, move_seconds
 from autoshard.solver.verify import ROUNDING
 
 

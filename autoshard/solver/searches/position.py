@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard.solver.local_search.forest_moves import Moves
 from autoshard.solver.problem import Problem
-from autoshard.solver.search.forest_moves import Moves
 from autoshard.solver.searches.nearest_allowed import NearestAllowed
 from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.verify import ROUNDING

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.incumbent import Incumbent, least_sum
+from autoshard.solver.local_search.reduce_memory import leaner_choice
 from autoshard.solver.run import NoChoice, Run, count_options
-from autoshard.solver.search.reduce_memory import leaner_choice
 from autoshard.solver.symmetry.kind_problem import KindProblem, kind_problem
 from autoshard.solver.symmetry.lifted_problem import lifted_problem
 from autoshard.solver.symmetry.node_kinds import NodeKinds

@@ -16,10 +16,10 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver.arrays import Graph
+from autoshard.solver.local_search.settings import NEIGHBOURHOODS
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.presolve.simplify_large import reduce
 from autoshard.solver.problem import Problem
-from autoshard.solver.search.settings import NEIGHBOURHOODS
 
 
 class Neighbourhoods:

@@ -12,11 +12,11 @@ import numpy as np
 from autoshard.solver.bounds.forbid_options import CEILINGS, solve_below
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import SOLVED_GAP, Incumbent, most_sum
+from autoshard.solver.local_search.settings import ROUNDS, RoundSettings
 from autoshard.solver.run import NoChoice, Part, Run
-from autoshard.solver.search.settings import ROUNDS, RoundSettings
 
 if TYPE_CHECKING:
-    from autoshard.solver.search.large_search import RoundResult
+    from autoshard.solver.local_search.large_search import RoundResult
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from autoshard.solver.arrays import Graph, Memory
 from autoshard.solver.bounds import message_passing_compiled as kernels
 from autoshard.solver.bounds.ascent import Ascent
 from autoshard.solver.bounds.settings import STEP_ENTRIES
-from autoshard.solver.search import elimination_compiled, local_search_compiled
-from autoshard.solver.search.neighbourhoods import near
-from autoshard.solver.search.settings import BLOCK_SEARCH, MOVES
+from autoshard.solver.local_search import elimination_compiled, local_search_compiled
+from autoshard.solver.local_search.neighbourhoods import near
+from autoshard.solver.local_search.settings import BLOCK_SEARCH, MOVES
 
 
 class BlockMoves:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.solver.local_search.forest_moves import Moves
 from autoshard.solver.problem import Problem
-from autoshard.solver.search.forest_moves import Moves
 from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.solver.incumbent import Incumbent
+from autoshard.solver.local_search.settings import MOVES
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import Part, Run
-from autoshard.solver.search.settings import MOVES
 from autoshard.solver.verify import ROUNDING, verify
 
 

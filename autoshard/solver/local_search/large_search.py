@@ -23,12 +23,12 @@ import numpy as np
 from autoshard.solver.arrays import graph_of, memory_of
 from autoshard.solver.bounds import message_passing_compiled as kernels
 from autoshard.solver.bounds.ascent import Ascent
+from autoshard.solver.local_search.block_moves import BlockSearch
+from autoshard.solver.local_search.neighbourhoods import Neighbourhoods
+from autoshard.solver.local_search.settings import ROUNDS, RoundSettings
 from autoshard.solver.presolve.simplify_large import reduce
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.runtime.background import TICK_SECONDS
-from autoshard.solver.search.block_moves import BlockSearch
-from autoshard.solver.search.neighbourhoods import Neighbourhoods
-from autoshard.solver.search.settings import ROUNDS, RoundSettings
 
 
 @dataclass(frozen=True, eq=False)
