@@ -11,13 +11,13 @@ import jax
 from autoshard.jaxprs import (
     ClosedJaxpr,
     DropVar,
-    Jaxpr,
     JaxprEqn,
     Literal,
     Var,
     aval_of,
     capturing_call,
     evaluated,
+    jaxpr_of,
     scan_counts,
 )
 from autoshard.recognition.bodies import Atom, Body, Tree
@@ -174,13 +174,15 @@ class Editor:
         if body.constants:
             raise NotAvailable
         inputs = [*(inside for _, inside in handed.constants), *body.inputs]
-        called = _closed(body, inputs, body.results, equations)
+        called = jaxpr_of(body.constants, inputs, body.results, equations)
         operands = [*(outside for outside, _ in handed.constants), *eqn.invars]
         return eqn.replace(params=capturing_call(eqn, called, len(handed.constants)), invars=operands)
 
     def _scan(self, eqn: JaxprEqn, body: Body, handed: _Handed, equations: list[JaxprEqn]) -> JaxprEqn:
         if not handed:
-            return eqn.replace(params={**eqn.params, "jaxpr": _closed(body, body.inputs, body.results, equations)})
+            return eqn.replace(
+                params={**eqn.params, "jaxpr": jaxpr_of(body.constants, body.inputs, body.results, equations)}
+            )
         consts, carries = scan_counts(eqn)
         inside = [
             *body.inputs[:consts],
@@ -196,7 +198,7 @@ class Editor:
         ]
         results = [*body.results, *(var for _, var in handed.stacks)]
         outvars = [*eqn.outvars, *(var for var, _ in handed.stacks)]
-        closed, whole = _closed(body, inside, results, equations), consts + len(handed.constants)
+        closed, whole = jaxpr_of(body.constants, inside, results, equations), consts + len(handed.constants)
         params = eqn.params
 
         def run(*arrays: Any) -> Any:
@@ -225,13 +227,6 @@ class Editor:
             outvars=[out.get(var, var) for var in scan.outvars],
             source_info=eqn.source_info,
         )
-
-
-def _closed(body: Body, inputs: Sequence[Var], results: Sequence[Atom], equations: list[JaxprEqn]) -> ClosedJaxpr:
-    effects = frozenset[Any]().union(*(eqn.effects for eqn in equations))
-    names = jax.make_jaxpr(lambda *xs: xs)(*[0.0] * 0).jaxpr.debug_info
-    jaxpr = Jaxpr(list(body.constants), list(inputs), list(results), equations, effects, names)
-    return ClosedJaxpr(jaxpr, list(body.constants.values()))
 
 
 def _applied(closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:

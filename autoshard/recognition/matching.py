@@ -23,7 +23,7 @@ from autoshard.recognition.small_arrays import SMALL, Roles, SmallArray, Unknown
 
 LARGE = 1e6  # a mask hides keys among logits of this size, or it is left as it is
 MOST_EQUATIONS = 300  # between two products
-_EXACT = (jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST)
+_ORDINARY = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.BF16_BF16_F32)  # as operations compute it
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ def all_weights(tree: Tree) -> Iterator[Weights]:
 
 def _weights_of(tree: Tree, made: Var) -> Weights | None:
     for scores in _products_before(tree, made):
-        if scores.params["precision"] is not None and set(np.ravel(scores.params["precision"])) & set(_EXACT):
+        if not is_ordinary(scores):
             continue
         for stops in (False, True):
             try:
@@ -143,6 +143,12 @@ def _weights_of(tree: Tree, made: Var) -> Weights | None:
             if found is not None:
                 return found
     return None
+
+
+def is_ordinary(product: JaxprEqn) -> bool:
+    """Whether a product has the precision that operations compute with."""
+    said = product.params["precision"]
+    return all(one in _ORDINARY for one in (said if isinstance(said, tuple) else (said,)))
 
 
 def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:

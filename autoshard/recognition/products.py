@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
 from autoshard.recognition.bodies import Body
-from autoshard.recognition.matching import Weights, aligned, same
+from autoshard.recognition.matching import Weights, aligned, is_ordinary, same
 from autoshard.recognition.probe import Probe
 from autoshard.recognition.small_arrays import Roles, UnknownEquation, evaluated
 
@@ -62,7 +62,7 @@ class _Read:
 
 def _reads(weights: Weights, body: Body, origin: Var, roles: Roles, free_role: str) -> Iterator[tuple[JaxprEqn, _Read]]:
     for eqn in body.equations:
-        if eqn.primitive.name != "dot_general":
+        if eqn.primitive.name != "dot_general" or not is_ordinary(eqn):
             continue
         for side, atom in enumerate(eqn.invars):
             other = eqn.invars[1 - side]

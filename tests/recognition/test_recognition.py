@@ -66,6 +66,35 @@ def of_one_head(q: Any, k: Any, v: Any) -> jax.Array:
     return jax.nn.softmax(q @ jnp.swapaxes(k, 1, 2) / 3.0) @ v
 
 
+def padded(q: Any, k: Any, v: Any) -> jax.Array:
+    """Padding is a number that is added, as BERT has it, so a row of padding alone is no mean."""
+    is_token = jnp.arange(ROWS)[None, None, None] < jnp.array([5, ROWS])[:, None, None, None]
+    added = jnp.where(is_token, 0.0, jnp.finfo(jnp.float32).min)
+    return summed(jax.nn.softmax(logits_of(q, k) + added), v)
+
+
+def with_merged_heads(q: Any, k: Any, v: Any) -> jax.Array:
+    """Heads of a group apart in products, and together in the softmax."""
+    b, t, g, d = k.shape
+    logits = jnp.einsum("btgrd,bsgd->bgrts", q.reshape(b, t, g, -1, d), k).reshape(b, -1, t, t)
+    weights = jax.nn.softmax(jnp.where(LOWER, logits, -1e30)).reshape(b, g, -1, t, t)
+    return jnp.einsum("bgrts,bsgd->btgrd", weights, v).reshape(q.shape)
+
+
+def in_nested_scans(q: Any, k: Any, v: Any) -> jax.Array:
+    """A backward pass two scans deep, which makes the forward pass again."""
+
+    def layer(x: Any, _: Any) -> Any:
+        return plain(x, k, v, is_causal=True) + x, None
+
+    return jax.lax.scan(lambda x, _: jax.lax.scan(layer, x, None, length=2), q, None, length=2)[0]
+
+
+def of_chunks(q: Any, k: Any, v: Any) -> jax.Array:
+    chunks = jnp.moveaxis(q.reshape(2, 3, -1, 4, 8), 1, 0)
+    return jnp.moveaxis(jax.lax.map(jax.checkpoint(lambda x: plain(x, k, v)), chunks), 0, 1).reshape(q.shape)
+
+
 def plain(q: Any, k: Any, v: Any, **how: Any) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, **how)
 
@@ -86,6 +115,10 @@ ALIKE: dict[str, tuple[Attend, tuple[Any, ...]]] = {
     "window by hand": (windowed, (HEADS,) * 3),
     "one key head": (of_one_key_head, (HEADS, ONE, ONE)),
     "one head": (of_one_head, (ONE, ONE, ONE)),
+    "padding": (padded, (HEADS,) * 3),
+    "merged heads": (with_merged_heads, (HEADS, SHARED, SHARED)),
+    "nested scans": (in_nested_scans, (HEADS,) * 3),
+    "chunks": (of_chunks, (HEADS,) * 3),
     "two batches": (jax.vmap(jax.vmap(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, 1, 1)), (HEADS,) * 3),
 }
 
@@ -117,6 +150,9 @@ UNLIKE: dict[str, Attend] = {
     "capped logits": capped,
     "a scale of the running program": scaled_by,
     "a fill that hides little": lambda q, k, v: summed(jax.nn.softmax(jnp.where(LOWER, logits_of(q, k), -20.0)), v),
+    "products of another precision": lambda q, k, v: jax.jit(
+        lambda w: jnp.einsum("bhqk,bkhd->bqhd", w, v, precision="highest")
+    )(jax.nn.softmax(logits_of(q, k))),
     "no softmax": lambda q, k, v: summed(jax.nn.sigmoid(logits_of(q, k)), v),
     "a softmax twice": lambda q, k, v: summed(jax.nn.softmax(jax.nn.softmax(logits_of(q, k))), v),
     "rows that see no key": lambda q, k, v: summed(jax.nn.softmax(logits_of(q, k), where=jnp.asarray(MASK)), v),
@@ -149,8 +185,8 @@ def test_numbers_and_gradients_are_those_of_the_plain_program():
             step = jax.value_and_grad(loss_of(attend), (0, 1, 2))
             made = recognized(jax.make_jaxpr(step)(*inputs), 1)
             assert made is not None, name
-            assert counted(made.jaxpr) == {"attention": 1, "attention_backward": 1}, name
-            if dtype == jnp.bfloat16 and name not in ("jax, causal, shared heads", "by hand", "linen, causal"):
+            assert counted(made.jaxpr)["attention_backward"] == 1, name
+            if dtype == jnp.bfloat16 and name not in ("jax, causal, shared heads", "linen, causal"):
                 continue
             found.append(jaxpr_as_fun(made))
             expected.append(step)
