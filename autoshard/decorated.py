@@ -44,6 +44,7 @@ from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule, has_rule_in_jit
 from autoshard.propagation.stencils import with_stencils
+from autoshard.recognition import with_operations
 from autoshard.replanning.planner import Planner
 from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
@@ -51,6 +52,7 @@ from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
 from autoshard.variants.open_choice import OpenChoice
 from autoshard.variants.rewriting import RewriteSearch, as_planned
+from autoshard.variants.trace_contexts import trace_contexts, wants_another_context
 from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
@@ -434,7 +436,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         obey = not self._options.ignore_constraints
         refusals: list[MeshError | None] = []
         set_by_caller = jax.sharding.get_abstract_mesh()
-        attempts = self._attempts(types)
+        attempts = trace_contexts(types, self._options, self._is_ours)
         for i, (mesh, tried) in enumerate(attempts):
             try:
                 with jax.sharding.use_abstract_mesh(mesh):
@@ -447,6 +449,8 @@ class ShardedFunction(Generic[Parameters, Result]):
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
                 finish = self._finished if self._merges else None
+                if self._merges:
+                    traced = with_operations(traced, self._options.mesh.size)
                 return StepVariants(
                     traced, mesh, tried, self._options.topology, finish, self._options.remat is not None
                 )
@@ -454,7 +458,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                 explicit = "type Auto" in str(error) or any(is_explicit(one) for one, _ in attempts)
                 named = named_refusal(self._fn, error) if explicit else None
                 refusals.append(named)
-                says_another = (set_by_caller.empty and named is not None) or _wants_another_context(error)
+                says_another = (set_by_caller.empty and named is not None) or wants_another_context(error)
                 if i < len(attempts) - 1 and says_another:
                     continue
                 if (named := next(filter(None, refusals), None)) is not None:
@@ -465,32 +469,6 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _finished(self, program: Program) -> Program:
         """A program with what is planned as one equation."""
         return with_transforms(with_stencils(program), self._options.mesh.shape)
-
-    def _attempts(self, types: tuple[Any, ...]) -> list[tuple[AbstractMesh, tuple[Any, ...]]]:
-        """Meshes to trace under, and types of arguments to trace with: as `jax.jit` does it, then what is tried if JAX
-        refuses the step.
-
-        A step that names axes and is traced under no mesh means those of ours, Auto or Explicit. Without a mesh that
-        is set, arguments lie on Explicit axes by chance, since `jax.make_mesh` makes such: their types count only for
-        a step that cannot do without.
-        """
-        context, ours = jax.sharding.get_abstract_mesh(), self._options.mesh.abstract_mesh
-        assert self._options.given_mesh is not None, "`options_of` has it"
-        given, opened = self._options.given_mesh.abstract_mesh, tuple(map(without_type, types))
-        if not context.empty:
-            auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names)), opened
-            return [(context, types), auto] if self._is_ours(context) else [auto]
-        typed = [(one[4].mesh, types) for one in types if isinstance(one, tuple) and one[4] is not None][:1]
-        as_typed = [(context, types), *typed] if typed and is_explicit(given) else []
-        named = typed or [(given, opened)] * is_explicit(given)
-        return [(context, opened), (ours, opened), *(as_typed or named)]
-
-
-def _wants_another_context(error: Exception) -> bool:
-    """Whether JAX refuses a step for the mesh that is set, or for the kind of its axes."""
-    if not isinstance(error, RuntimeError | ValueError | AssertionError):
-        return False
-    return any(words in str(error) for words in ("set_mesh", "with_sharding_constraint", "type Auto"))
 
 
 def _by_hand() -> bool:

@@ -156,6 +156,17 @@ def with_plain_names(jaxpr: Jaxpr) -> Jaxpr:
     return Jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns, jaxpr.effects, names)
 
 
+def jaxpr_of(
+    constants: Mapping[Var, Any], inputs: Sequence[Var], results: Sequence[Var | Literal], equations: Sequence[JaxprEqn]
+) -> ClosedJaxpr:
+    """A jaxpr of these equations, whose inputs and results are called by their number."""
+    avals, paths = [var.aval for var in inputs], tuple(map(str, range(len(results))))
+    names = api_util.debug_info("autoshard", lambda *_: None, avals, {}, result_paths_thunk=lambda: paths)
+    effects = frozenset[Any]().union(*(eqn.effects for eqn in equations))
+    jaxpr = Jaxpr(list(constants), list(inputs), list(results), list(equations), effects, names)
+    return ClosedJaxpr(jaxpr, list(constants.values()))
+
+
 def _kind(aval: Any) -> tuple[tuple[int, ...], Any]:
     return aval.shape, aval.dtype
 

@@ -37,6 +37,7 @@ ROOMS = {
     "lower": ["autoshard.lower"],
     "remat": ["autoshard.remat", "autoshard.batching"],
     "rewrites": ["autoshard.rewrites"],
+    "recognition": ["autoshard.recognition"],
     "export": ["autoshard.export"],
     "user_plan": ["autoshard.user_plan"],
     "pipeline": ["autoshard.pipeline", "autoshard.stage_search"],

@@ -8,6 +8,7 @@ splits of its implementations. Backward passes are operations too (`Operation.ba
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError, RuleError
+from autoshard.operations.closures import closure_digest
 from autoshard.operations.primitive import Batched, bind
 from autoshard.operations.split import CallSplit
 from autoshard.propagation.rule import Rule, Shape, names_of
@@ -76,7 +78,15 @@ class Operation:
 
     def __repr__(self) -> str:
         names = ", ".join(one.name for one in self.implementations) or "plain"
-        return f"operation {self.name}: {names}{self.said and f' ({self.said})'}"
+        said = self.said or self._closed_over
+        return f"operation {self.name}: {names}{said and f' ({said})'}"
+
+    @property
+    def _closed_over(self) -> str:
+        """What tells operations of one factory apart, where they say nothing of themselves."""
+        own = [(one.local, one.local_backward, one.where, one.seconds, one.bytes) for one in self.implementations]
+        digest = closure_digest([self.function, self.plain_backward, self.seconds, *itertools.chain(*own)])
+        return digest and f"closes over {digest}"
 
     def __call__(self, *arrays: Any, **static: Any) -> Any:
         """What the function makes of arrays.
@@ -254,7 +264,7 @@ class Operation:
             ],
             seconds=_twice(self.seconds, operands_in),
             sums_shared=True,
-            said=f"{self.said} by {wrt}".strip(),
+            said=f"{self.said or self._closed_over} by {wrt}".strip(),
             forward=Forward(self, wrt, made),
         )
 

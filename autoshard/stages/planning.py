@@ -18,7 +18,7 @@ from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.links import part_of_link
 from autoshard.mesh.topology import Topology
 from autoshard.options import Options
-from autoshard.planning import lowered, planned
+from autoshard.planning import identity_of, lowered, planned
 from autoshard.plans.plan import PlacedArray
 from autoshard.program import Program
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
@@ -68,7 +68,7 @@ class StagePlanner:
         pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
         where = {"mesh": mesh, "given_mesh": mesh, "topology": self._topology(dict(mesh.shape))}
         options = replace(self.options, **where, fixed={}, pinned=pinned, microbatches=1, like=None, refine=1)
-        key = made.fingerprint, tuple(sorted(pinned.items())), tuple(mesh.shape.items())
+        key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items())
         if key not in self.known:
             self.known[key] = self._planned(program, made, options)
         plan = self.known[key].on(mesh).bound_to(made)

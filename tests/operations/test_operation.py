@@ -212,3 +212,22 @@ def test_a_wrong_implementation_is_caught():
     assert not are_equal(
         autoshard(wrong, mesh=mesh_of(shape), topology=slow_chips(shape), fixed=fixed)(X[:3]), _softmax(X[:3])
     )
+
+
+def test_operations_of_one_factory_have_fingerprints_of_their_own():
+    """They differ in what they close over alone, and so does what another process would find in a cache."""
+
+    def made(times):
+        @operation("b -> b", name="times")
+        def scaled(x):
+            return times * x
+
+        @scaled.implementation(splits={"ring": "b"}, where=lambda split: split.count("ring") == times)
+        def ring(split, x):
+            return times * x
+
+        return scaled
+
+    mesh, x = jax.make_mesh((8,), ("x",)), jnp.ones(8)
+    first, again, other = (autoshard(made(times), mesh=mesh).trace(x).fingerprint for times in (2, 2, 4))
+    assert first == again != other

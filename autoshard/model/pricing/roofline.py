@@ -175,15 +175,14 @@ def _inserted(equation: Equation) -> int | None:
 def _rows_apart(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
     """How many rows of a gather or updates of a scatter a device has, per strategy."""
     if equation.primitive == "gather":
-        rows: Value = equation.outputs[0]
-        window = equation.params["dimension_numbers"].offset_dims
+        rows, window = equation.outputs[0].shape, equation.params["dimension_numbers"].offset_dims
         dims = group.results[equation.index][0]
     else:
-        rows, window = equation.inputs[2], equation.params["dimension_numbers"].update_window_dims
+        rows, window = equation.inputs[2].shape, equation.params["dimension_numbers"].update_window_dims
         dims = group.operands[equation.index][2]
-    apart = [dim for dim in range(len(rows.shape)) if dim not in window]
+    apart = [dim for dim in range(len(rows)) if dim not in window]
     split = math.prod((pieces[factor] for dim in apart for factor in dims[dim]), start=np.ones(1))
-    return math.prod(rows.shape[dim] for dim in apart) / split
+    return math.prod(rows[dim] for dim in apart) / split
 
 
 def compute_dtype(equations: Sequence[Equation]) -> str:

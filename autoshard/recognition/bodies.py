@@ -1,0 +1,170 @@
+"""A jaxpr in, out a tree of its bodies, in which what two loops hand each other is one value.
+
+So JAX writes the derivative of a scan: the forward scan stacks its residuals, and the backward scan reads a slice of
+each. The slice in the one body and the value in the other have the same *origin*. Plain calls are opened, and so are
+softmaxes, whose custom derivative hides what they compute. Marks of `jax.checkpoint` stay, with a body of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, JaxprEqn, Literal, Var, called_jaxpr, scan_counts
+from autoshard.microbatches.opening import opened
+
+Atom = Var | Literal
+
+
+@dataclass(eq=False)
+class Body:
+    """The equations of the step, of a scan or of a `jax.checkpoint`, in variables that no other body has."""
+
+    inputs: list[Var]
+    equations: list[JaxprEqn]
+    results: list[Atom]
+    constants: dict[Var, Any]
+    like: ClosedJaxpr  # what it was made of
+    parent: Body | None = None
+    call: JaxprEqn | None = None  # the equation of the parent that runs it
+    inner: dict[int, Body] = field(default_factory=dict)  # id of an equation -> what it runs
+
+    def all(self) -> Iterator[Body]:
+        """This body and all below it."""
+        yield self
+        for body in self.inner.values():
+            yield from body.all()
+
+    @property
+    def makers(self) -> dict[Var, JaxprEqn]:
+        """What each value of the body is made by."""
+        return {var: eqn for eqn in self.equations for var in eqn.outvars if not isinstance(var, DropVar)}
+
+
+@dataclass(eq=False)
+class Tree:
+    """All bodies of a step, and the origins of their values."""
+
+    root: Body
+    origins: dict[Var, Var]
+    homes: dict[Var, tuple[Body, JaxprEqn | None]]  # origin -> the body it belongs to, and what makes it
+
+    @classmethod
+    def of(cls, closed: ClosedJaxpr) -> Tree:
+        made = _Making()
+        return cls(made.body(closed, None, None, {}), made.origins, made.homes)
+
+    def origin(self, var: Var) -> Var:
+        return self.origins.get(var, var)
+
+
+class _Making:
+    """One walk over a jaxpr."""
+
+    def __init__(self) -> None:
+        self.origins: dict[Var, Var] = {}
+        self.homes: dict[Var, tuple[Body, JaxprEqn | None]] = {}
+        self.stacked: dict[Var, tuple[int, Var]] = {}  # stack -> turns of the scan that made it, the value in a turn
+        self.slices: dict[tuple[int, Var], Var] = {}
+
+    def body(self, closed: ClosedJaxpr, parent: Body | None, call: JaxprEqn | None, same: dict[int, Var]) -> Body:
+        """
+        Args:
+            same: input -> the value that it is, where it is another's.
+        """
+        plain = opened(closed, opens_too=is_softmax)
+        inputs = [Var(var.aval) for var in plain.jaxpr.invars]
+        constants = {Var(var.aval): const for var, const in zip(plain.jaxpr.constvars, plain.consts, strict=True)}
+        names: dict[Var, Any] = dict(zip(plain.jaxpr.invars, inputs, strict=True))
+        names |= zip(plain.jaxpr.constvars, constants, strict=True)
+        made = Body(inputs, [], [], constants, closed, parent, call)
+        self.origins |= {inputs[i]: origin for i, origin in same.items()}
+        self.homes |= dict.fromkeys((*inputs, *constants), (made, None))
+        for eqn in plain.jaxpr.eqns:
+            read = [atom if isinstance(atom, Literal) else names[atom] for atom in eqn.invars]
+            written = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
+            names.update(zip(eqn.outvars, written, strict=True))
+            here = eqn.replace(invars=read, outvars=written)
+            made.equations.append(here)
+            self.homes |= {var: (made, here) for var in written if not isinstance(var, DropVar)}
+            if here.primitive.name == "scan":
+                self.scan(here, made)
+            elif here.primitive.name in REMAT and (called := called_jaxpr(here)) is not None:
+                origins = {i: self.origins.get(x, x) for i, x in enumerate(read) if isinstance(x, Var)}
+                made.inner[id(here)] = self.body(called, made, here, origins)
+        made.results = [atom if isinstance(atom, Literal) else names[atom] for atom in plain.jaxpr.outvars]
+        return made
+
+    def scan(self, eqn: JaxprEqn, outside: Body) -> None:
+        (consts, carries), turns, closed = scan_counts(eqn), eqn.params["length"], eqn.params["jaxpr"]
+        origins, fresh = {}, dict[int, tuple[int, Var]]()
+        for i, atom in enumerate(eqn.invars):
+            if not isinstance(atom, Var) or consts <= i < consts + carries:
+                continue
+            outer = self.origins.get(atom, atom)
+            if i < consts:
+                origins[i] = outer
+            elif outer in self.stacked and self.stacked[outer][0] == turns:
+                origins[i] = self.stacked[outer][1]
+            elif (turns, outer) in self.slices:
+                origins[i] = self.slices[turns, outer]
+            else:
+                fresh[i] = turns, outer
+        body = outside.inner[id(eqn)] = self.body(closed, outside, eqn, origins)
+        self.slices |= {key: body.inputs[i] for i, key in fresh.items()}
+        for stack, inside in zip(eqn.outvars[carries:], body.results[carries:], strict=True):
+            if isinstance(inside, Var) and not isinstance(stack, DropVar):
+                self.stacked[stack] = turns, self.origins.get(inside, inside)
+
+
+def is_softmax(eqn: JaxprEqn) -> bool:
+    """Whether a call with a custom derivative reduces exponentials."""
+    if eqn.primitive.name != "custom_jvp_call" or (called := called_jaxpr(eqn)) is None:
+        return False
+    names = {one.primitive.name for one in opened(called).jaxpr.eqns}
+    return {"exp", "reduce_max", "reduce_sum"} <= names
+
+
+def is_read(tree: Tree, wanted: Sequence[Var]) -> bool:
+    """Whether any result or effect of the step needs one of these values."""
+    live, goal = set[Var](), set(wanted)
+
+    def visit(body: Body, results: Sequence[Atom]) -> None:
+        live.update(atom for atom in results if isinstance(atom, Var))
+        for eqn in reversed(body.equations):
+            if not eqn.effects and live.isdisjoint(eqn.outvars):
+                continue
+            inside = body.inner.get(id(eqn))
+            if inside is None:
+                live.update(atom for atom in eqn.invars if isinstance(atom, Var))
+                continue
+            while True:  # what a turn hands on is read in the next
+                before = len(live)
+                visit(
+                    inside,
+                    [
+                        one
+                        for one, var in zip(inside.results, eqn.outvars, strict=True)
+                        if var in live or _carries(eqn, var, inside, live)
+                    ],
+                )
+                live.update(
+                    atom
+                    for atom, var in zip(eqn.invars, inside.inputs, strict=True)
+                    if isinstance(atom, Var) and var in live
+                )
+                if len(live) == before:
+                    break
+
+    visit(tree.root, tree.root.results)
+    return not live.isdisjoint(goal)
+
+
+def _carries(eqn: JaxprEqn, result: Var, body: Body, live: set[Var]) -> bool:
+    """Whether a result is a carry that a turn reads."""
+    if eqn.primitive.name != "scan":
+        return False
+    consts, carries = scan_counts(eqn)
+    i = eqn.outvars.index(result)
+    return i < carries and body.inputs[consts + i] in live

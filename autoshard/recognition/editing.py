@@ -1,0 +1,267 @@
+"""A tree of bodies that is being changed: equations put in, values handed from one body to another, and the jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from autoshard.jaxprs import (
+    ClosedJaxpr,
+    DropVar,
+    JaxprEqn,
+    Literal,
+    Var,
+    aval_of,
+    capturing_call,
+    evaluated,
+    jaxpr_of,
+    scan_counts,
+)
+from autoshard.recognition.bodies import Atom, Body, Tree
+from autoshard.remat.numbering import needed
+
+
+class NotAvailable(Exception):
+    """A value cannot be handed to a body that needs it."""
+
+
+@dataclass(eq=False)
+class _Handed:
+    """What a body gets and gives beside what it did: pairs of a variable outside and one inside."""
+
+    constants: list[tuple[Var, Var]] = field(default_factory=list)
+    slices: list[tuple[Var, Var]] = field(default_factory=list)
+    stacks: list[tuple[Var, Var]] = field(default_factory=list)  # what a scan stacks more
+
+    def __bool__(self) -> bool:
+        return bool(self.constants or self.slices or self.stacks)
+
+
+@dataclass(eq=False)
+class Editor:
+    """One tree, changed in place."""
+
+    tree: Tree
+    handed: dict[Body, _Handed] = field(default_factory=dict)
+    changed: set[Body] = field(default_factory=set)
+
+    def here(self, origin: Var, body: Body) -> Var:
+        """The variable that a value has in a body; it is handed there if it has none.
+
+        Raises:
+            NotAvailable: the value belongs to a body that is neither around this one nor a scan beside it.
+        """
+        origin = self.tree.origin(origin)
+        for var in (*body.inputs, *body.makers, *body.constants):
+            if self.tree.origin(var) == origin:
+                return var
+        for _, var in (*self._handed(body).constants, *self._handed(body).slices):
+            if self.tree.origin(var) == origin:
+                return var
+        home, _ = self.tree.homes.get(origin, (None, None))
+        if home is None or body.parent is None or body.call is None:
+            raise NotAvailable
+        if home.parent is body.parent and home is not body and self._turn_together(home, body):
+            outside = self._stack(origin, home)
+            return self._joins(body, origin, outside, self._handed(body).slices)
+        outside = self.here(origin, body.parent)
+        return self._joins(body, origin, outside, self._handed(body).constants)
+
+    def _handed(self, body: Body) -> _Handed:
+        return self.handed.setdefault(body, _Handed())
+
+    def _turn_together(self, first: Body, second: Body) -> bool:
+        """Whether two scans have their turns in common: the second reads slices of what the first stacks."""
+        calls = first.call, second.call
+        if any(call is None or call.primitive.name != "scan" for call in calls):
+            return False
+        return any(self.tree.homes.get(self.tree.origin(var), (None, None))[0] is first for var in second.inputs)
+
+    def _stack(self, origin: Var, home: Body) -> Var:
+        stacks = self._handed(home).stacks
+        for outside, inside in stacks:
+            if inside == origin:
+                return outside
+        assert home.call is not None, "it is a scan"
+        aval = aval_of(origin)
+        outside = Var(jax.core.ShapedArray((home.call.params["length"], *aval.shape), aval.dtype))
+        stacks.append((outside, origin))
+        self._mark(home)
+        return outside
+
+    def _joins(self, body: Body, origin: Var, outside: Var, pairs: list[tuple[Var, Var]]) -> Var:
+        inside = Var(aval_of(origin))
+        self.tree.origins[inside] = origin
+        pairs.append((outside, inside))
+        self._mark(body)
+        return inside
+
+    def _mark(self, body: Body | None) -> None:
+        while body is not None:
+            self.changed.add(body)
+            body = body.parent
+
+    def replace(
+        self,
+        body: Body,
+        gone: Sequence[JaxprEqn],
+        function: Callable[..., Sequence[Any]],
+        operands: Sequence[Var],
+        results: Sequence[Var | None],
+    ) -> list[Var]:
+        """Equations make room for those of a function, on the line of the first of them.
+
+        Args:
+            results: the variables of the function's results; None for one that is new.
+
+        Raises:
+            NotAvailable: the operands are made of what the function makes.
+        """
+        made = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(aval_of(x).shape, aval_of(x).dtype) for x in operands))
+        names: dict[Var, Atom] = dict(zip(made.jaxpr.invars, operands, strict=True))
+        found = []
+        for atom, var in zip(made.jaxpr.outvars, results, strict=True):
+            assert isinstance(atom, Var), "it is made of the operands"
+            found.append(var or Var(aval_of(atom)))
+            names[atom] = found[-1]
+        assert not made.consts, "the function closes over no arrays"
+        lost = set(map(id, gone))
+        kept = [eqn for eqn in body.equations if id(eqn) not in lost]
+        for eqn in made.jaxpr.eqns:
+            read = [atom if isinstance(atom, Literal) else names[atom] for atom in eqn.invars]
+            for var in eqn.outvars:
+                if not isinstance(var, DropVar):
+                    names.setdefault(var, Var(aval_of(var)))
+            written = [var if isinstance(var, DropVar) else names[var] for var in eqn.outvars]
+            new = eqn.replace(invars=read, outvars=written, source_info=gone[0].source_info)
+            kept.append(new)
+            self.tree.homes |= {
+                var: (body, new) for var in written if isinstance(var, Var) and not isinstance(var, DropVar)
+            }
+        body.equations = _in_order(kept)
+        self._mark(body)
+        return found
+
+    # The jaxpr.
+
+    def jaxpr(self) -> ClosedJaxpr:
+        """The step as it is now."""
+        root, like = self.tree.root, self.tree.root.like
+        jaxpr = like.jaxpr.replace(
+            constvars=list(root.constants),
+            invars=root.inputs,
+            outvars=root.results,
+            eqns=self._equations(root),
+            debug_info=like.jaxpr.debug_info,
+        )
+        return ClosedJaxpr(jaxpr, list(root.constants.values()))
+
+    def _equations(self, body: Body) -> list[JaxprEqn]:
+        found = []
+        for eqn in body.equations:
+            inner = body.inner.get(id(eqn))
+            found.append(eqn if inner is None or inner not in self.changed else self._call(eqn, inner))
+        return needed(found, body.results)
+
+    def _call(self, eqn: JaxprEqn, body: Body) -> JaxprEqn:
+        """A scan or checkpoint of a changed body."""
+        handed, equations = self._handed(body), self._equations(body)
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, body, handed, equations)
+        if body.constants:
+            raise NotAvailable
+        inputs = [*(inside for _, inside in handed.constants), *body.inputs]
+        called = jaxpr_of(body.constants, inputs, body.results, equations)
+        operands = [*(outside for outside, _ in handed.constants), *eqn.invars]
+        return eqn.replace(params=capturing_call(eqn, called, len(handed.constants)), invars=operands)
+
+    def _scan(self, eqn: JaxprEqn, body: Body, handed: _Handed, equations: list[JaxprEqn]) -> JaxprEqn:
+        if not handed:
+            return eqn.replace(
+                params={**eqn.params, "jaxpr": jaxpr_of(body.constants, body.inputs, body.results, equations)}
+            )
+        consts, carries = scan_counts(eqn)
+        inside = [
+            *body.inputs[:consts],
+            *(var for _, var in handed.constants),
+            *body.inputs[consts:],
+            *(var for _, var in handed.slices),
+        ]
+        operands = [
+            *eqn.invars[:consts],
+            *(var for var, _ in handed.constants),
+            *eqn.invars[consts:],
+            *(var for var, _ in handed.slices),
+        ]
+        results = [*body.results, *(var for _, var in handed.stacks)]
+        outvars = [*eqn.outvars, *(var for var, _ in handed.stacks)]
+        closed, whole = jaxpr_of(body.constants, inside, results, equations), consts + len(handed.constants)
+        params = eqn.params
+
+        def run(*arrays: Any) -> Any:
+            def turn(carry: Any, sliced: Any) -> Any:
+                made = _applied(closed, [*arrays[:whole], *carry, *sliced])
+                return made[:carries], made[carries:]
+
+            return jax.lax.scan(
+                turn,
+                list(arrays[whole : whole + carries]),
+                list(arrays[whole + carries :]),
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+            )
+
+        types = [
+            jax.ShapeDtypeStruct(aval_of(x).shape, aval_of(x).dtype, weak_type=aval_of(x).weak_type) for x in operands
+        ]
+        made = jax.make_jaxpr(run)(*types)
+        (scan,) = made.jaxpr.eqns
+        places = dict(zip(made.jaxpr.invars, operands, strict=True))
+        out = dict(zip(made.jaxpr.outvars, outvars, strict=True))
+        return scan.replace(
+            invars=[places[var] if isinstance(var, Var) else var for var in scan.invars],
+            outvars=[out.get(var, var) for var in scan.outvars],
+            source_info=eqn.source_info,
+        )
+
+
+def _applied(closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    env = dict(zip((*jaxpr.invars, *jaxpr.constvars), (*arrays, *closed.consts), strict=True))
+    inner = [atom for atom in jaxpr.outvars if isinstance(atom, Var) and atom not in env]
+    made = dict(zip(inner, evaluated(jaxpr.eqns, env, inner), strict=True)) | env
+    return [
+        made[atom] if isinstance(atom, Var) else jax.numpy.asarray(atom.val, aval_of(atom).dtype)
+        for atom in jaxpr.outvars
+    ]
+
+
+def _in_order(equations: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Each equation behind those that make its operands, and otherwise as they were.
+
+    Raises:
+        NotAvailable: an equation needs what it makes.
+    """
+    makers = {var: eqn for eqn in equations for var in eqn.outvars}
+    done, begun, found = set[int](), set[int](), list[JaxprEqn]()
+    for start in equations:
+        waiting = [start]
+        while waiting:
+            eqn = waiting[-1]
+            before = [makers[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in makers]
+            missing = [one for one in before if id(one) not in done]
+            if missing and id(eqn) in begun:
+                raise NotAvailable
+            begun.add(id(eqn))
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if id(eqn) not in done:
+                done.add(id(eqn))
+                found.append(eqn)
+    return found

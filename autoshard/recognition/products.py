@@ -1,0 +1,206 @@
+"""The products that read attention weights: outputs, and in backward passes gradients of values, keys and queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
+from autoshard.recognition.bodies import Body
+from autoshard.recognition.matching import Weights, aligned, is_ordinary, same
+from autoshard.recognition.probe import Probe
+from autoshard.recognition.small_arrays import Roles, UnknownEquation, evaluated
+
+VALUE = "v0"  # the role of the elements of one value
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """The product of weights and values."""
+
+    body: Body
+    product: JaxprEqn
+    value: Var  # by origin
+    value_roles: Roles
+    roles: Roles  # of the product
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """A product that is the gradient of queries, keys or values."""
+
+    product: JaxprEqn
+    roles: Roles
+    factor: float  # how many times the gradient it is
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """The backward pass of attention: from the output's cotangent to gradients."""
+
+    body: Body
+    cotangent: Var
+    cotangent_roles: Roles
+    value: Var  # by origin
+    value_roles: Roles
+    gradients: dict[int, Gradient]  # by operand of attention: 0 queries, 1 keys, 2 values
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A product of a value with known roles and another."""
+
+    other: Var
+    known: Roles
+    gone: tuple[tuple[str, ...], ...]  # roles of the known value that are contracted
+    both: tuple[tuple[str, ...], ...]
+    other_roles: Roles  # dims that the known value has not are free
+    free: tuple[int, ...]  # dims of the other that are
+
+
+def _reads(weights: Weights, body: Body, origin: Var, roles: Roles, free_role: str) -> Iterator[tuple[JaxprEqn, _Read]]:
+    for eqn in body.equations:
+        if eqn.primitive.name != "dot_general" or not is_ordinary(eqn):
+            continue
+        for side, atom in enumerate(eqn.invars):
+            other = eqn.invars[1 - side]
+            if isinstance(atom, Literal) or isinstance(other, Literal) or weights.tree.origin(atom) != origin:
+                continue
+            gone, both = (sides[side] for sides in eqn.params["dimension_numbers"])
+            other_gone, other_both = (sides[1 - side] for sides in eqn.params["dimension_numbers"])
+            shape = aval_of(other).shape
+            found = dict(zip(other_gone, (roles[i] for i in gone), strict=True))
+            found |= dict(zip(other_both, (roles[i] for i in both), strict=True))
+            free = tuple(i for i in range(len(shape)) if i not in found)
+            if sum(shape[i] > 1 for i in free) > 1:
+                continue
+            found |= {i: (free_role,) if shape[i] > 1 else () for i in free}
+            other_roles = tuple(found[i] for i in range(len(shape)))
+            yield eqn, _Read(
+                other, roles, tuple(roles[i] for i in gone if roles[i]), tuple(roles[i] for i in both if roles[i]),
+                other_roles, free,
+            )  # fmt: skip
+
+
+def _flat(dims: Roles) -> set[str]:
+    return {role for dim in dims for role in dim}
+
+
+def outputs(weights: Weights) -> Iterator[Output]:
+    """The products of weights and values, in all bodies."""
+    probe = weights.probe(0)
+    roles = probe.value(weights.made).roles
+    for body in weights.tree.root.all():
+        for eqn, read in _reads(weights, body, weights.made, roles, VALUE):
+            if read.gone == ((weights.keys,),) and _flat(read.both) == set(weights.batch):
+                probe.put(read.other, read.other_roles)
+                operands = [probe.value(atom) for atom in eqn.invars]
+                made = evaluated(eqn, operands, weights.true)
+                yield Output(body, eqn, weights.tree.origin(read.other), read.other_roles, made.roles)
+
+
+def backwards(weights: Weights) -> Iterator[Backward]:
+    """The backward passes, in all bodies, each shown to be one on small arrays."""
+    probe = weights.probe(0)
+    roles = probe.value(weights.made).roles
+    summed = {weights.rows, *weights.each}
+    for body in weights.tree.root.all():
+        for eqn, read in list(_reads(weights, body, weights.made, roles, VALUE)):
+            if _flat(read.gone) == summed and _flat(read.both) == set(weights.batch):
+                found = _backward(weights, body, eqn, read)
+                if found is not None:
+                    yield found
+
+
+def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _Read) -> Backward | None:
+    """The backward pass around a product of weights and a cotangent, which is the gradient of the values."""
+    tree = weights.tree
+    cotangent = tree.origin(read.other)
+    for eqn, met in _reads(weights, body, cotangent, read.other_roles, weights.keys):
+        if met.gone != ((VALUE,),) or _flat(met.both) != set(weights.batch) or eqn is of_value:
+            continue
+        probes = [_told(weights, seed, cotangent, read.other_roles, met.other, met.other_roles, eqn) for seed in (6, 7)]
+        found: dict[int, Gradient] = {}
+        roles = evaluated(of_value, [probes[0].value(atom) for atom in of_value.invars], weights.true).roles
+        found[2] = Gradient(of_value, roles, 1.0)
+        for operand, other in ((0, weights.key), (1, weights.query)):
+            for product in body.equations:
+                gradient = _gradient(weights, operand, other, product, probes, met.other, cotangent)
+                if gradient is not None:
+                    found[operand] = gradient
+                    break
+        if len(found) > 1:
+            value = tree.origin(met.other)
+            return Backward(body, read.other, read.other_roles, value, met.other_roles, found)
+    return None
+
+
+def _told(
+    weights: Weights, seed: int, cotangent: Var, of_cotangent: Roles, value: Var, of_value: Roles, product: JaxprEqn
+) -> Probe:
+    """A probe of the forward pass, with a cotangent and its product with the values."""
+    probe = weights.probe(seed)
+    probe.value(weights.made)
+    probe.takes_leaves = False
+    for var, roles in ((cotangent, of_cotangent), (value, of_value)):
+        probe.put(var, roles)
+    made = evaluated(product, [probe.value(atom) for atom in product.invars], weights.true)
+    probe.put(product.outvars[0], made.roles, made.array)
+    probe.forget()
+    return probe
+
+
+def _gradient(
+    weights: Weights, operand: int, other: Var, product: JaxprEqn, probes: list[Probe], value: Var, cotangent: Var
+) -> Gradient | None:
+    """A product of logits' gradients with keys or queries; None if it is none."""
+    tree = weights.tree
+    if product.primitive.name != "dot_general" or len(product.invars) != 2:
+        return None
+    variables = [atom for atom in product.invars if isinstance(atom, Var)]
+    rest = [atom for atom in variables if tree.origin(atom) != other]
+    if len(variables) != 2 or len(rest) != 1 or not probes[0].follows(rest[0]):
+        return None
+    factors = list[float]()
+    roles: Roles = ()
+    for probe in probes:
+        try:
+            of_logits = probe.value(rest[0])
+            if not {weights.rows, weights.keys} <= _flat(of_logits.roles):
+                return None
+            made = evaluated(product, [probe.value(atom) for atom in product.invars], weights.true)
+            expected, order = _expected(weights, operand, probe, value, cotangent)
+            found, roles = aligned(made, order), made.roles
+        except UnknownEquation:
+            return None
+        factor = float((found * expected).sum() / (expected * expected).sum())
+        if not same(found, factor * expected) or abs(factor) < 1e-12:
+            return None
+        factors.append(factor)
+    if abs(factors[0] - factors[1]) > 1e-6 * abs(factors[0]):
+        return None
+    return Gradient(product, roles, 1.0 if abs(factors[0] - 1) < 1e-6 else factors[0])
+
+
+def _expected(
+    weights: Weights, operand: int, probe: Probe, value: Var, cotangent: Var
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The gradient of queries or keys by its formula, and the roles of its dims."""
+    order = weights.order
+    w = weights.expected(probe)
+    of_output = aligned(probe.known[weights.tree.origin(cotangent)], (*order, VALUE))
+    values = aligned(probe.known[weights.tree.origin(value)], (*order, VALUE))
+    of_weights = (of_output * values).sum(-1)
+    of_logits = weights.scale * w * (of_weights - (w * of_weights).sum(-1, keepdims=True))
+    for var, _, flag in weights.masks:
+        of_logits = np.where(aligned(probe.known[var], order) == flag, of_logits, 0.0)
+    deep = tuple(role for role in weights.true if role[0] == "d")
+    name, roles = (weights.key, weights.batch + weights.each + (weights.rows,)) if operand == 0 else (
+        weights.query, (*weights.batch, weights.keys)
+    )  # fmt: skip
+    met = aligned(probe.known[name], (*order, *deep))
+    full = of_logits.reshape(of_logits.shape + (1,) * len(deep)) * met
+    gone = tuple(i for i, role in enumerate(order) if role not in roles)
+    return full.sum(gone), (*roles, *deep)

@@ -1,0 +1,42 @@
+"""The meshes that a step is traced under, one after the other, until JAX takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from autoshard.arrays.arguments import without_type
+from autoshard.options import Options
+from autoshard.program.explicit import is_explicit
+
+
+def trace_contexts(
+    types: tuple[Any, ...], options: Options, is_ours: Callable[[AbstractMesh], bool]
+) -> list[tuple[AbstractMesh, tuple[Any, ...]]]:
+    """Meshes to trace under, and types of arguments to trace with: as `jax.jit` does it, then what is tried if JAX
+    refuses the step.
+
+    A step that names axes and is traced under no mesh means those of ours, Auto or Explicit. Without a mesh that
+    is set, arguments lie on Explicit axes by chance, since `jax.make_mesh` makes such: their types count only for
+    a step that cannot do without.
+    """
+    context, ours = jax.sharding.get_abstract_mesh(), options.mesh.abstract_mesh
+    assert options.given_mesh is not None, "`options_of` has it"
+    given, opened = options.given_mesh.abstract_mesh, tuple(map(without_type, types))
+    if not context.empty:
+        auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names)), opened
+        return [(context, types), auto] if is_ours(context) else [auto]
+    typed = [(one[4].mesh, types) for one in types if isinstance(one, tuple) and one[4] is not None][:1]
+    as_typed = [(context, types), *typed] if typed and is_explicit(given) else []
+    named = typed or [(given, opened)] * is_explicit(given)
+    return [(context, opened), (ours, opened), *(as_typed or named)]
+
+
+def wants_another_context(error: Exception) -> bool:
+    """Whether JAX refuses a step for the mesh that is set, or for the kind of its axes."""
+    if not isinstance(error, RuntimeError | ValueError | AssertionError):
+        return False
+    return any(words in str(error) for words in ("set_mesh", "with_sharding_constraint", "type Auto"))
