@@ -77,6 +77,8 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
     ("v5e:2x4 cond*", "seconds"): "a batch of conditions computes all branches, in more operations",
     ("v5e:2x4 conv*", "seconds"): "kernels of few channels fill little of the matrix unit",
     ("v5e:2x4 grouped convolution *", "seconds"): "kernels of few channels fill little of the matrix unit",
+    ("v5e:2x4 dot_general batch*", "seconds"): "products of few rows fill little of the matrix unit",
+    ("v5e:2x4 recurrence *", "seconds"): "XLA takes the mean of a product in the operation that makes it",
     ("v5e:2x4 dce_sink *", "seconds"): "XLA drops what goes into the sink",
     ("v5e:2x4 digamma *", "seconds"): "functions of many terms count as one FLOP per element",
     ("v5e:2x4 acos *", "seconds"): "functions of complex numbers count as one FLOP per element",

@@ -4,8 +4,8 @@ libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e 
 product to bring an argument in from memory, and to bring a result out. Work comes on top. A product of what lies in the
 chip's own memory starts at once. What works on numbers alone runs beside the rest. A device that cuts its part out of
 what it has whole runs an operation of its own for that. What something is inserted into is copied or filled before, if
-it cannot be written over. A slice of a loop is copied at part of the memory's bandwidth, and a loop whose slices come
-over from other slices of TPUs clears what it stacks.
+it cannot be written over; the insertion itself takes nothing then. A slice of a loop is copied at part of the memory's
+bandwidth, and a loop whose slices come over from other slices of TPUs clears what it stacks.
 
 Source: the cycles that libtpu notes on compiled v5e and v5p programs. `tests/mesh/test_targets.py` compiles operations
 of every kind, and a slice, and reads their cycles.
@@ -32,7 +32,7 @@ class Operations:
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        inside = self.least_seconds * (sum(map(_more, group.equations)) + (group.passes_before > 0))
+        inside = self.least_seconds * sum(map(_more, group.equations))
         if group.repeated or group.stacks or group.ends_product or group.is_idle:
             return inside
         if group.contracts:

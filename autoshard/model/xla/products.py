@@ -8,10 +8,9 @@ XLA for TPU multiplies a matrix and a vector elementwise, and sums that up. Its 
 matrix is read as it is, neither rounded nor kept in the chip. A batch of such products goes to the matrix unit. Source:
 the cycles that libtpu notes on such products. `tests/mesh/test_targets.py` compiles some.
 
-XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied by the matrix of its transform, in
-three products of real numbers, each in several passes of bfloat16. A long dim is transformed as two whose sizes
-multiply to its own. Source: the cycles that libtpu notes on transforms of 64 to 2,048 points, which the same test
-compiles.
+XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied by the matrix of its transform, in three
+products of real numbers, each in several passes of bfloat16. A long dim is transformed as two whose sizes multiply to
+its own. Source: the cycles that libtpu notes on transforms of 64 to 2,048 points. The same test compiles one.
 """
 
 from __future__ import annotations

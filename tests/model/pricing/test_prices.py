@@ -288,8 +288,8 @@ def test_images_that_do_not_divide_copy_padded_pieces():
 
 ROWS = {  # what is done with 128 rows of 256 columns
     "looked up": (lambda table, at: table[at], [f32(4096, 256), MANY]),
-    "added": (lambda table, rows, at: table.at[at].add(rows), [f32(4096, 256), f32(128, 256), MANY]),
-    "written": (lambda table, rows, at: table.at[at].set(rows), [f32(4096, 256), f32(128, 256), MANY]),
+    "added": (lambda table, rows, at: jnp.sin(table).at[at].add(rows), [f32(4096, 256), f32(128, 256), MANY]),
+    "written": (lambda table, rows, at: jnp.sin(table).at[at].set(rows), [f32(4096, 256), f32(128, 256), MANY]),
 }
 
 
