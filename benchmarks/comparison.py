@@ -55,7 +55,9 @@ HEAD = f"""# Beside Alpa and MaxText's rules
 
 Written by `python benchmarks/comparison.py`: train steps on a (4, 4) mesh of {MACHINE}, whose chips have 16 GiB.
 Figures are predictions. `benchmarks/plans.md` has compiled ones of the same rules. MaxText's rule sets are layouts by
-names of dims, with constraints on activations; they are not held to the memory limit.
+names of dims, with constraints on activations; they are not held to the memory limit. Alpa's program is the one of its
+paper, in our implementation, on our problem. PyTorch's AutoParallel plans PyTorch modules by an integer program over
+layouts of tensors, and cannot be run on these steps; so it has no rows.
 
 model | sharding | predicted ms | GiB per device | proven gap | CPU s
 --- | --- | --: | --: | --: | --:
