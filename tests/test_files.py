@@ -3,8 +3,10 @@
 import errno
 import os
 import stat
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,10 @@ from oracles import mesh_of, slow_chips
 import autoshard
 from autoshard import CacheWarning, files
 from autoshard.files import sweep, write_whole
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import faults  # a script of benchmarks/
 
 OPTIONS = {"mesh": mesh_of({"x": 4, "y": 2}), "topology": slow_chips("xy")}
 X = np.ones((16, 8), np.float32)
@@ -181,3 +187,18 @@ def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path):
     with pytest.warns(CacheWarning, match="no file") as caught:
         autoshard.plan(double, X, cache=tmp_path, **OPTIONS)
     assert len(caught) == 2  # neither read nor written
+
+
+def test_faults_lose_no_plan(tmp_path):
+    """A sample of what `benchmarks/faults.py` injects."""
+    found = list(faults.rows(faults.Faults(tmp_path), times=1))
+    assert len(found) == 7 and not any(lost for *_, lost in found), found
+
+
+def test_a_plan_that_is_lost_is_counted(tmp_path):
+    def in_place(path, text):
+        path.write_text("")
+        os.fsync(-1)
+
+    injected = faults.Faults(tmp_path, write=in_place)
+    assert injected.killed()
