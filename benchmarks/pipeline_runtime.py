@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-
 import jax.numpy as jnp
 import numpy as np
 
