@@ -200,6 +200,7 @@ def autoshard(
             of the mesh, a microbatch after the other. The axis called "stage" or "pipe" is theirs, else the first that
             the number of stages divides. `autoshard.pipeline.SCHEDULES` names the orders; `chunks` is the number of
             virtual stages per device for those that have several. Microbatches are exact as under `microbatches`.
+            ``backend="one_jit"`` runs equal parts of one loop over layers in lockstep, as one jitted program.
             ``"auto"``: the fastest stages found, of any number, layers and parts of the mesh, in any number of
             microbatches and the best schedule; the plan without stages where that is faster. `Plan.stages` says which.
         plan: a plan made earlier, or its file; it is used instead of solving, and must be for this very program and
