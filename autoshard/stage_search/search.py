@@ -22,8 +22,8 @@ from autoshard.stage_search.tables import StageSpace, StageTable
 from autoshard.stage_search.tightening import KindBound
 from autoshard.stage_search.whole_layers import WholeLayers
 
-_APART = 1e-3  # of the work: gradients of weights that take less are as good as none
-_PROGRAMS = 0.07  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
+_APART = 0.01  # of the work: gradients of weights that take less are as good as none
+_PROGRAMS = 0.1  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
 _NEAR = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
 
 
