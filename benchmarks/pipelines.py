@@ -34,14 +34,14 @@ from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.space import SpaceRequest, planned_space
+from autoshard.stage_planning.space import CHUNKS, SpaceRequest, planned_space
 from autoshard.stage_planning.sub_meshes import sub_mesh_shapes
 from autoshard.stage_search import ChosenStage, PipelineChoice, SimulatedChoice, search_stages, simulated
 
 LLAMA_70B = {"layers": 80, "d_model": 8192, "heads": 64, "shared_heads": 8, "d_hidden": 28672, "vocab": 128256}
 GPT_3 = {"layers": 96, "d_model": 12288, "heads": 96, "shared_heads": 96, "d_hidden": 32768, "vocab": 51200}
 BF16 = {"dtype": jnp.bfloat16, "scan": True}
-MEGATRON_SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("interleaved_1f1b", 5))
+MEGATRON_SCHEDULES = (("1f1b", 1), *(("interleaved_1f1b", chunks) for chunks in CHUNKS))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from autoshard.stage_search.tables import StageSpace, StageTable
 from autoshard.stage_search.tightening import KindBound
 from autoshard.stage_search.whole_layers import WholeLayers
 
-_APART = 1e-3  # of the work: gradients of weights that take less are as good as none
-_PROGRAMS = 0.07  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
+_APART = 0.01  # of the work: gradients of weights that take less are as good as none
+_PROGRAMS = 0.1  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
+_LARGEST_PROGRAM = 6_000  # tasks: what programs take grows faster than they do
 _NEAR = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
 
 
@@ -120,7 +121,7 @@ class ChunkKind(Kind):
             self._tight = KindBound(self._problem, self._whole, self._estimate, enough)
             self.bound = max(self.bound, self._tight.seconds)
             return 1
-        if self.tasks > most_tasks:
+        if self.tasks > min(most_tasks, _LARGEST_PROGRAM):
             return 0
         facts = schedule_facts(self.schedule, self.stages, self.chunks, self.microbatches)
         if facts is None:  # there is no such schedule for so many microbatches

@@ -141,3 +141,22 @@ def test_the_search_proves_that_equal_virtual_stages_are_near_the_best():
     assert (found.best.choice.schedule, found.best.choice.chunks) == ("interleaved_1f1b", 5)
     assert found.best.seconds == pytest.approx(8 * 5 * 3 + 3 * 3)  # (p - 1)(F + B)/v beside the work
     assert found.gap <= 0.03
+
+
+def test_schedules_for_gradients_of_weights_wait_until_nothing_else_fits():
+    """Layers without such gradients that fit with few microbatches in flight alone, as in v_min."""
+    layers, devices = 20, 10
+    ones = np.ones(layers)
+    costs = LayerCosts(ones, 2 * ones, 0 * ones, 0 * ones, 0 * ones, ones, 0 * ones)
+    row = DeviceRow.of_hosts(1, devices, inside=Channel(0.0, 1e12), between=Channel(0.0, 1e12))
+    sent = np.array([0.0, *[1e-9] * (layers - 1), 0.0])
+
+    def best(memory):
+        table = costs.table(SubMesh.anywhere("1", 1, devices, memory))
+        space = StageSpace(row, {10: MicrobatchCosts((table,), sent, sent)}, (("1f1b", 1), ("v_min", 2)))
+        return search_stages(space).best
+
+    assert best(100.0).choice.schedule == "1f1b"
+    tight = best(9.0)  # 1F1B holds ten microbatches of a layer or more on the first device
+    assert tight.choice.schedule == "v_min"
+    assert max(tight.peak_bytes) <= 9.0
