@@ -131,3 +131,10 @@ def test_the_leanest_of_one_variant_makes_room_for_another_that_is_leaner(free):
     choice = replace(planned.choice, options=replace(planned.choice.options, memory=planned.plan.predicted.peak_bytes))
     again = choice.within(0.9 * planned.plan.predicted.peak_bytes, planned.plan)  # above the share that plans may fill
     assert again.predicted.peak_bytes <= 0.9 * free.predicted.peak_bytes
+
+
+def test_a_padded_batch_has_levels_too():
+    uneven = np.concatenate([X, X[:3]])
+    run = autoshard(step, mesh=MESH, topology=MACHINE, remat="auto", pad="batch")
+    assert "of these are kept" in kept_of(run.plan(WEIGHTS, uneven))
+    np.testing.assert_allclose(run(WEIGHTS, uneven)[1], jax.jit(step)(WEIGHTS, uneven)[1], rtol=1e-5)
