@@ -14,7 +14,17 @@ import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError
-from autoshard.jaxprs import REMAT, ClosedJaxpr, JaxprEqn, called_jaxpr, called_operands, equations_of, run, scan_counts
+from autoshard.jaxprs import (
+    REMAT,
+    ClosedJaxpr,
+    JaxprEqn,
+    called_jaxpr,
+    called_operands,
+    equations_of,
+    run,
+    scan_counts,
+    written_at,
+)
 from autoshard.padding.operations import RefusedError, padded_operation
 
 
@@ -103,14 +113,19 @@ class PaddedProgram:
             raise RefusedError(small, "goes through the rows one by one")
         consts, carries = scan_counts(large)
 
-        def step(carry: Any, slices: Any) -> Any:
-            inside = [*operands[:consts], *carry, *slices]
-            made = self.body(small.params["jaxpr"], large.params["jaxpr"], inside)
-            return made[:carries], made[carries:]
-
         how = {name: large.params[name] for name in ("length", "reverse", "unroll")}
-        finals, stacked = jax.lax.scan(step, operands[consts : consts + carries], operands[consts + carries :], **how)
-        return [*finals, *stacked]
+
+        def loop(*operands: Any) -> list[Any]:
+            def step(carry: Any, slices: Any) -> Any:
+                inside = [*operands[:consts], *carry, *slices]
+                made = self.body(small.params["jaxpr"], large.params["jaxpr"], inside)
+                return made[:carries], made[carries:]
+
+            start, slices = list(operands[consts : consts + carries]), list(operands[consts + carries :])
+            finals, stacked = jax.lax.scan(step, start, slices, **how)
+            return [*finals, *stacked]
+
+        return written_at(large, loop, *operands)  # which also says whether it is of a backward pass
 
     def while_loop(self, small: JaxprEqn, large: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         tests = large.params["cond_nconsts"]

@@ -148,7 +148,7 @@ def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str
         AutoshardError: it could not be made; the error is the leader's.
         ProcessError: the leader plans another step here, has failed in another way, or has ended.
     """
-    since = time.monotonic()
+    since, key = time.monotonic(), f"{about}/{claims.key}"
 
     def text() -> str:
         group.post("planning", claims.dumps())
@@ -157,6 +157,8 @@ def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str
     def watch() -> None:
         """Finds a leader that has gone on to run another step, or that planned this one with other options."""
         running, planning = group.peek(_offer(group)), group.peek("planning")
+        if group.has_said(key):  # since this process last looked: the leader plans other variants, or runs the step
+            return
         if running is not None:
             _refuse(claims, Claims.loads(running), group)
         if planning is not None and time.monotonic() - since > PATIENCE.silence:
@@ -164,7 +166,7 @@ def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str
             if (leaders.step, leaders.arguments) == (claims.step, claims.arguments) and leaders.key != claims.key:
                 _refuse(claims, leaders, group)
 
-    return group.leader_says(f"{about}/{claims.key}", text, watch)
+    return group.leader_says(key, text, watch)
 
 
 def mesh_of_all(

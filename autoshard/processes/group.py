@@ -177,6 +177,11 @@ class Group:
                 self._raised.add(said)
                 raise _raised_by_leader(message)
 
+    def has_said(self, key: str) -> bool:
+        """Whether the leader has made what `leader_says` waits for, or failed to."""
+        text = self.peek(key)
+        return text is not None and text != _WORKING and text not in self._raised
+
     def exchange(self, name: str, answer: str, combine: Callable[[dict[int, str]], str]) -> str:
         """What the leader makes of the answers of all processes in this round.
 

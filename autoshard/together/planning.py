@@ -355,6 +355,11 @@ def _check(functions: Any, weights: Any, options: Mapping[str, Any]) -> None:
     for name in ("like", "plan"):
         if options.get(name) is not None:
             raise ArgumentError(f"plan_together takes no {name}=; fixed= says how arguments must lie")
+    if options.get("remat") is not None:
+        raise ArgumentError(
+            "plan_together takes no remat=: it lays out steps as they are written.\nMark what is to be computed again "
+            "with jax.checkpoint, or plan that step with remat='auto', and the others with like= its plan."
+        )
 
 
 def _check_patterns(steps: Sequence[_Step], fixed: Mapping[str, Any]) -> None:

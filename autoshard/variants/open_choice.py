@@ -106,7 +106,12 @@ class OpenChoice(Generic[Planned]):
 
     def _chosen(self, options: Options, wishes: Wishes, before: PlansByProgram, enough: float = math.inf) -> Planned:
         def plan(program: Program, best: float) -> Planned:
-            return self.plan(program, options, best, before)
+            made = self.plan(program, options, best, before)
+            peak = made.plan.predicted.peak_bytes
+            if options.memory != self.options.memory and peak > wishes.memory * (1 + 1e-6):  # of what is to stay free
+                needed = peak / options.backend.usable
+                raise MemoryLimitError("it fills more than it may", budget=options.memory, needed=needed)
+            return made
 
         return fastest(self.variants, wishes, plan, enough=enough)
 

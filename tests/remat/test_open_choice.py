@@ -1,6 +1,8 @@
 """Which variant of a step runs: chosen again once one is compiled, and found again by a second start."""
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 from oracles import mesh_of
 
-from autoshard import CacheWarning, autoshard, planning, topology
+from autoshard import CacheWarning, ProcessError, autoshard, planning, topology
+from autoshard.processes.agreement import Claims, text_of_all
 
 LAYERS, WIDTH, ROWS = 6, 32, 2048
 MESH = mesh_of({"data": 4})
@@ -131,3 +134,29 @@ def test_the_leanest_of_one_variant_makes_room_for_another_that_is_leaner(free):
     choice = replace(planned.choice, options=replace(planned.choice.options, memory=planned.plan.predicted.peak_bytes))
     again = choice.within(0.9 * planned.plan.predicted.peak_bytes, planned.plan)  # above the share that plans may fill
     assert again.predicted.peak_bytes <= 0.9 * free.predicted.peak_bytes
+
+
+def test_a_padded_batch_has_levels_too():
+    uneven = np.concatenate([X, X[:3]])
+    run = autoshard(step, mesh=MESH, topology=MACHINE, remat="auto", pad="batch")
+    assert "of these are kept" in kept_of(run.plan(WEIGHTS, uneven))
+    np.testing.assert_allclose(run(WEIGHTS, uneven)[1], jax.jit(step)(WEIGHTS, uneven)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_said", [True, False])
+def test_a_leader_that_has_planned_a_variant_and_goes_on_is_no_other_step(is_said):
+    """A process that waits for a variant's plan may look only after the leader has run the step in another variant."""
+
+    def claims(key):
+        return Claims("step", key, {"plan": "found by the search", "program": key}, (), ())
+
+    def leader_says(key, _, watch):
+        watch()
+        return key
+
+    posted = {"run/0": claims("another variant").dumps()}
+    group = SimpleNamespace(
+        round=0, leader=0, here=1, peek=posted.get, has_said=lambda key: is_said, leader_says=leader_says
+    )
+    with contextlib.nullcontext() if is_said else pytest.raises(ProcessError, match="differ in program"):
+        assert text_of_all(group, claims("this variant"), "plan", str) == "plan/this variant"

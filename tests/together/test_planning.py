@@ -132,6 +132,7 @@ REFUSED = [
     ({"a": PREFILL}, {"fixed": {"cache": P()}}, "fixed: no argument of a fits 'cache'"),
     ({"a": PREFILL}, {"in_shardings": None}, "autoshard takes no in_shardings"),
     ({"a": PREFILL}, {"like": "plan.json"}, "takes no like="),
+    ({"a": PREFILL}, {"remat": "auto"}, r"takes no remat=.*\n.*like="),
 ]
 
 
