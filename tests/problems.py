@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from autoshard.errors import SolverError
 from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem, Solution
@@ -157,3 +158,8 @@ def large_problem(nodes: int = 20_000, options: int = 10) -> Problem:
         lives=tuple(Live(node, node, node + 50, usages[k]) for node, k in enumerate(rng.integers(40, size=nodes))),
         limit=10_000,
     )
+
+
+def some_of(seeds: range, few: int) -> list:
+    """Parameters of a test: the first few seeds, and behind the marker `slow` the rest."""
+    return [pytest.param(seeds[:few], id="some"), pytest.param(seeds[few:], id="rest", marks=pytest.mark.slow)]

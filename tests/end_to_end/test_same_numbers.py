@@ -17,14 +17,11 @@ CHOSEN = {
     ("gpt", "1", "slow chips", "free"),
     ("gpt scan", "8", "slow chips", "free"),
     ("gpt scan", "8", "v5e", "tight"),
-    ("gpt remat", "4x2", "slow chips", "free"),
     ("lstm", "4x2", "slow chips", "free"),
     ("lstm", "8", "v5e", "tight"),
-    ("mlp", "2x2x2", "slow chips", "free"),
     ("mlp", "4x2", "v5e", "tight"),
     ("moe", "4x2", "slow chips", "free"),
     ("moe", "8", "v5e", "tight"),
-    ("tied", "4x2", "slow chips", "free"),
     ("tied", "8", "v5e", "tight"),
 }
 TIGHT_SHARE = 0.55  # of what the free plan holds; the least that any plan of these models holds is a third or less

@@ -64,7 +64,7 @@ def test_never_too_little(model, backend):
     assert assert_counted(formulation, 5) <= 1.35
 
 
-@pytest.mark.parametrize("part", ["first", "then", "at_once"])
+@pytest.mark.parametrize("part", ["first", "then", pytest.param("at_once", marks=pytest.mark.slow)])
 def test_the_oracle_can_fail(part, monkeypatch):
     """What reshardings hold at first, what they hold then, or that they start early, is left out of the problem."""
     program = model_program("moe")
@@ -123,7 +123,7 @@ def times_the_best(seed: int) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
 def test_what_is_found_is_the_best_that_fits(seed):
     shares = times_the_best(seed)
     assert min(shares) >= 1 - 1e-9 and max(shares) <= 1 + 2 * memory_limit.ENOUGH

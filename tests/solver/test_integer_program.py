@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from problems import answer, assert_same, every_choice, hard_problem, random_problem
+from problems import answer, assert_same, every_choice, hard_problem, random_problem, some_of
 
 from autoshard.solver import Problem
 from autoshard.solver.exact import integer_program
@@ -29,18 +29,20 @@ def assert_optimal(problem: Problem, first=None) -> None:
     np.testing.assert_allclose(outcome.bound, value, rtol=1e-6, atol=1e-9 * value)
 
 
+@pytest.mark.parametrize("seeds", some_of(range(200), 60))
 @pytest.mark.parametrize("few_entries", [integer_program.PROGRAM.few_entries, 0])
-def test_cheapest(monkeypatch, few_entries):
+def test_cheapest(monkeypatch, few_entries, seeds):
     """With the rows of all pressure points, and with rows added as solutions violate them."""
     settings = replace(integer_program.PROGRAM, few_entries=few_entries, added_rows=2)
     monkeypatch.setattr(integer_program, "PROGRAM", settings)
-    for seed in range(200):
+    for seed in seeds:
         assert_optimal(random_problem(seed, nodes=5))
 
 
-def test_cheapest_from_a_known_choice():
+@pytest.mark.parametrize("seeds", some_of(range(200), 60))
+def test_cheapest_from_a_known_choice(seeds):
     """Options and pairs that cost more than the known choice are left out; the optimum is not."""
-    for seed in range(200):
+    for seed in seeds:
         problem = random_problem(seed, nodes=5)
         if answer(exhaustive, problem)[0] == "costs":
             rng = np.random.default_rng(seed)
@@ -84,8 +86,9 @@ def assert_larger_is_least(seeds: range) -> None:
         np.testing.assert_allclose(outcome.bound, larger.min(), rtol=1e-6)
 
 
-def test_the_larger_of_two_costs():
-    assert_larger_is_least(range(100))
+@pytest.mark.parametrize("seeds", some_of(range(100), 35))
+def test_the_larger_of_two_costs(seeds):
+    assert_larger_is_least(seeds)
 
 
 def test_a_second_cost_that_is_forgotten_is_caught(monkeypatch):
@@ -95,11 +98,12 @@ def test_a_second_cost_that_is_forgotten_is_caught(monkeypatch):
         assert_larger_is_least(range(20))
 
 
+@pytest.mark.parametrize("seeds", some_of(range(100), 35))
 @pytest.mark.parametrize("few_entries", [integer_program.PROGRAM.few_entries, 0])
-def test_leanest(monkeypatch, few_entries):
+def test_leanest(monkeypatch, few_entries, seeds):
     settings = replace(integer_program.PROGRAM, few_entries=few_entries, added_rows=2)
     monkeypatch.setattr(integer_program, "PROGRAM", settings)
-    for seed in range(100):
+    for seed in seeds:
         problem = random_problem(seed, nodes=5)
         starved = Problem(problem.costs, problem.edges, problem.lives, limit=0.0)
         kind, needed = answer(exhaustive, starved)

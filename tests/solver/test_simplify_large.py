@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import answer, assert_same, binding_problem, random_problem
+from problems import answer, assert_same, binding_problem, random_problem, some_of
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem
@@ -40,13 +40,15 @@ def assert_sound(problem: Problem) -> None:
         assert_same(got, expected)
 
 
-def test_small_problems():
-    for seed in range(1500):
+@pytest.mark.parametrize("seeds", some_of(range(1500), 500))
+def test_small_problems(seeds):
+    for seed in seeds:
         assert_sound(random_problem(seed))
 
 
-def test_problems_in_which_memory_decides():
-    for seed in range(500):
+@pytest.mark.parametrize("seeds", some_of(range(500), 150))
+def test_problems_in_which_memory_decides(seeds):
+    for seed in seeds:
         assert_sound(binding_problem(seed))
 
 

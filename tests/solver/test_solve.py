@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from problems import answer, assert_same, binding_problem, hard_problem, random_problem
+from problems import answer, assert_same, binding_problem, hard_problem, random_problem, some_of
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem, least_memory, progress, run, solve
@@ -41,18 +41,20 @@ from autoshard.solver.verify import verify
 TESTS = Path(__file__).parents[1]
 
 
-def test_random_problems():
+@pytest.mark.parametrize("seeds", some_of(range(20_000, 21_500), 500))
+def test_random_problems(seeds):
     counts = {"costs": 0, "needs": 0, "forbidden": 0}
-    for seed in range(20_000, 21_500):
+    for seed in seeds:
         problem = random_problem(seed)
         expected = answer(exhaustive, problem)
         assert_same(answer(solve, problem), expected)
         counts[expected[0]] += 1
-    assert min(counts.values()) > 100, counts
+    assert min(counts.values()) > len(seeds) / 15, counts
 
 
-def test_larger_random_problems():
-    for seed in range(200):
+@pytest.mark.parametrize("seeds", some_of(range(200), 80))
+def test_larger_random_problems(seeds):
+    for seed in seeds:
         problem = random_problem(seed, nodes=9, options=3)
         assert_same(answer(solve, problem), answer(exhaustive, problem))
 
@@ -69,13 +71,14 @@ def bounds_always(*, rounds: int) -> Method:
     )
 
 
+@pytest.mark.parametrize("seeds", some_of(range(500), 150))
 @pytest.mark.parametrize("rounds", [1, 1000])
-def test_with_bounds_first(rounds):
+def test_with_bounds_first(rounds, seeds):
     with_bounds = functools.partial(solve, method=bounds_always(rounds=rounds))
-    for seed in range(20_000, 20_500):
+    for seed in seeds:
         problem = random_problem(seed)
         assert_same(answer(with_bounds, problem), answer(exhaustive, problem))
-    for seed in range(200):
+    for seed in seeds[: len(seeds) * 2 // 5]:
         problem = random_problem(seed, nodes=9, options=3)
         assert_same(answer(with_bounds, problem), answer(exhaustive, problem))
 
@@ -83,12 +86,13 @@ def test_with_bounds_first(rounds):
 COMPILED = Method(sizes=Sizes(compiled_options=0))
 
 
-def test_with_compiled_code(compiled):
+@pytest.mark.parametrize("seeds", some_of(range(300), 100))
+def test_with_compiled_code(compiled, seeds):
     with_compiled = functools.partial(solve, method=COMPILED)
-    for seed in range(20_000, 20_300):
+    for seed in seeds:
         problem = random_problem(seed)
         assert_same(answer(with_compiled, problem), answer(exhaustive, problem))
-    for seed in range(100):
+    for seed in seeds[: len(seeds) // 3]:
         problem = binding_problem(seed)
         assert_same(answer(with_compiled, problem), answer(exhaustive, problem))
 
