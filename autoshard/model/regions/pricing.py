@@ -162,14 +162,18 @@ class Regions:
     def _traced(self, call: Call, run: Run, equation: Equation, shapes: Sequence[tuple], shares: bool) -> Region:
         """What the devices run of one call; without the sums of a split by the rule alone."""
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+        before = 0  # arrays that the local function closes over: they come before the operands
         if not run.name:
             region = self._read([jax.make_jaxpr(call.local(run, self.mesh))(*structs)])
         else:
-            region = self._read(list(_bodies(self._on_mesh(call, run, [x.shape for x in equation.inputs], structs))))
+            bodies = list(_bodies(self._on_mesh(call, run, [x.shape for x in equation.inputs], structs)))
+            before = max((len(body.jaxpr.invars) - len(structs) for body in bodies), default=0)
+            region = self._read(bodies)
         if shares:
             forward = self.forward[equation.index]
             done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)], False)
-            region = region.after(done, len(forward.inputs), computes_again=not call.operation.is_written(run.name))
+            computes_again = not call.operation.is_written(run.name)
+            region = region.after(done, before + len(forward.inputs), computes_again=computes_again)
         return self._said(call, run, region, structs)
 
     def _on_mesh(self, call: Call, run: Run, shapes: Sequence[tuple[int, ...]], types: Sequence[Any]) -> ClosedJaxpr:

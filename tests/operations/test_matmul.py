@@ -1,0 +1,78 @@
+"""Products in a ring of pieces: the numbers of `jnp.matmul`, forward and backward, and the permutes predicted."""
+
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import normal
+from equality import are_equal, assert_equal
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of, slow_chips, tally
+
+from autoshard import ArgumentError, Link, autoshard
+from autoshard.operations.running import Call
+from autoshard.ops import matmul
+from autoshard.ops.matmul import RING
+from autoshard.propagation.registry import rule_of
+
+X, W, WEIGHTS = normal(2, 16, 24), normal(24, 32, seed=1), normal(2, 16, 32, seed=2)
+
+
+def with_gradients(function):
+    def computed(x, w):
+        made, pull = jax.vjp(function, x, w)
+        return made, *pull(WEIGHTS)
+
+    return computed
+
+
+def computed(shape):
+    """Implementation -> value and gradients, on a ring of all devices."""
+    mesh = mesh_of(shape)
+    program = autoshard(with_gradients(matmul), mesh=mesh).trace(X, W)
+    forward, backward = (Call.of(one, rule_of(one)) for one in program.equations if one.primitive == "operation")
+    whole = tuple(shape)
+    runs = {run.name: run for run in forward.runs(shape) if run.name and set(dict(run.roles).values()) == {whole}}
+
+    @jax.jit
+    def found(x, w):
+        made = {name: forward.on_mesh(run, mesh)(x, w)[0] for name, run in runs.items()}
+        return {name: (one, *backward.on_mesh(runs[name], mesh)(x, w, one, WEIGHTS)) for name, one in made.items()}
+
+    return found(X, W)
+
+
+@pytest.mark.parametrize("shape", [{"x": 8}, {"x": 2, "y": 2}])
+def test_implementations_compute_the_same_numbers(shape):
+    found = computed(shape)
+    assert set(found) == {"gathering", "scattering", "rows"}
+    for one in found.values():
+        assert_equal(one, with_gradients(jnp.matmul)(X, W))
+
+
+def test_a_ring_that_turns_the_wrong_way_is_found(monkeypatch):
+    def wrong(split, distance):
+        return [(i, (i - distance) % split.count(RING)) for i in range(split.count(RING))]
+
+    monkeypatch.setattr(importlib.import_module("autoshard.ops.matmul"), "_pairs", wrong)
+    found = computed({"x": 4})
+    assert not are_equal(found["gathering"], with_gradients(jnp.matmul)(X, W))
+    assert not are_equal(found["scattering"], with_gradients(jnp.matmul)(X, W))
+
+
+def test_a_ring_is_predicted():
+    """Tokens and columns are split: pieces travel, and nothing is gathered."""
+    shape = {"x": 8}
+    chips = dataclasses.replace(slow_chips(shape), links={"x": Link(1e-9, 1e8)})
+    fixed = {"x": P(None, "x"), "w": P(None, "x")}
+    step = autoshard(with_gradients(matmul), mesh=mesh_of(shape), topology=chips, fixed=fixed)
+    plan = step.plan(X, W)
+    assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
+    assert_equal(step(X, W), with_gradients(jnp.matmul)(X, W))
+
+
+def test_what_does_not_fit_is_said():
+    with pytest.raises(ArgumentError, match="matmul takes"):
+        matmul(X, W.T)
