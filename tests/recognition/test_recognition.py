@@ -15,7 +15,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 from models import llama
 
-from autoshard import autoshard, plan
+from autoshard import autoshard, plan, topology
 from autoshard.jaxprs import inner_jaxprs
 from autoshard.recognition import matching, recognized, rewriting
 
@@ -247,7 +247,7 @@ def test_what_a_scan_hands_on_has_the_numbers_of_the_plain_program():
 
 
 def test_a_step_without_autoshard_in_it_runs_on_split_sequences(monkeypatch):
-    monkeypatch.setattr(rewriting, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(rewriting, "MEMORY_SHARE", 0.0)
     types = [jax.ShapeDtypeStruct((1, 64, heads, 8), jnp.float32) for heads in (2, 1, 1)]
     inputs = [jax.random.normal(jax.random.key(i), one.shape) for i, one in enumerate(types)]
     step = jax.grad(loss_of(lambda *x: plain(*x, is_causal=True)), (0, 1, 2))
@@ -267,6 +267,9 @@ def test_a_long_sequence_of_few_heads_goes_round_a_ring_without_a_hint():
 
 
 def test_small_attentions_stay_as_they_are():
-    mesh = jax.make_mesh((8,), ("x",))
-    step = jax.grad(loss_of(plain))
-    assert not plan(step, HEADS, HEADS, HEADS, mesh=mesh).annotations.runs
+    """Plans of a batch of sentences are as they were: an eighth of the memory is far."""
+    types = [jax.ShapeDtypeStruct((64, 4096, heads, 128), jnp.bfloat16) for heads in (32, 8, 8)]
+    closed = jax.make_jaxpr(jax.grad(loss_of(plain), (0, 1, 2)))(*types)
+    memory = 256 * topology("v5e:16x16", {"x": 16, "y": 16}).memory_bytes
+    assert recognized(closed, memory * rewriting.MEMORY_SHARE / 4) is None
+    assert recognized(closed, 1) is not None
