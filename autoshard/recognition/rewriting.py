@@ -171,11 +171,14 @@ class _Call:
         return [query, key, value, *(x for x in together if x is not None), *places]
 
 
+_Made = dict[tuple[Body, Var], tuple[Var, Var]]  # where a forward pass runs, of which values -> output and statistics
+
+
 def _rewrite(editor: Editor, weights: Weights) -> None:
     call = _Call(weights)
-    made: dict[Body, tuple[Var, Var]] = {}  # where the forward pass runs -> output and statistics
+    made: _Made = {}
     for one in list(outputs(weights)):
-        made[one.body] = _forward(editor, call, one)
+        made[one.body, one.value] = _forward(editor, call, one)
     for back in list(backwards(weights)):
         _backward(editor, call, back, made)
 
@@ -202,7 +205,7 @@ def _forward(editor: Editor, call: _Call, out: Output) -> tuple[Var, Var]:
     return found[1], found[2]
 
 
-def _backward(editor: Editor, call: _Call, back: Backward, made: dict[Body, tuple[Var, Var]]) -> None:
+def _backward(editor: Editor, call: _Call, back: Backward, made: _Made) -> None:
     w, body = call.weights, back.body
     dtype = aval_of(back.cotangent).dtype
     sizes = call.sizes(_size(back.cotangent, back.cotangent_roles))
@@ -210,7 +213,8 @@ def _backward(editor: Editor, call: _Call, back: Backward, made: dict[Body, tupl
     gone = [back.gradients[i].product for i in wanted]
     operands = [editor.here(var, body) for var in (w.query, w.key, back.value, *call.others)]
     saved = None
-    for home in sorted(made, key=lambda one: one is not body):
+    homes = [one for one in made if one[1] == back.value]
+    for home in sorted(homes, key=lambda one: one[0] is not body):
         try:
             saved = [editor.here(var, body) for var in made[home]]
             break

@@ -81,6 +81,12 @@ def with_merged_heads(q: Any, k: Any, v: Any) -> jax.Array:
     return jnp.einsum("bgrts,bsgd->btgrd", weights, v).reshape(q.shape)
 
 
+def of_two_values(q: Any, k: Any, v: Any) -> jax.Array:
+    """Two products read the same weights, and only one of them is differentiated."""
+    weights = jax.nn.softmax(logits_of(q, k))
+    return summed(weights, v) + jax.lax.stop_gradient(summed(weights, 2 * v))
+
+
 def in_nested_scans(q: Any, k: Any, v: Any) -> jax.Array:
     """A backward pass two scans deep, which makes the forward pass again."""
 
@@ -117,6 +123,7 @@ ALIKE: dict[str, tuple[Attend, tuple[Any, ...]]] = {
     "one head": (of_one_head, (ONE, ONE, ONE)),
     "padding": (padded, (HEADS,) * 3),
     "merged heads": (with_merged_heads, (HEADS, SHARED, SHARED)),
+    "two values": (of_two_values, (HEADS,) * 3),
     "nested scans": (in_nested_scans, (HEADS,) * 3),
     "chunks": (of_chunks, (HEADS,) * 3),
     "two batches": (jax.vmap(jax.vmap(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v, 1, 1)), (HEADS,) * 3),
