@@ -5,9 +5,10 @@
     PYTHONPATH=tests:. python benchmarks/long_context.py --crossover  # predicted, over heads and lengths; compiles none
 
 Every program splits the sequence over all devices, and the state as FSDP does. They differ in their attention alone,
-but for our plan, which is found without a hint. `gspmd` leaves attention by blocks to XLA's partitioner; `gspmd-rows`
-tells it to split query rows and to gather keys. Seconds are those of XLA's schedule (TPU) or of a roofline (GPU). Needs
-the extras tpu or cuda, but no hardware. A program takes minutes to compile.
+but for our plan, which is found without a hint. `plain` is our plan of the model with its attention written out.
+`gspmd` leaves attention by blocks to XLA's partitioner; `gspmd-rows` tells it to split query rows and to gather keys.
+Seconds are those of XLA's schedule (TPU) or of a roofline (GPU). Needs the extras tpu or cuda, but
+no hardware. A program takes minutes to compile.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def main() -> None:
 def row(name: str, sizes: dict[str, Any], machine: str, mesh: jax.sharding.Mesh) -> None:
     """Compiles one program and prints its line."""
     step, state, batch = abstract(sizes, attend_of(name, sizes["seq"], mesh))
-    if name == "plan":
+    if name in ("plan", "plain"):
         found = plan(step, state, batch, mesh=mesh, topology=machine, donate_argnums=0)
         print(
             f"plan: predicted {found.predicted.step_seconds:.3g} s, {mib(found.predicted.peak_bytes)} MiB;", flush=True
@@ -89,7 +90,7 @@ def row(name: str, sizes: dict[str, Any], machine: str, mesh: jax.sharding.Mesh)
     print(f"{name} | {mib(made.peak)} MiB | {whole[0]:.4g} | {whole[1]:.4g} | {sent}", flush=True)
 
 
-def abstract(sizes: dict[str, Any], attend: Callable) -> tuple[Callable, Any, Any]:
+def abstract(sizes: dict[str, Any], attend: Callable | None) -> tuple[Callable, Any, Any]:
     """A train step and the shapes of its state and batch; nothing is allocated."""
     models = []
     state = jax.eval_shape(lambda: models.append(llama.make(**sizes, attend=attend)) or models[0].state)
@@ -106,8 +107,10 @@ def largest_dim(x: Any, axes: tuple[str, ...], mesh: jax.sharding.Mesh) -> Parti
     return PartitionSpec(*[axes if dim == largest else None for dim in range(x.ndim)])
 
 
-def attend_of(name: str, tokens: int, mesh: jax.sharding.Mesh) -> Callable:
-    """The attention of a program."""
+def attend_of(name: str, tokens: int, mesh: jax.sharding.Mesh) -> Callable | None:
+    """The attention of a program; None for the model's own."""
+    if name == "plain":
+        return None
     causal = functools.partial(attention, is_causal=True)
     if name == "plan":
         return causal

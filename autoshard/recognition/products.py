@@ -50,14 +50,12 @@ class Backward:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A product of a value with known roles and another."""
+    """A product of a value with known roles and another value."""
 
     other: Var
-    known: Roles
     gone: tuple[tuple[str, ...], ...]  # roles of the known value that are contracted
     both: tuple[tuple[str, ...], ...]
-    other_roles: Roles  # dims that the known value has not are free
-    free: tuple[int, ...]  # dims of the other that are
+    other_roles: Roles  # by dim of the other
 
 
 def _reads(weights: Weights, body: Body, origin: Var, roles: Roles, free_role: str) -> Iterator[tuple[JaxprEqn, _Read]]:
@@ -78,10 +76,8 @@ def _reads(weights: Weights, body: Body, origin: Var, roles: Roles, free_role: s
                 continue
             found |= {i: (free_role,) if shape[i] > 1 else () for i in free}
             other_roles = tuple(found[i] for i in range(len(shape)))
-            yield eqn, _Read(
-                other, roles, tuple(roles[i] for i in gone if roles[i]), tuple(roles[i] for i in both if roles[i]),
-                other_roles, free,
-            )  # fmt: skip
+            contracted, shared = (tuple(roles[i] for i in dims if roles[i]) for dims in (gone, both))
+            yield eqn, _Read(other, contracted, shared, other_roles)
 
 
 def _flat(dims: Roles) -> set[str]:

@@ -1,8 +1,8 @@
 """A traced step in, out the same with its large attentions as operations; None where there are none.
 
-An attention is worth it if its logits, shared out over all devices, are more than a block on each: then a device would
-hold several blocks of them, whatever the split. What else reads weights or logits would compute these anyway, so such
-an attention stays as it is.
+An attention is worth it if its logits, shared out over all devices, are an eighth of a device's memory. The forward and
+the backward pass hold about four arrays of their size, so they would need half of it. What else reads weights or logits
+would compute these anyway, so such an attention stays as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Var, aval_of, inner_jaxprs
 from autoshard.operations import Operation
 from autoshard.ops.attending.attention import attention_operation
-from autoshard.ops.attending.blocks import BLOCK_ELEMENTS
 from autoshard.ops.attending.operands import Variant
 from autoshard.program.tracing import TracedStep
 from autoshard.recognition.arranging import Groups, arranged, combined, put_back
@@ -26,14 +25,16 @@ from autoshard.recognition.editing import Editor, NotAvailable
 from autoshard.recognition.matching import Weights, all_weights
 from autoshard.recognition.products import VALUE, Backward, Output, backwards, outputs
 
+MEMORY_SHARE = 1 / 8  # of all devices' memory that the logits of one attention take, in float32
 
-def with_operations(traced: TracedStep, devices: int) -> TracedStep:
+
+def with_operations(traced: TracedStep, memory: float) -> TracedStep:
     """A traced step with its attentions as operations, where a large one is among them.
 
     Args:
-        devices: of the mesh.
+        memory: bytes of all devices together.
     """
-    found = recognized(traced.closed, devices * BLOCK_ELEMENTS)
+    found = recognized(traced.closed, memory * MEMORY_SHARE / 4)
     if found is None:
         return traced
 
@@ -44,7 +45,7 @@ def with_operations(traced: TracedStep, devices: int) -> TracedStep:
     return replace(traced, closed=found, again=again)
 
 
-def recognized(closed: ClosedJaxpr, least: int) -> ClosedJaxpr | None:
+def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:
     """A jaxpr, from the same arguments to the same results, with attentions as calls of `autoshard.ops.attention`.
 
     Args:
@@ -71,7 +72,7 @@ def recognized(closed: ClosedJaxpr, least: int) -> ClosedJaxpr | None:
         left |= failed
 
 
-def _has_large_product(jaxpr: Jaxpr, least: int) -> bool:
+def _has_large_product(jaxpr: Jaxpr, least: float) -> bool:
     return any(
         (eqn.primitive.name == "dot_general" and math.prod(aval_of(eqn.outvars[0]).shape) >= least)
         or any(_has_large_product(inner.jaxpr, least) for inner in inner_jaxprs(eqn))
@@ -170,11 +171,14 @@ class _Call:
         return [query, key, value, *(x for x in together if x is not None), *places]
 
 
+_Made = dict[tuple[Body, Var], tuple[Var, Var]]  # where a forward pass runs, of which values -> output and statistics
+
+
 def _rewrite(editor: Editor, weights: Weights) -> None:
     call = _Call(weights)
-    made: dict[Body, tuple[Var, Var]] = {}  # where the forward pass runs -> output and statistics
+    made: _Made = {}
     for one in list(outputs(weights)):
-        made[one.body] = _forward(editor, call, one)
+        made[one.body, one.value] = _forward(editor, call, one)
     for back in list(backwards(weights)):
         _backward(editor, call, back, made)
 
@@ -201,7 +205,7 @@ def _forward(editor: Editor, call: _Call, out: Output) -> tuple[Var, Var]:
     return found[1], found[2]
 
 
-def _backward(editor: Editor, call: _Call, back: Backward, made: dict[Body, tuple[Var, Var]]) -> None:
+def _backward(editor: Editor, call: _Call, back: Backward, made: _Made) -> None:
     w, body = call.weights, back.body
     dtype = aval_of(back.cotangent).dtype
     sizes = call.sizes(_size(back.cotangent, back.cotangent_roles))
@@ -209,7 +213,8 @@ def _backward(editor: Editor, call: _Call, back: Backward, made: dict[Body, tupl
     gone = [back.gradients[i].product for i in wanted]
     operands = [editor.here(var, body) for var in (w.query, w.key, back.value, *call.others)]
     saved = None
-    for home in sorted(made, key=lambda one: one is not body):
+    homes = [one for one in made if one[1] == back.value]
+    for home in sorted(homes, key=lambda one: one[0] is not body):
         try:
             saved = [editor.here(var, body) for var in made[home]]
             break
