@@ -634,7 +634,7 @@ def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
     assert CPU.usable * error.needed < free.predicted.peak_bytes
     text, needed = str(error), f"{error.needed / 1024:.1f} KiB"
     assert text.startswith(f"no sharding fits in 700 B per device; the smallest limit that does is {needed}")
-    assert "value float32[16, 32] 2.0 KiB (test_api.py:" in text and "Try memory='" in text
+    assert "value float32[16, 32] 2.0 KiB (test_api.py:" in text and "memory='" in text
 
 
 def test_an_axis_that_divides_nothing_is_reported_and_idle():

@@ -5,7 +5,7 @@ best possible (Graham, SIAM J. Appl. Math. 17, 1969). Karmarkar and Karp ("The d
 1982) join the two partial partitions that differ most, loads against each other.
 
 >>> balanced([8, 7, 6, 5, 4], 2)
-(0, 1, 1, 0, 0)
+(0, 1, 0, 1, 1)
 """
 
 from __future__ import annotations
