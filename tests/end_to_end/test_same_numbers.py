@@ -16,7 +16,6 @@ CHOSEN = {
     ("tied", "2x2x2", "v5e", "tight"),
     ("gpt", "1", "slow chips", "free"),
     ("gpt scan", "8", "slow chips", "free"),
-    ("gpt scan", "8", "v5e", "tight"),
     ("lstm", "4x2", "slow chips", "free"),
     ("lstm", "8", "v5e", "tight"),
     ("mlp", "4x2", "v5e", "tight"),

@@ -86,7 +86,7 @@ def test_with_bounds_first(rounds, seeds):
 COMPILED = Method(sizes=Sizes(compiled_options=0))
 
 
-@pytest.mark.parametrize("seeds", some_of(range(300), 100))
+@pytest.mark.parametrize("seeds", some_of(range(300), 60))
 def test_with_compiled_code(compiled, seeds):
     with_compiled = functools.partial(solve, method=COMPILED)
     for seed in seeds:
