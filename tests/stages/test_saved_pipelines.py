@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from pipeline_steps import STEPS, numbers
 
-from autoshard import ConflictError, Plan, PlanError, autoshard
+from autoshard import ArgumentError, ConflictError, Plan, PlanError, autoshard
 from autoshard.plans.files import to_text
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stages.pipelined_function import PipelinedFunction
@@ -86,6 +86,25 @@ def test_a_plan_that_is_given_agrees_with_what_is_fixed():
     for differs in ({"weights": P(None, "data")}, {"x": P()}):
         with pytest.raises(ConflictError, match="the plan that is given has it"):
             autoshard(train, mesh=mesh, plan=given, fixed=differs).plan(*ARGS)
+
+
+@pytest.mark.parametrize(
+    "said", [{"pad": "batch"}, {"remat": "auto"}, {"search": "aceso"}, {"rewrites": "auto"}, {"refine": 2}], ids=str
+)
+def test_options_that_a_given_plan_does_not_heed_are_refused(planned, mesh, said):
+    with pytest.raises(ArgumentError, match=f"a plan with stages cannot be combined with {next(iter(said))}= yet"):
+        autoshard(train, mesh=mesh, plan=planned, **said)
+
+
+def test_another_step_cannot_lie_like_stages(planned, mesh):
+    def evaluated(weights, x, y):
+        return train(weights, x, y)[1]
+
+    with pytest.raises(PlanError, match="Leave like= out, and each call moves its arguments"):
+        autoshard(evaluated, like=planned)
+    weights, _ = autoshard(train, mesh=mesh, plan=planned)(*ARGS)
+    found = autoshard(evaluated, mesh=mesh)(weights, *ARGS[1:])  # as the message says
+    np.testing.assert_allclose(found, evaluated(np.asarray(weights), *ARGS[1:]), rtol=1e-5)
 
 
 def test_a_plan_with_stages_is_kept_in_the_cache(planned, mesh, tmp_path, monkeypatch):
