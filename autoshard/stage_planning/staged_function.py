@@ -204,7 +204,7 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         leaves = flattened(self._static.split(args, kwargs)[1]).arrays
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        if not is_traced and self._choice(args, kwargs).pipeline is None:
+        if not is_traced and self._choice(args, kwargs, runs=True).pipeline is None:
             return self._plain(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -240,11 +240,12 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
             return self._plain.lower(*args, **kwargs)
         return super().lower(*args, **kwargs)
 
-    def _choice(self, args: Any, kwargs: Any) -> _Choice:
+    def _choice(self, args: Any, kwargs: Any, *, runs: bool = False) -> _Choice:
         static, dynamic = self._static.split(args, kwargs)
         flat = flattened(dynamic)
         key = self._key(static, dynamic, flat)
-        with self._lock:  # threads that call the step first plan it once
+        # Threads that call the step first plan it once; processes that share its mesh know of each other.
+        with self._lock if self._group is None else self._group.joined(runs=runs):
             if key not in self._choices:
                 self._choices[key] = self._chosen(args, kwargs, static, dynamic, flat)
             return self._choices[key]
