@@ -32,9 +32,10 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
+from autoshard.stage_planning.given import check_combination, check_given
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
-from autoshard.stages.requests import PipelineRequest, check_combination
+from autoshard.stages.requests import PipelineRequest
 from autoshard.tactics import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
@@ -234,23 +235,11 @@ def autoshard(
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
     if pipeline is not None:
-        others: dict[str, Any] = {
-            "pad": pad,
-            "plan": plan,
-            "like": like,
-            "remat": remat,
-            "search": search,
-            "tactics": tactics or None,
-        }
-        others |= {
-            "rewrites": rewrites,
-            "reductions": reductions,
-            "topology with uneven devices": options.topology.uneven or None,
-        }
-        refined = refine if request is not None and refine != 1 else None
-        check_combination({**others, "refine": refined, "mesh": mesh if isinstance(mesh, str) else None})
-    given = _plan_on(plan, options.mesh)
-    options = replace(options, like=_plan_on(like, options.mesh))
+        others = {"pad": pad, "plan": plan, "like": like, "mesh": mesh if isinstance(mesh, str) else None}
+        check_combination("pipeline=", options, others, refines=is_automatic)
+    given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
+    check_given(given, shared, options, pad)
+    options = replace(options, like=shared)
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         if isinstance(given, PipelinePlan):

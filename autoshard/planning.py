@@ -51,7 +51,7 @@ from autoshard.solver.runtime.cutoff import Cutoff, CutoffReached
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
-from autoshard.specs import check_annotations, fixed_layouts, wished_layouts
+from autoshard.specs import check_agrees, check_annotations, fixed_layouts, wished_layouts
 from autoshard.tactics import restricted
 from autoshard.user_plan import Comparison, Plan
 
@@ -67,12 +67,8 @@ def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
     check_plan(program, made.annotations, dict(options.mesh.shape))
     shardings = (*made.flat_in_shardings, *made.captured_shardings)
     for i, layout in fixed_layouts(program, options.fixed, dict(options.mesh.shape)).items():
-        value, spec = program.arguments[i], shardings[i].spec
-        if layout_of(spec, len(value.shape)) != layout:
-            raise ConflictError(
-                f"fixed= wants {value} to be {spec_of(layout)}, the plan that is given has it {spec}.\n"
-                "Drop one of them, or plan anew with this fixed=."
-            )
+        value = program.arguments[i]
+        check_agrees(value, layout, layout_of(shardings[i].spec, len(value.shape)))
     return made
 
 

@@ -68,6 +68,22 @@ def fixed_layouts(
     return layouts
 
 
+def check_agrees(value: Value, asked: Layout, given: Layout) -> None:
+    """
+    Args:
+        asked: how `fixed=` wants an argument to lie.
+        given: how it lies in a plan that the user gave.
+
+    Raises:
+        ConflictError: the two differ.
+    """
+    if asked != given:
+        raise ConflictError(
+            f"fixed= wants {value} to be {spec_of(asked)}, the plan that is given has it {spec_of(given)}.\n"
+            "Drop one of them, or plan anew with this fixed=."
+        )
+
+
 def patterns_of(program: Program, fixed: Mapping[str, PartitionSpec]) -> dict[int, str]:
     """Argument index -> the first path or glob that fits it, of those that fit some."""
     return {

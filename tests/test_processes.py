@@ -307,6 +307,23 @@ def test_the_mesh_is_chosen_anew_for_other_options(monkeypatch):
     assert {key.split("/")[0] for key, _ in group.posted} == {"mesh", "choosing"}
 
 
+def test_a_pipeline_is_chosen_where_the_others_get_to_know(monkeypatch):
+    """A step that cannot be traced is told of when it runs; planned alone, it holds up nobody."""
+    group, depths = Alone(), []
+    monkeypatch.setattr(Group, "of", lambda mesh: group)
+
+    def fails(weights, batch):
+        depths.append(group._depth)
+        raise ZeroDivisionError("planted")
+
+    sharded = autoshard.autoshard(fails, mesh=mesh_of({"x": 2}), pipeline="auto")
+    for run, rounds in ((sharded.plan, 0), (sharded, 1)):
+        with pytest.raises(ZeroDivisionError):
+            run(WEIGHTS, BATCH)
+        assert group.round == rounds and len(group.posted) == rounds
+    assert group.posted[0][0] == "failed/0/0" and {*depths} == {1}
+
+
 def test_layouts_count():
     """Two plans of one program that differ in a layout have different digests."""
     plan = autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh_of({"x": 4, "y": 2}))

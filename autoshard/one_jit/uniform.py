@@ -86,7 +86,7 @@ class UniformStages:
     def _ports(self, kind: str) -> list[Port]:
         several = self.alike(kind)
         if not several:
-            raise self.refused(f"its stages have no {kind} program")
+            raise self.refused("the step takes no gradient through the loop over layers")
         return [self._port(kind, keys) for keys in zip(*(one.inputs for one in several), strict=True)]
 
     def _port(self, kind: str, keys: tuple[Key, ...]) -> Port:
@@ -180,13 +180,16 @@ def uniform_stages(step: CuttableStep, count: int) -> UniformStages:
     """The step cut around its longest loop over layers, and that into equal parts.
 
     Raises:
-        StageError: there is no such loop, its layers do not divide, or its parts are not alike.
+        StageError: there is no such loop, it has no gradient or goes in reverse, its layers do not divide, or its parts
+            are not alike.
     """
     loops = [i for i, first in step.roles.stacks.items() if i == first and i not in step.roles.backward]
     if not loops:
         raise refused(step.name, "the forward pass has no scan over stacked parameters")
     work = {i: step.roles.step.equations[i].params["length"] for i in loops}
     loop = max(loops, key=lambda i: (work[i], -i))
+    if step.roles.step.equations[loop].params["reverse"]:
+        raise refused(step.name, "the loop goes from the last layer to the first (reverse=True)")
     trips = work[loop]
     if trips % count:
         raise refused(step.name, f"stages={count} do not divide the {trips} layers of the loop")

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from autoshard.cache import find, keep, key_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import MemoryLimitError, MicrobatchError, StageError
+from autoshard.layout import without_axes
 from autoshard.options import Options
 from autoshard.planning import lowered
 from autoshard.processes.agreement import Claims, check_alike, plan_of_all
@@ -21,7 +23,7 @@ from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.propagation import rules_for
 from autoshard.report.units import bytes_text
-from autoshard.specs import fixed_layouts
+from autoshard.specs import check_agrees, fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
 from autoshard.stage_planning.pipeline_plan import PipelinePlan, figures_of, pipeline_plan
 from autoshard.stage_planning.space import DISPATCH_SECONDS
@@ -111,12 +113,34 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
 
         Raises:
             PlanError: it was made for another step.
+            ConflictError: it contradicts `fixed=`.
         """
         assert plan.saved is not None, "plans of stages have it"
         checked, options = plan.bound_to(program), self._options
         found = plan.saved.restored(traced.step, traced.mesh, program, options.mesh, self._jit_keywords)
         made = pipeline_plan(found, options, DISPATCH_SECONDS, without=plan.without, bound=plan.bound)
+        _check_fixed(made, program, options.fixed)
         return replace(made, warnings=checked.warnings, memory=checked.memory)
+
+
+def _check_fixed(plan: PipelinePlan, program: Program, fixed: Mapping[str, PartitionSpec]) -> None:
+    """
+    Raises:
+        ConflictError: an argument lies on the devices of a stage otherwise than `fixed=` says.
+    """
+    assert plan.saved is not None, "plans of stages have it"
+    sizes = [{**dict.fromkeys(plan.mesh.shape, 1), **part.axes} for part in plan.saved.parts]
+    asked = [fixed_layouts(program, fixed, one) for one in sizes]
+    for i, parts in enumerate(plan.argument_parts):
+        value = program.arguments[i]
+        for part in parts:
+            layout = asked[part.device].get(i)
+            if layout is None or part.layout is None:
+                continue
+            if part.shape != value.shape:  # trips of a stack are never split
+                layout = ((), *layout[1:])
+            single = [axis for axis, size in sizes[part.device].items() if size == 1]
+            check_agrees(value, without_axes(layout, single), without_axes(part.layout, single))
 
 
 class StagedFunction(PlannedFunction[Parameters, Result]):
@@ -180,7 +204,7 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         leaves = flattened(self._static.split(args, kwargs)[1]).arrays
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        if not is_traced and self._choice(args, kwargs).pipeline is None:
+        if not is_traced and self._choice(args, kwargs, runs=True).pipeline is None:
             return self._plain(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -216,11 +240,12 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
             return self._plain.lower(*args, **kwargs)
         return super().lower(*args, **kwargs)
 
-    def _choice(self, args: Any, kwargs: Any) -> _Choice:
+    def _choice(self, args: Any, kwargs: Any, *, runs: bool = False) -> _Choice:
         static, dynamic = self._static.split(args, kwargs)
         flat = flattened(dynamic)
         key = self._key(static, dynamic, flat)
-        with self._lock:  # threads that call the step first plan it once
+        # Threads that call the step first plan it once; processes that share its mesh know of each other.
+        with self._lock if self._group is None else self._group.joined(runs=runs):
             if key not in self._choices:
                 self._choices[key] = self._chosen(args, kwargs, static, dynamic, flat)
             return self._choices[key]

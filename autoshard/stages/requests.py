@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -43,6 +42,11 @@ class PipelineRequest:
             count = said.get(name, 1)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ArgumentError(f"pipeline: {name}={count!r}; how many is needed, 1 or more")
+        if said.get("microbatches", 2) < 2:
+            raise ArgumentError(
+                "pipeline: microbatches=1; stages take 2 or more, since one alone keeps a single stage at work.\n"
+                "Use a number that divides the batch, two per stage or more, or leave pipeline= out."
+            )
         made = cls(**{"microbatches": 2 * said["stages"], **said})
         if made.schedule in ASYNCHRONOUS:
             raise ArgumentError(
@@ -56,6 +60,11 @@ class PipelineRequest:
                 "pipeline: backend='one_jit' runs one F and one B per stage in lockstep, so it takes no "
                 f"schedule={made.schedule!r} and no chunks={made.chunks}.\nLeave them out, or leave backend= out."
             )
+        if made.backend == "one_jit" and made.stages < 2:
+            raise ArgumentError(
+                "pipeline: stages=1; backend='one_jit' takes 2 stages or more.\n"
+                "Leave pipeline= out, and write microbatches= if the batch is to run in parts."
+            )
         made.orders()
         return made
 
@@ -66,16 +75,3 @@ class PipelineRequest:
             ArgumentError: it is not defined for such numbers.
         """
         return schedule(self.schedule, self.stages, self.microbatches, self.chunks)
-
-
-def check_combination(others: Mapping[str, Any]) -> None:
-    """
-    Args:
-        others: options that stages do not heed, by name; None where nothing is said.
-
-    Raises:
-        ArgumentError: some are said.
-    """
-    said = [f"{name}=" for name, value in others.items() if value is not None]
-    if said:
-        raise ArgumentError(f"pipeline= cannot be combined with {', '.join(said)} yet; leave one of them out")

@@ -6,6 +6,7 @@ are made anew of the step, and each plan is held against its program.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,7 +79,7 @@ class SavedPipeline:
                 MeshPart(dict(mesh.shape), places)
                 for mesh, places in zip(planned.meshes, planned.positions, strict=True)
             ),
-            tuple(to_json(plan, None) for plan in planned.plans),
+            tuple(json.loads(json.dumps(to_json(plan, None))) for plan in planned.plans),
         )
         if saved.order() != order:
             raise PlanError(

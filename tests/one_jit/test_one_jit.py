@@ -83,6 +83,8 @@ def test_the_plan_says_how_arrays_lie(sharded):
     assert {one.axes for one in made.predicted.collectives if one.kind == "collective_permute"} == {("stage",)}
     with pytest.raises(PlanError, match="cannot be saved"):
         made.dumps()
+    with pytest.raises(PlanError, match="Ask for these stages again"):
+        autoshard(step, mesh=mesh_of(stage=2, data=2), plan=made)
 
 
 @pytest.mark.slow
@@ -91,6 +93,19 @@ def test_it_is_compiled_for_tpu(sharded):
     pytest.importorskip("libtpu")
     found = sharded.plan(*arguments()).verify("v5e:2x2")
     assert "collective_permute" in str(found)
+
+
+def evaluation(weights, batch):
+    return loss_of(weights, batch)
+
+
+def from_the_last_layer(weights, batch):
+    h = weights["embedding"][batch["words"]]
+    return jnp.mean(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, weights["layers"], reverse=True)[0] ** 2)
+
+
+def reversed_step(weights, batch):
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(from_the_last_layer)(weights, batch))
 
 
 def without_a_loop(weights, batch):
@@ -105,9 +120,13 @@ def without_a_loop(weights, batch):
 
 REFUSED = {
     "no loop": (without_a_loop, {"stage": 2}, {}, StageError, "no scan over stacked parameters"),
+    "no gradient": (evaluation, {"stage": 2}, {}, StageError, "takes no gradient through the loop over layers"),
+    "from the last layer": (from_the_last_layer, {"stage": 2}, {}, StageError, "reverse=True"),
+    "gradient from the last layer": (reversed_step, {"stage": 2}, {}, StageError, "reverse=True"),
     "layers do not divide": (step, {"stage": 3}, {"stages": 3}, StageError, "stages=3 do not divide the 4 layers"),
     "part of an axis": (step, {"stage": 4}, {}, MeshError, "stages=2, and 'stage' has 4 devices"),
     "schedule": (step, {"stage": 2}, {"schedule": "gpipe"}, ArgumentError, "takes no schedule='gpipe'"),
+    "one stage": (step, {"stage": 1}, {"stages": 1}, ArgumentError, "takes 2 stages or more"),
     "backend": (step, {"stage": 2}, {"backend": "two"}, ArgumentError, "'programs' or 'one_jit' is needed"),
 }
 

@@ -150,6 +150,7 @@ def test_views_share_buffers_with_the_arrays_of_stages():
         (4, "a dict is needed"),
         ({"stages": 2, "order": "1f1b"}, "It may have stages, microbatches, schedule, chunks"),
         ({"stages": 0}, "stages=0; how many"),
+        ({"stages": 2, "microbatches": 1}, "microbatches=1; stages take 2 or more"),
         ({"stages": 2, "schedule": "pipedream"}, "changes weights while microbatches are in flight"),
         ({"stages": 2, "schedule": "1f1bb"}, "no schedule is called '1f1bb'. Did you mean '1f1b'"),
         ({"stages": 2, "chunks": 3}, "one virtual stage per device"),

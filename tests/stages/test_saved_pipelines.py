@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 from pipeline_steps import STEPS, numbers
 
-from autoshard import Plan, PlanError, autoshard
+from autoshard import ArgumentError, ConflictError, Plan, PlanError, autoshard
 from autoshard.plans.files import to_text
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stages.pipelined_function import PipelinedFunction
@@ -68,6 +69,42 @@ def test_a_loaded_plan_runs_without_planning(planned, loaded, mesh, monkeypatch)
     other, args = STEPS["with rows"]()
     with pytest.raises(PlanError, match="made for another program"):
         autoshard(other, mesh=mesh, plan=loaded).plan(*args)
+
+
+@pytest.mark.parametrize("is_moved", [False, True], ids=["as it is", "moved"])
+def test_a_plan_is_given_back_without_a_file(planned, mesh, is_moved):
+    given = autoshard(train, mesh=mesh, plan=planned.on(mesh) if is_moved else planned)
+    assert given.plan(*ARGS).dumps() == planned.dumps()
+
+
+def test_a_plan_that_is_given_agrees_with_what_is_fixed():
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), devices=jax.devices()[:4])
+    fixed = {"weights": P(None, None, "data"), "x": P("data")}
+    given = autoshard(train, mesh=mesh, pipeline=PIPELINE, fixed=fixed).plan(*ARGS)
+    for agrees in (fixed, {"x": P("data")}, {"weights": P("stage", None, "data")}):  # trips are the stages'
+        assert autoshard(train, mesh=mesh, plan=given, fixed=agrees).plan(*ARGS).dumps() == given.dumps()
+    for differs in ({"weights": P(None, "data")}, {"x": P()}):
+        with pytest.raises(ConflictError, match="the plan that is given has it"):
+            autoshard(train, mesh=mesh, plan=given, fixed=differs).plan(*ARGS)
+
+
+@pytest.mark.parametrize(
+    "said", [{"pad": "batch"}, {"remat": "auto"}, {"search": "aceso"}, {"rewrites": "auto"}, {"refine": 2}], ids=str
+)
+def test_options_that_a_given_plan_does_not_heed_are_refused(planned, mesh, said):
+    with pytest.raises(ArgumentError, match=f"a plan with stages cannot be combined with {next(iter(said))}= yet"):
+        autoshard(train, mesh=mesh, plan=planned, **said)
+
+
+def test_another_step_cannot_lie_like_stages(planned, mesh):
+    def evaluated(weights, x, y):
+        return train(weights, x, y)[1]
+
+    with pytest.raises(PlanError, match="Leave like= out, and each call moves its arguments"):
+        autoshard(evaluated, like=planned)
+    weights, _ = autoshard(train, mesh=mesh, plan=planned)(*ARGS)
+    found = autoshard(evaluated, mesh=mesh)(weights, *ARGS[1:])  # as the message says
+    np.testing.assert_allclose(found, evaluated(np.asarray(weights), *ARGS[1:]), rtol=1e-5)
 
 
 def test_a_plan_with_stages_is_kept_in_the_cache(planned, mesh, tmp_path, monkeypatch):

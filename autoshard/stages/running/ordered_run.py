@@ -23,6 +23,7 @@ from autoshard.arrays.arguments import is_deleted
 from autoshard.errors import ProcessError, StageError
 from autoshard.pipeline import Schedule, simulate
 from autoshard.pipeline.orders import Task
+from autoshard.processes.group import PATIENCE
 from autoshard.stages.programs import StageProgram
 from autoshard.stages.running.run import Run, State, words
 from autoshard.stages.running.transfers import moved, spans_processes, zeros
@@ -58,13 +59,25 @@ class OrderedRun(Run):
             while worker.is_alive():
                 worker.join(_WATCH_SECONDS)
                 if worker.is_alive():
-                    self.group.watch()
+                    self.watch(worker)
             failed = self.failure
             if failed is not None and isinstance(failed[1], StageError | ProcessError):
                 raise failed[1]
             if failed is not None:
                 raise self.error() from failed[1]
         return self.found
+
+    def watch(self, worker: threading.Thread) -> None:
+        """
+        Raises:
+            ProcessError: another process has failed or ended, and this one will not learn why from its own work.
+        """
+        try:
+            self.group.watch()
+        except ProcessError:
+            worker.join(PATIENCE.beat)  # the other may have told of the same failure while this one was about to
+            if worker.is_alive():
+                raise
 
     def guarded_run(self) -> None:
         try:

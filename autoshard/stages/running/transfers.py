@@ -66,7 +66,7 @@ def moved(array: Any, sharding: NamedSharding) -> jax.Array:
 def part_of(array: Any, start: int, stop: int, sharding: NamedSharding) -> jax.Array:
     """Rows of an array along dim 0, as `sharding` has them; a view where every device has its rows."""
     if not is_global(array):
-        return placed(np.asarray(array)[start:stop], sharding)
+        return placed(array[start:stop], sharding)
     shape = (stop - start, *array.shape[1:])
     held = array.sharding.devices_indices_map(array.shape)
     wanted = sharding.devices_indices_map(shape)

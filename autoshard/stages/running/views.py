@@ -108,7 +108,7 @@ def _mesh(shape: Mapping[str, int], devices: Sequence[Any]) -> Mesh | AbstractMe
 
 
 def _spans(index: Sequence[slice], shape: Sequence[int]) -> list[tuple[int, int]]:
-    return [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+    return [one.indices(size)[:2] for one, size in zip(index[: len(shape)], shape, strict=True)]
 
 
 def _moved(spans: list[tuple[int, int]], by: int) -> list[tuple[int, int]]:
