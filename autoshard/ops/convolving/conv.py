@@ -59,8 +59,11 @@ def conv(
         padding: ``"SAME"``, ``"SAME_LOWER"``, ``"VALID"``, or a pair per spatial dim.
         lhs_dilation: from row to row of the image; by default 1.
         rhs_dilation: from row to row of the window; by default 1.
-        dimension_numbers, feature_group_count, batch_group_count, precision, preferred_element_type: as for
-            `jax.lax.conv_general_dilated`.
+        dimension_numbers: the order of dims, as for `jax.lax.conv_general_dilated`; by default NCHW, OIHW, NCHW.
+        feature_group_count: groups that channels are split into, as there.
+        batch_group_count: groups that images are split into, as there.
+        precision: of the products, as there.
+        preferred_element_type: the dtype of sums and result, as there.
 
     Returns:
         What `jax.lax.conv_general_dilated` returns.
