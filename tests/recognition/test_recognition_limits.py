@@ -65,9 +65,7 @@ def of_layers(weights: Any, x: Any) -> Any:
     def layer(carry: Any, w: Any) -> Any:
         x, total = carry
         q = (x @ w).reshape(2, ROWS, 4, 8)
-        y = x + summed(jax.nn.softmax(jnp.where(jnp.asarray(LOWER), logits_of(q, 2 * q), -1e30)), 1.5 * q).reshape(
-            x.shape
-        )
+        y = x + masked(lambda: jnp.asarray(LOWER))(q, 2 * q, 1.5 * q).reshape(x.shape)
         return (y, total + 1e-3 * y.sum()), None
 
     def loss(weights: Any) -> Any:
@@ -89,28 +87,17 @@ def times_itself(q: Any, k: Any, v: Any) -> jax.Array:
 
 
 def of_complex_numbers(q: Any, k: Any, v: Any) -> jax.Array:
-    return summed(jax.nn.softmax(jnp.abs(logits_of(q + 1j * q[::-1], k - 1j * k[::-1]))), v)
+    return summed(jax.nn.softmax(jnp.real(logits_of(q + 1j * q[::-1], k - 1j * k[::-1]))), v)
 
 
-def chained(x: Any, steps: int) -> Any:
-    for _ in range(steps):
-        x = x * 0.999 + 0.001
+def chained(x: Any, added: Any) -> Any:
+    for _ in range(400):
+        x = x * 0.999 + added
     return x
 
 
-def after_a_chain(q: Any, k: Any, v: Any) -> Any:
-    """A product with keys whose other operand is made by many equations."""
-
-    def loss(inputs: Any) -> Any:
-        out = attended(*inputs)
-        return (out**2).sum() + (jax.lax.stop_gradient(chained(inputs[2], 800)) * inputs[1]).sum()
-
-    return jax.grad(loss)((q, k, v)), jnp.einsum("bqhd,bkhd->bhqk", chained(attended(q, k, v), 800), k).sum()
-
-
 def without_attention(q: Any, k: Any, v: Any) -> Any:
-    logits = logits_of(q, k)
-    return summed(chained(jnp.exp(logits) + logits, 800), v)
+    return summed(chained(logits_of(q, k), jnp.exp(logits_of(q, k))), v)
 
 
 FEW = normal(3, 2, 5, 4, 8)
@@ -127,7 +114,6 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...], bool]] = {  # with the arguments, a
     "complex numbers": (of_complex_numbers, (Q, K, V), False),
     "rows without a key": (masked(lambda: places(ROWS, 5) < 3, -jnp.inf), (Q, FEW, FEW), False),
     "a long chain": (without_attention, (Q, K, V), False),
-    "a long chain behind": (after_a_chain, (Q, K, V), True),
 }
 
 
@@ -142,6 +128,16 @@ def test_a_step_keeps_its_numbers(name):
             *jax.jit(lambda *x: (jaxpr_as_fun(made)(*x), jaxpr_as_fun(closed)(*x)))(*inputs), strict=True
         ):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_chain_beside_attention_is_no_obstacle():
+    """A product with keys, whose other operand many equations make of the output."""
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out = attended(q, k, v)
+        return (out**2).sum() + logits_of(jax.lax.stop_gradient(chained(out, 0.001)), k).sum()
+
+    assert recognized(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(Q, K, V), 1) is not None
 
 
 def test_a_fault_of_recognition_ends_no_plan(monkeypatch, caplog):
