@@ -87,7 +87,7 @@ def times_itself(q: Any, k: Any, v: Any) -> jax.Array:
 
 
 def of_complex_numbers(q: Any, k: Any, v: Any) -> jax.Array:
-    return summed(jax.nn.softmax(jnp.real(logits_of(q + 1j * q[::-1], k - 1j * k[::-1]))), v)
+    return summed(jax.nn.softmax(logits_of(q, k)) + 0j, v + 1j * v[::-1])
 
 
 def chained(x: Any, added: Any) -> Any:
