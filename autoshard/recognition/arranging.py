@@ -37,7 +37,8 @@ def put_back(x: jax.Array, groups: Groups, roles: Roles, like: Any, true: Mappin
     wanted = [role for group in groups for role in group]
     apart = x.reshape([true[role] for role in wanted])
     order = [role for dim in roles for role in dim]
-    moved = apart.transpose([wanted.index(role) for role in order])
+    single = [i for i, role in enumerate(wanted) if role not in order]  # dims of one element
+    moved = apart.transpose([*single, *(wanted.index(role) for role in order)])
     return moved.reshape(like.shape).astype(like.dtype)
 
 

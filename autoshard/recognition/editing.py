@@ -150,11 +150,12 @@ class Editor:
     def jaxpr(self) -> ClosedJaxpr:
         """The step as it is now."""
         root, like = self.tree.root, self.tree.root.like
+        equations = self._equations(root)
         jaxpr = like.jaxpr.replace(
             constvars=list(root.constants),
             invars=root.inputs,
             outvars=root.results,
-            eqns=self._equations(root),
+            eqns=equations,
             debug_info=like.jaxpr.debug_info,
         )
         return ClosedJaxpr(jaxpr, list(root.constants.values()))
@@ -171,10 +172,13 @@ class Editor:
         handed, equations = self._handed(body), self._equations(body)
         if eqn.primitive.name == "scan":
             return self._scan(eqn, body, handed, equations)
-        if body.constants:
-            raise NotAvailable
+        for inside, array in body.constants.items():  # the jaxpr of a checkpoint has none
+            assert body.parent is not None, "it is called"
+            outside = Var(inside.aval)
+            body.parent.constants[outside] = array
+            handed.constants.append((outside, inside))
         inputs = [*(inside for _, inside in handed.constants), *body.inputs]
-        called = jaxpr_of(body.constants, inputs, body.results, equations)
+        called = jaxpr_of({}, inputs, body.results, equations)
         operands = [*(outside for outside, _ in handed.constants), *eqn.invars]
         return eqn.replace(params=capturing_call(eqn, called, len(handed.constants)), invars=operands)
 
@@ -204,6 +208,9 @@ class Editor:
         def run(*arrays: Any) -> Any:
             def turn(carry: Any, sliced: Any) -> Any:
                 made = _applied(closed, [*arrays[:whole], *carry, *sliced])
+                # JAX would take what a turn hands on unchanged out of the scan, with its result.
+                unchanged = set(map(id, (*carry, *sliced)))
+                made = [jax.numpy.copy(one) if id(one) in unchanged else one for one in made]
                 return made[:carries], made[carries:]
 
             return jax.lax.scan(

@@ -16,6 +16,8 @@ from autoshard.recognition.bodies import Atom, Tree
 from autoshard.recognition.small_arrays import Roles
 
 MOST_ELEMENTS = 2**26  # of a constant that is read
+_EXACT = tuple(map(np.dtype, ("int32", "int64", "float32", "float64")))  # others round places, or wrap around
+_EXACT_BELOW = 2**24  # numbers from here on are rounded in float32
 
 Mask = tuple[Var, Roles, bool]  # its origin, the roles of its dims, and what it says where a key is seen
 
@@ -28,10 +30,10 @@ class Visible:
     ahead: int | None = None  # and ahead; 0 is a causal order
     rest: tuple[Mask, ...] = ()  # what only arrays tell
 
-    @property
-    def sees_itself(self) -> bool:
-        """Whether places alone decide, and leave each query the key at its own place."""
-        return not self.rest and min(self.back or 0, self.ahead or 0) >= 0
+    def sees_a_key(self, rows: int, keys: int) -> bool:
+        """Whether places alone decide, and leave a key to each of so many queries: at its own place, or the last."""
+        reaches_last = self.back is None or rows - keys <= self.back
+        return not self.rest and min(self.back or 0, self.ahead or 0) >= 0 and reaches_last
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class _Reader:
     def of_constant(self, seen: np.ndarray, roles: Roles) -> list[tuple[int | None, int | None]]:
         """Bounds of ``query - key``, where these are all that an array says."""
         named = [dim[0] for dim in roles if dim]
-        if sorted(named) != sorted((self.rows, self.keys)):
+        if any(len(dim) > 1 for dim in roles) or sorted(named) != sorted((self.rows, self.keys)):
             raise LookupError
         table = np.squeeze(seen) if named[0] == self.rows else np.squeeze(seen).T
         distance = np.arange(table.shape[0])[:, None] - np.arange(table.shape[1])
@@ -193,9 +195,11 @@ class _Reader:
 
     def places(self, atom: Atom, roles: Roles) -> _Places:
         if isinstance(atom, Literal):
-            if np.ndim(atom.val) or float(atom.val) != int(atom.val):
+            if np.ndim(atom.val) or not abs(atom.val) < _EXACT_BELOW or float(atom.val) != int(atom.val):
                 raise LookupError
             return _Places(0, 0, int(atom.val))
+        if np.dtype(aval_of(atom).dtype) not in _EXACT:
+            raise LookupError
         eqn = self.maker(atom)
         name, params = eqn.primitive.name, eqn.params
         if name == "iota":

@@ -152,7 +152,7 @@ def is_ordinary(product: JaxprEqn) -> bool:
 
 
 def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:
-    """Products from which exponentials lead to a value; none if other operations are between."""
+    """Products from which exponentials lead to a value; none if other operations are between, or very many."""
     products, seen, waiting, has_exp = list[JaxprEqn](), set[Var](), [made], False
     while waiting and len(seen) < MOST_EQUATIONS:
         var = tree.origin(waiting.pop())
@@ -165,7 +165,7 @@ def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:
         elif eqn.primitive.name in FOLLOWED:
             has_exp |= eqn.primitive.name in ("exp", "exp2")
             waiting += [atom for atom in eqn.invars if isinstance(atom, Var)]
-    return products if has_exp else []
+    return products if has_exp and len(seen) < MOST_EQUATIONS else []
 
 
 def _proven(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
@@ -289,7 +289,7 @@ def _holds(found: Weights) -> bool:
         _see_a_key(probe, found)
         if not found.are_found(_again(probe, found)):
             return False
-    if not found.masks or found.visible.sees_itself:
+    if not found.masks or found.visible.sees_a_key(found.true[found.rows], found.true[found.keys]):
         return True
     probe = found.probe(5)
     probe.value(found.made)

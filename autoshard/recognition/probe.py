@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,14 +64,28 @@ class Probe:
         """
         if isinstance(atom, Literal):
             return number(atom.val)
-        var = self.tree.origin(atom)
-        if var in self.known:
-            return self.known[var]
-        eqn = self._maker(var)
-        if eqn is None or not (self.follows(var) or self.is_uniform(var)):
-            raise UnknownEquation("a value that does not follow")
-        self.known[var] = found = self._evaluated(eqn)
-        return found
+        waiting = [self.tree.origin(atom)]
+        while waiting:
+            var = waiting[-1]
+            eqn = self._maker(var)
+            if var in self.known:
+                waiting.pop()
+                continue
+            if eqn is None or not self._is_evaluated(var):
+                raise UnknownEquation("a value that does not follow")
+            before = [origin for origin in self._operands(eqn) if self._is_evaluated(origin)]
+            missing = [origin for origin in before if origin not in self.known]
+            if not missing:
+                self.known[var] = self._evaluated(eqn)
+            waiting += missing
+        return self.known[self.tree.origin(atom)]
+
+    def _operands(self, eqn: JaxprEqn | None) -> list[Var]:
+        """The origins of what an equation reads, but for literals."""
+        return [] if eqn is None else [self.tree.origin(one) for one in eqn.invars if isinstance(one, Var)]
+
+    def _is_evaluated(self, atom: Atom) -> bool:
+        return self.follows(atom) or self.is_uniform(atom)
 
     def _maker(self, var: Var) -> JaxprEqn | None:
         """The equation that makes a value, if it can be evaluated."""
@@ -84,28 +98,36 @@ class Probe:
         """Whether a value is made of what was put in, by equations that can be evaluated."""
         if isinstance(atom, Literal):
             return False
-        var = self.tree.origin(atom)
-        if var not in self.following:
-            self.following[var] = False
-            eqn = self._maker(var)
-            self.following[var] = eqn is not None and any(self.follows(one) for one in eqn.invars)
-        return self.following[var]
+        for var, eqn in self._unknown(atom, self.following):
+            self.following[var] = any(self.following[one] for one in self._operands(eqn))
+        return self.following[self.tree.origin(atom)]
 
     def is_uniform(self, atom: Atom) -> bool:
         """Whether all elements of a value are one number that the program says."""
         if isinstance(atom, Literal):
             return np.ndim(atom.val) == 0
-        var = self.tree.origin(atom)
-        if var not in self.uniform:
-            self.uniform[var] = False
+        for var, eqn in self._unknown(atom, self.uniform):
+            self.uniform[var] = eqn is not None and all(
+                np.ndim(one.val) == 0 if isinstance(one, Literal) else self.uniform[self.tree.origin(one)]
+                for one in eqn.invars
+            )
+        return self.uniform[self.tree.origin(atom)]
+
+    def _unknown(self, atom: Var, known: Mapping[Var, bool]) -> Iterator[tuple[Var, JaxprEqn | None]]:
+        """A value and all that it is made of, each behind its operands, as far as nothing is known yet."""
+        waiting = [self.tree.origin(atom)]
+        while waiting:
+            var = waiting[-1]
             eqn = self._maker(var)
-            self.uniform[var] = eqn is not None and all(self.is_uniform(one) for one in eqn.invars)
-        return self.uniform[var]
+            missing = [] if var in known else [one for one in self._operands(eqn) if one not in known]
+            waiting += missing
+            if not missing:
+                waiting.pop()
+                if var not in known:
+                    yield var, eqn
 
     def _evaluated(self, eqn: JaxprEqn) -> SmallArray:
-        found: list[SmallArray | None] = [
-            self.value(one) if self.follows(one) or self.is_uniform(one) else None for one in eqn.invars
-        ]
+        found: list[SmallArray | None] = [self.value(one) if self._is_evaluated(one) else None for one in eqn.invars]
         if None in found:
             if eqn.primitive.name not in ELEMENTWISE:
                 raise UnknownEquation(f"{eqn.primitive.name} of a value that does not follow")
@@ -118,20 +140,26 @@ class Probe:
     def _leaf(self, atom: Atom, roles: Roles) -> SmallArray:
         """What meets a value with these roles: made of one leaf and numbers."""
         assert isinstance(atom, Var), "numbers are uniform"
-        var, aval = self.tree.origin(atom), aval_of(atom)
-        if var in self.known:
-            return self.known[var]
-        if not aval.shape or len(roles) != len(aval.shape):
-            raise UnknownEquation("a scalar that only the running program knows, or an array that nothing known meets")
-        roles = tuple(dim if size > 1 else () for dim, size in zip(roles, aval.shape, strict=True))
-        eqn, under = self._maker(var), None
-        if eqn is not None and not (self.stops_at_numbers and np.dtype(aval.dtype) != bool):
-            under = self._under(eqn, roles)
-        if eqn is None or under is None:
-            return self._new_leaf(var, roles)
-        operands = [self.value(one) if self.is_uniform(one) else self._leaf(one, under) for one in eqn.invars]
-        self.known[var] = found = evaluated(eqn, operands, self.true)
-        return found
+        met = var = self.tree.origin(atom)
+        steps = list[tuple[Var, JaxprEqn]]()  # back to the leaf
+        while var not in self.known:
+            aval = aval_of(var)
+            if not aval.shape or len(roles) != len(aval.shape):
+                raise UnknownEquation("a scalar that only the running program knows, or an array met by nothing known")
+            roles = tuple(dim if size > 1 else () for dim, size in zip(roles, aval.shape, strict=True))
+            eqn, under = self._maker(var), None
+            if eqn is not None and not (self.stops_at_numbers and np.dtype(aval.dtype) != bool):
+                under = self._under(eqn, roles)
+            if eqn is None or under is None:
+                self._new_leaf(var, roles)
+                break
+            steps.append((var, eqn))
+            (var,) = (one for one in self._operands(eqn) if not self.is_uniform(one))
+            roles = under
+        for made, eqn in reversed(steps):
+            operands = [self.value(one) if self.is_uniform(one) else self.known[var] for one in eqn.invars]
+            self.known[made], var = evaluated(eqn, operands, self.true), made
+        return self.known[met]
 
     def _under(self, eqn: JaxprEqn, roles: Roles) -> Roles | None:
         """The roles of the one operand of a leaf's last equation that is no number; None if there is no such."""
@@ -152,7 +180,7 @@ class Probe:
             return tuple(next(long) if size > 1 else () for size in shape)
         return None
 
-    def _new_leaf(self, var: Var, roles: Roles) -> SmallArray:
+    def _new_leaf(self, var: Var, roles: Roles) -> None:
         kind = np.dtype(aval_of(var).dtype)
         if not self.takes_leaves or any(
             not dim and size > 1 for dim, size in zip(roles, aval_of(var).shape, strict=True)
@@ -167,5 +195,4 @@ class Probe:
         else:
             raise UnknownEquation(f"an array of {kind.name}")
         self.leaves[var] = roles
-        self.known[var] = found = SmallArray(array, roles)
-        return found
+        self.known[var] = SmallArray(array, roles)

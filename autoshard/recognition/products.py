@@ -64,7 +64,9 @@ def _reads(weights: Weights, body: Body, origin: Var, roles: Roles, free_role: s
             continue
         for side, atom in enumerate(eqn.invars):
             other = eqn.invars[1 - side]
-            if isinstance(atom, Literal) or isinstance(other, Literal) or weights.tree.origin(atom) != origin:
+            if isinstance(atom, Literal) or isinstance(other, Literal):
+                continue
+            if weights.tree.origin(atom) != origin or weights.tree.origin(other) == origin:
                 continue
             gone, both = (sides[side] for sides in eqn.params["dimension_numbers"])
             other_gone, other_both = (sides[1 - side] for sides in eqn.params["dimension_numbers"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.jaxprs import JaxprEqn, aval_of
+from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
 
 Roles = tuple[tuple[str, ...], ...]  # per dim
 
@@ -106,7 +106,7 @@ def evaluated(eqn: JaxprEqn, operands: Sequence[SmallArray], true: Mapping[str, 
         UnknownEquation: it cannot be evaluated on small arrays.
     """
     name, params = eqn.primitive.name, eqn.params
-    if len(eqn.outvars) != 1 or name not in EVALUATED:
+    if len(eqn.outvars) != 1 or name not in EVALUATED or not all(map(_is_real, (*eqn.invars, *eqn.outvars))):
         raise UnknownEquation(name)
     shapes = [aval_of(atom).shape for atom in eqn.invars]
     first = operands[0]
@@ -127,6 +127,12 @@ def evaluated(eqn: JaxprEqn, operands: Sequence[SmallArray], true: Mapping[str, 
         small = tuple(first.array.shape[sources[i]] if i in sources else 1 for i in range(len(out)))
         return SmallArray(first.array.reshape(small), roles)
     return _reshaped(first, shapes[0], out, true)
+
+
+def _is_real(atom: Var | Literal) -> bool:
+    """Whether the elements of an array are real numbers or truth values."""
+    dtype = aval_of(atom).dtype
+    return isinstance(dtype, np.dtype) and dtype.kind != "c"
 
 
 def _elementwise(eqn: JaxprEqn, operands: Sequence[SmallArray]) -> SmallArray:
