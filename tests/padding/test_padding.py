@@ -100,6 +100,30 @@ def assert_same(made, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
 
+INTEGERS, FLOATS = ("int8", "uint8", "int32", "uint32"), ("float16", "bfloat16", "float32", "float8_e4m3fn")
+BITS, ORDERED = "reduce_and reduce_or reduce_xor", "reduce_max reduce_min argmax argmin"
+NUMBERS = "reduce_sum reduce_prod"
+REDUCTIONS = [
+    ("bool", f"{BITS} {ORDERED}"),
+    *((dtype, f"{BITS} {ORDERED} {NUMBERS}") for dtype in INTEGERS),
+    *((dtype, f"{ORDERED} {NUMBERS}") for dtype in FLOATS),
+    ("complex64", f"reduce_max reduce_min {NUMBERS}"),
+]
+
+
+@pytest.mark.parametrize("dtype, names", REDUCTIONS, ids=[dtype for dtype, _ in REDUCTIONS])
+def test_added_rows_count_for_nothing_in_any_reduction(dtype, names):
+    def step(x):
+        of = {name: (0, np.int32) if name.startswith("arg") else ((0,),) for name in names.split()}
+        return [getattr(jax.lax, name)(x, *how) for name, how in of.items()]
+
+    for least, end in ((-3, 3), (1, 4), (-4, 0)):
+        rows = np.random.default_rng(end).integers(least, end, (8, WIDTH)).astype(dtype)
+        program = PaddedProgram("step", jax.make_jaxpr(step)(rows[:3]), jax.make_jaxpr(step)(rows))
+        for name, made, right in zip(names.split(), jax.jit(program)(rows), step(jnp.asarray(rows[:3])), strict=True):
+            np.testing.assert_array_equal(np.asarray(made), np.asarray(right), err_msg=name)
+
+
 REFUSED = [
     (lambda x: jnp.sort(x, axis=0), "sort at test_padding.py.* makes rows of its result of other rows"),
     (lambda x: x[::-1], "rev at test_padding.py.* makes rows of its result of other rows"),
