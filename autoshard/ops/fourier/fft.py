@@ -132,5 +132,5 @@ def _as_operation(equation: Equation) -> Equation:
     params = equation.params
     name = getattr(params["fft_type"], "name", str(params["fft_type"])).upper()
     operation = fft_operation(Transform(name, tuple(params["fft_lengths"])))
-    said = {"operation": operation, "static": (), "batched": ()}
+    said = {"operation": operation, "static": (), "batched": (), "precision": None}
     return replace(equation, primitive=OPERATION, params=said)
