@@ -233,6 +233,16 @@ def test_batches_of_any_size_train_as_on_one_device():
     assert "11 rows" in plan.warnings[-1] and "16" in plan.warnings[-1]
 
 
+def test_a_plan_that_is_given_is_that_of_the_padded_batch():
+    mesh, fixed = jax.make_mesh((8,), ("data",)), {"batch/x": jax.P(), "batch/y": jax.P()}
+    state = {"w": jnp.asarray(normal(WIDTH, 2)), "step": jnp.asarray(0)}
+    args = state, {"x": normal(11, WIDTH), "y": normal(11, 2)}, 0.1
+    how = {"mesh": mesh, "pad": "batch"}
+    plan, free = (autoshard.autoshard(sgd, **how, fixed=one).plan(*args) for one in (fixed, None))
+    again = autoshard.autoshard(sgd, **how, plan=plan).plan(*args)
+    assert again.in_shardings == plan.in_shardings != free.in_shardings
+
+
 def test_the_batch_is_told_from_weights():
     of = jax.ShapeDtypeStruct
     weights = {"up": of((WIDTH, 8), np.float32), "bias": of((8,), np.float32)}

@@ -10,7 +10,7 @@ from equality import are_equal, assert_equal
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
-from autoshard import ArgumentError, autoshard
+from autoshard import ArgumentError, MemoryLimitError, Plan, PlanError, autoshard
 from autoshard.operations.running import Call
 from autoshard.padding.dims import resizing, rewriting
 from autoshard.padding.dims.classes import DimClasses
@@ -160,6 +160,36 @@ def test_a_step_is_padded_where_that_is_faster():
     assert any("from 257 to 264" in one for one in plan.warnings)
     assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
     assert_equal(step(*args), jax.jit(head)(*args))
+
+
+def test_a_plan_that_is_given_says_what_is_padded(tmp_path):
+    """It is of one way to pad, or of the step as written. None advises to pad the batch."""
+    shape, args = {"x": 8}, (normal(3, VOCABULARY), normal(30, 3), integers(VOCABULARY, 30))
+    how = {"mesh": mesh_of(shape), "topology": slow_chips(shape), "donate_argnums": 0}
+    for pad in ("auto", None):
+        plan = autoshard(head, **how, pad=pad).plan(*args)
+        plan.save(tmp_path / "plan.json")
+        step = autoshard(head, **how, pad="auto", plan=Plan.load(tmp_path / "plan.json", how["mesh"]))
+        again = step.plan(*args)
+        assert again.fingerprint == plan.fingerprint and again.in_shardings == plan.in_shardings
+        assert any("pad='auto'" in one for one in again.warnings) == (pad == "auto")
+        assert any("pad='batch'" in one for one in plan.warnings) == (pad is None)
+    with pytest.raises(PlanError):
+        step.plan(normal(3, 129), *args[1:])
+
+
+def test_all_ways_to_pad_share_the_time_limit(monkeypatch):
+    limits = []
+
+    def planned(self, *args, **kwargs):
+        limits.append(self._options.time_limit)
+        raise MemoryLimitError("", budget=1, needed=2)
+
+    monkeypatch.setattr("autoshard.decorated.ShardedFunction.plan", planned)
+    args = normal(3, VOCABULARY), normal(30, 3), integers(VOCABULARY, 30)
+    with pytest.raises(MemoryLimitError):
+        autoshard(head, mesh=mesh_of({"x": 8}), pad="auto", time_limit=6).plan(*args)
+    assert len(limits) > 2 and sum(limits) == pytest.approx(6)
 
 
 def test_even_dims_stay_as_they_are():
