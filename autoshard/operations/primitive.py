@@ -36,7 +36,7 @@ def bind(operation: Operation, arrays: Sequence[Any], static: dict[str, Any]) ->
     operands = tuple(map(jnp.asarray, arrays))
     said = tuple(sorted(static.items()))
     structure = jax.tree.structure(jax.eval_shape(functools.partial(operation.function, **static), *operands))
-    precision = jax.config.jax_default_matmul_precision
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # JAX adds its flags later
     made = operation_p.bind(*operands, operation=operation, static=said, batched=(), precision=precision)
     return jax.tree.unflatten(structure, made)
 

@@ -74,6 +74,12 @@ def test_a_ring_is_predicted():
     assert_equal(step(X, W), with_gradients(jnp.matmul)(X, W))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_products_of_nothing_have_the_shape_of_jnp(shape):
+    x, w = jnp.ones(shape), jnp.ones((shape[-1], 4))
+    assert_equal(matmul(x, w), jnp.matmul(x, w))
+
+
 def test_what_does_not_fit_is_said():
     with pytest.raises(ArgumentError, match="matmul takes"):
         matmul(X, W.T)
