@@ -23,10 +23,9 @@ from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.one_jit.function import OneJitFunction
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.kinds import PADDED
-from autoshard.planning import checked_rules, lowered, remarks
+from autoshard.planning import checked_rules, described, lowered
 from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
-from autoshard.plans.making import make_plan
 from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Planner
@@ -360,7 +359,7 @@ def evaluate(
     check_jit_takes(program, layouts, mesh_shape)
     ends = result_layouts(program, out_shardings, mesh_shape)
     formulation, solution = as_jitted(as_written, rules_for(as_written), mesh_shape, *machine, layouts, ends)
-    made = make_plan(formulation, solution, options.mesh, remarks(formulation, mesh_shape))
+    made = described(formulation, solution, options)
     made = replace(made, fingerprint=program.fingerprint, annotations=Annotations({}, {}, {}), memory=options.memory)
     planned = functools.partial(
         formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend

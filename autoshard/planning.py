@@ -372,13 +372,10 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     formulation = formulated(program, rules, options)
     searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
     solution = solved(program, formulation, options, max(until, searched_until))
-    said = remarks(formulation, dict(options.mesh.shape))
     comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:
-        made = make_plan(formulation, solution, options.mesh, said)
-        uneven = uneven_remarks(made, options.topology.uneven)
-        return Plan.of(replace(made, warnings=(*made.warnings, *uneven)), comparison)
+        return Plan.of(described(formulation, solution, options), comparison)
 
     if options.refine == 1:
         return plan_of(solution)
@@ -474,8 +471,13 @@ def comparison_of(
     return Comparison(figures)
 
 
-def remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
-    """What a plan says beside its figures."""
+def described(formulation: Formulation, solution: Solution, options: Options) -> PlanData:
+    """The plan of a solution, with what it says beside its figures."""
+    made = make_plan(formulation, solution, options.mesh, _remarks(formulation, dict(options.mesh.shape)))
+    return replace(made, warnings=(*made.warnings, *uneven_remarks(made, options.topology.uneven)))
+
+
+def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
     again = tuple(filter(None, (program.recomputed, program.stacked)))

@@ -16,8 +16,7 @@ from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
-from autoshard.planning import checked_rules, comparison_of, formulated, lowered, remarks, solved
-from autoshard.plans.making import make_plan
+from autoshard.planning import checked_rules, comparison_of, described, formulated, lowered, solved
 from autoshard.program import Program
 from autoshard.replanning.planner import Planner
 from autoshard.solver.problem import Solution
@@ -139,9 +138,8 @@ class TracedStep:
         """
         options = replace(self.options, memory=memory, is_memory_given=True)
         rules = checked_rules(self.program, dict(options.mesh.shape))
-        said = remarks(self.formulation, dict(options.mesh.shape))
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
-        made = make_plan(limited, with_bound(solution, bound), options.mesh, said)
+        made = described(limited, with_bound(solution, bound), options)
         compared = Plan.of(replace(made, memory=memory), comparison_of(self.program, rules, options))
         planner = Planner.of(self.program, options, self.jit_keywords, is_given=False)
         return planner.bound(lowered(self.program, compared, self.jit_keywords))

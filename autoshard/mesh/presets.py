@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
@@ -38,7 +41,8 @@ def topology(
     of any other size is a line laid through the torus.
 
     Raises:
-        MeshError: no machine has this name, or the axes have another number of devices.
+        MeshError: no machine has this name, the axes have another number of devices, or what is said of positions is
+            not one number for each.
 
     >>> topology("h100:2x8", {"data": 2, "model": 8}).links["data"].bandwidth
     50000000000.0
@@ -51,8 +55,27 @@ def topology(
     if have != wanted:
         raise MeshError(f"{name} has {have} devices, the axes {axes} have {wanted}")
     made = Topology.of_chip(CHIPS[machine.chip], parts_of_machine(machine, axes))
-    speeds, memories = speeds or {}, memories or {}
+    speeds, memories = _positions("speeds", speeds), _positions("memories", memories)
     for axis in dict.fromkeys([*speeds, *memories]):
         made = made.with_positions(axis, speeds=speeds.get(axis, ()), memories=memories.get(axis, ()))
     made.check(axes)
     return made
+
+
+def _positions(name: str, said: Any) -> Mapping[str, Sequence[float]]:
+    """What a user says of devices along mesh axes.
+
+    Raises:
+        MeshError: it is not one number per position of an axis.
+    """
+    if said is None:
+        return {}
+    if not isinstance(said, Mapping) or not all(_are_numbers(factors) for factors in said.values()):
+        raise MeshError(
+            f"{name}={said!r}; a number for each position of a mesh axis is needed: {name}={{'x': (1, 0.6)}}"
+        )
+    return said
+
+
+def _are_numbers(factors: Any) -> bool:
+    return np.ndim(factors) == 1 and all(isinstance(one, int | float | np.number) for one in factors)

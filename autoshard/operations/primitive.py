@@ -3,7 +3,8 @@
 `operation` is the call. `operation_tangent` is its linear part in forward mode. That transposes to a call of the
 backward operation. So a step and its gradient have one equation per call each, also in scans and under
 `jax.checkpoint`. `batched` of an equation says per `jax.vmap`, outermost first, which operands have its leading dim;
-all results do.
+all results do. `precision` is that of products at the call, as `jax.default_matmul_precision` sets it: the function is
+traced later, when the step is lowered.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def bind(operation: Operation, arrays: Sequence[Any], static: dict[str, Any]) ->
     operands = tuple(map(jnp.asarray, arrays))
     said = tuple(sorted(static.items()))
     structure = jax.tree.structure(jax.eval_shape(functools.partial(operation.function, **static), *operands))
-    return jax.tree.unflatten(structure, operation_p.bind(*operands, operation=operation, static=said, batched=()))
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # JAX adds its flags later
+    made = operation_p.bind(*operands, operation=operation, static=said, batched=(), precision=precision)
+    return jax.tree.unflatten(structure, made)
 
 
 def mapped(function: Any, batched: Batched) -> Any:
@@ -45,13 +48,16 @@ def mapped(function: Any, batched: Batched) -> Any:
     return function
 
 
-def evaluated(*operands: Any, operation: Operation, static: tuple[tuple[str, Any], ...], batched: Batched) -> list[Any]:
+def evaluated(
+    *operands: Any, operation: Operation, static: tuple[tuple[str, Any], ...], batched: Batched, precision: str | None
+) -> list[Any]:
     """The plain function of a call's operands, as a list of its results."""
 
     def plain(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(operation.function(*arrays, **dict(static)))
 
-    return list(mapped(plain, batched)(*operands))
+    with jax.default_matmul_precision(precision):
+        return list(mapped(plain, batched)(*operands))
 
 
 def _is_inexact(x: Any) -> bool:
@@ -63,6 +69,7 @@ def tangents_of(
     operation: Operation,
     static: tuple[tuple[str, Any], ...],
     batched: Batched,
+    precision: str | None,
     wrt: tuple[int, ...],
     count: int,
 ) -> list[Any]:
@@ -75,10 +82,11 @@ def tangents_of(
 
     def of_wanted(*some: Any) -> list[Any]:
         own = dict(enumerate(operands)) | dict(zip(wrt, some, strict=True))
-        made = evaluated(*own.values(), operation=operation, static=static, batched=batched)
+        made = evaluated(*own.values(), operation=operation, static=static, batched=batched, precision=precision)
         return [one for one in made if _is_inexact(one)]
 
-    return list(jax.jvp(of_wanted, tuple(operands[i] for i in wrt), tuple(tangents))[1])
+    with jax.default_matmul_precision(precision):
+        return list(jax.jvp(of_wanted, tuple(operands[i] for i in wrt), tuple(tangents))[1])
 
 
 def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
@@ -92,7 +100,7 @@ def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], **params: A
     ]
 
 
-def _transposed(cotangents: Sequence[Any], *arrays: Any, operation, static, batched, wrt, count) -> list[Any]:
+def _transposed(cotangents: Sequence[Any], *arrays: Any, operation, batched, wrt, count, **params) -> list[Any]:
     """Cotangents of the results to those of the tangents, by a call of the backward operation."""
     known = arrays[: len(arrays) - len(wrt)]
     operands, results = known[:count], known[count:]
@@ -102,7 +110,7 @@ def _transposed(cotangents: Sequence[Any], *arrays: Any, operation, static, batc
     backward = operation.backward_of(wrt, tuple(map(_is_inexact, results)))
     # A gradient of an operand that a batch shares is made per element of the batch, and summed up after.
     levels = [(*flags, *[True] * (len(results) + len(given))) for flags in batched]
-    made = operation_p.bind(*operands, *results, *given, operation=backward, static=static, batched=tuple(levels))
+    made = operation_p.bind(*operands, *results, *given, operation=backward, batched=tuple(levels), **params)
     gradients = []
     for i, gradient in zip(wrt, made, strict=True):
         shared = tuple(level for level, flags in enumerate(batched) if not flags[i])

@@ -29,12 +29,13 @@ class Call:
     operation: Operation
     static: tuple[tuple[str, Any], ...]  # keyword arguments of the function
     batched: Batched
+    precision: str | None  # of products, as `jax.default_matmul_precision` had it at the call
     rule: Rule  # with a factor for each leading dim of a batch of calls
 
     @classmethod
     def of(cls, equation: Equation, rule: Rule) -> Call:
         params = equation.params
-        return cls(params["operation"], params["static"], params["batched"], rule)
+        return cls(params["operation"], params["static"], params["batched"], params["precision"], rule)
 
     # How it can be split.
 
@@ -123,8 +124,13 @@ class Call:
 
     def local(self, run: Run, mesh: MeshShape) -> Callable[..., list]:
         """What each device makes of its shards; mesh axes are bound."""
-        function = self._local(run, mesh)
-        return lambda *shards: list(mapped(function, self.batched)(*shards))
+        function = mapped(self._local(run, mesh), self.batched)
+
+        def local(*shards: Any) -> list:
+            with jax.default_matmul_precision(self.precision):
+                return list(function(*shards))
+
+        return local
 
     def _local(self, run: Run, mesh: MeshShape) -> Callable[..., list]:
         """The same of one call of a batch."""
@@ -150,7 +156,7 @@ class Call:
         operands, results = self.rule.operands, len(forward.made)
         count = len(operands) - results - sum(forward.made)
         of_forward = replace(self.rule, operands=operands[:count], results=operands[count : count + results])
-        forward_of = Call(forward.operation, self.static, self.batched, of_forward)._local(run, mesh)
+        forward_of = replace(self, operation=forward.operation, rule=of_forward)._local(run, mesh)
         assigned = self.assignment(run, mesh)
         by_roles = {axis for role, axes in run.roles if role in implementation.splits for axis in axes}
 

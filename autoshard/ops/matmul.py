@@ -12,6 +12,7 @@ The decomposition is that of Wang et al., "Overlap communication with dependent 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ def matmul(lhs: Any, rhs: Any) -> jax.Array:
     if lhs.ndim < 2 or rhs.ndim != 2 or lhs.shape[-1] != rhs.shape[0]:
         raise ArgumentError(f"matmul takes [..., M, K] and [K, N], not {lhs.shape} and {rhs.shape}")
     dtype = jnp.result_type(lhs, rhs)
-    made: jax.Array = _matmul(lhs.reshape(-1, *lhs.shape[-2:]).astype(dtype), rhs.astype(dtype))
+    made: jax.Array = _matmul(lhs.reshape(math.prod(lhs.shape[:-2]), *lhs.shape[-2:]).astype(dtype), rhs.astype(dtype))
     return made.reshape(*lhs.shape[:-1], rhs.shape[1])
 
 

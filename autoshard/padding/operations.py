@@ -32,11 +32,12 @@ _SUMS = {"conv_general_dilated", "dot_general", "reduce_sum"}  # what is zero co
 _NEUTRAL = dict.fromkeys(_SUMS | {"scatter-add"}, "zero") | {
     "argmax": "least",
     "argmin": "greatest",
-    "reduce_and": "greatest",
+    "reduce_and": "ones",
     "reduce_max": "least",
     "reduce_min": "greatest",
-    "reduce_or": "least",
+    "reduce_or": "zero",
     "reduce_prod": "one",
+    "reduce_xor": "zero",
 }
 FROM_FIRST_ROWS = {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"}  # unless they go backwards
 MADE_ALIKE = {"broadcast_in_dim", "iota"}  # of no row: a row of the result does not depend on how many there are
@@ -52,7 +53,7 @@ class Mask:
     operand: int
     dim: int
     rows: int
-    neutral: str  # "zero", "one", "least" or "greatest"
+    neutral: str  # "zero", "one", "ones" (of every bit), "least" or "greatest"
 
     def applied(self, array: Any) -> Any:
         inside = jax.lax.broadcasted_iota(np.int32, array.shape, self.dim) < self.rows
@@ -209,9 +210,15 @@ def _random(small: JaxprEqn, large: JaxprEqn) -> PaddedOperation:
 def _neutral(kind: str, dtype: Any) -> Any:
     if kind in ("zero", "one"):
         return int(kind == "one")
+    if kind == "ones":
+        return ~np.zeros((), dtype)
     if dtype == np.bool_:
         return kind == "greatest"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.inf if kind == "greatest" else -jnp.inf
-    bounds = jnp.iinfo(dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        infinite = jnp.inf if kind == "greatest" else -jnp.inf
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            return complex(infinite, infinite)
+        if np.isinf(np.asarray(infinite, dtype)):
+            return infinite
+    bounds = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
     return bounds.max if kind == "greatest" else bounds.min

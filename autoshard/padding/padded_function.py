@@ -108,4 +108,4 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
             arrays = flattened(self._static.split(args, kwargs)[1]).arrays
             return out_tree.unflattened(padded(*arrays))
 
-        return batch, ShardedFunction(step, options=self._options, jit_keywords=self._given_keywords)
+        return batch, ShardedFunction(step, options=self._options, jit_keywords=self._given_keywords, given=self._given)

@@ -20,13 +20,12 @@ from autoshard.planning import (
     cheapest,
     checked_rules,
     comparison_of,
+    described,
     formulated,
     lowered,
-    remarks,
     solved,
 )
 from autoshard.plans.activations import activations_of
-from autoshard.plans.making import make_plan
 from autoshard.program import Program
 from autoshard.replanning.explaining import ArgumentQuestion
 from autoshard.replanning.near_choices import agreeing, enough_gap, near
@@ -154,9 +153,7 @@ class Planner:
         ) or (other.options.mesh.shape != self.options.mesh.shape)
         formulation = other.formulation(other.fixed)
         solution = other.fresh(formulation) if moves else other.from_last(formulation, plan, self)
-        made = make_plan(
-            formulation, solution, other.options.mesh, remarks(formulation, dict(other.options.mesh.shape))
-        )
+        made = described(formulation, solution, other.options)
         rules = checked_rules(other.program, dict(other.options.mesh.shape))
         asked = replace(
             Plan.of(made, comparison_of(other.program, rules, other.options, other.fixed)),

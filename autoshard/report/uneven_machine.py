@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autoshard.mesh.unevenness import Unevenness
-from autoshard.plans.plan import PlanData
+from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.report.units import seconds_text
 
 _LISTED = 8  # positions whose figures stand in a remark
@@ -28,13 +28,14 @@ def _of_speeds(plan: PlanData, uneven: Unevenness) -> Iterator[str]:
     yield f"speed: devices along {uneven.axis!r} run at {_listed(uneven.speeds)} of the machine's rates."
     yield f"The step takes what the slowest take, {seconds_text(step)}."
     yield f"A device waits {seconds_text(compute * uneven.waiting)} of it on average."
-    rows = _rows(plan, uneven.axis)
-    if rows is None:
-        yield "No rows of the batch are split there, so no shares of them would help."
+    batch = _batch(plan)
+    if batch is None or uneven.axis not in batch.layout[0]:
+        rows = "No rows" if batch is None else f"No rows of {batch.name}"
+        yield f"{rows} are split there, so no shares of them would help."
     else:
-        shares = _listed(uneven.shares(rows))
+        shares = _listed(uneven.shares(batch.shape[0]))
         saved = seconds_text(compute * uneven.saved_by_shares)
-        yield f"Shares of {shares} of the batch's {rows} rows would save {saved} at best."
+        yield f"Shares of {shares} of the {batch.shape[0]} rows of {batch.name} would save {saved} at best."
         yield "They are not run: XLA runs one program on shapes of one size, where an added row takes as long as any."
     alone = uneven.fastest_alone
     if alone is not None:
@@ -43,11 +44,10 @@ def _of_speeds(plan: PlanData, uneven: Unevenness) -> Iterator[str]:
         yield f"The fastest {alone} alone would compute it in {ratio:.0%} of the time: leave the others out."
 
 
-def _rows(plan: PlanData, axis: str) -> int | None:
-    """How many rows the batch has, if they are split over an axis: dim 0 of the largest argument that is no state."""
+def _batch(plan: PlanData) -> PlacedArray | None:
+    """The largest argument that is no state. A step that carries none may have its weights there."""
     arriving = [one for i, one in enumerate(plan.arguments) if i not in plan.carried and one.shape]
-    largest = max(arriving, key=lambda one: one.local_bytes, default=None)
-    return largest.shape[0] if largest is not None and axis in largest.layout[0] else None
+    return max(arriving, key=lambda one: one.local_bytes, default=None)
 
 
 def _listed(figures: Sequence[float]) -> str:

@@ -97,6 +97,12 @@ def test_a_piece_at_another_place_is_found():
     assert not are_equal(wrong.lookup(parts, INDICES), plain(TABLES, INDICES))
 
 
+def test_tables_of_several_dtypes_are_promoted():
+    tables = [jnp.asarray([[1, 2]]), jnp.asarray([[0.5, 0.25]], jnp.bfloat16), jnp.asarray([[1 / 3, 1.0]])]
+    layout = EmbeddingTables.of(np.array([1, 1, 1]), 2)
+    assert_equal(layout.apart(layout.together(tables)), [table.astype(jnp.float32) for table in tables])
+
+
 def test_what_does_not_fit_is_said():
     with pytest.raises(ArgumentError, match="positive"):
         EmbeddingTables.of((3, 0), 2)
@@ -104,7 +110,13 @@ def test_what_does_not_fit_is_said():
         EmbeddingTables.of((3, 4), 2, costs=[1])
     with pytest.raises(ArgumentError, match="one width"):
         EmbeddingTables.of((3,), 2).together([normal(4, 8)])
-    with pytest.raises(ArgumentError, match="lookup takes"):
+    with pytest.raises(ArgumentError, match="one width"):
+        EmbeddingTables.of((3,), 2).together([normal(3)])
+    with pytest.raises(ArgumentError, match=r"\[3, 0\] rows"):
+        EmbeddingTables.of(np.array([3, 0]), 2)
+    with pytest.raises(ArgumentError, match="integers as indices, not float32"):
+        EmbeddingTables.of((3,), 2).lookup(normal(2, 3, 8), normal(4, 1, 1))
+    with pytest.raises(ArgumentError, match="lookup takes parts"):
         EmbeddingTables.of((3,), 2).lookup(normal(2, 3, 8), integers(3, 4, 2, 1))
     assert balancing.greedy([], 2) == ()
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import normal
 from equality import are_equal, assert_equal
@@ -95,6 +96,11 @@ def test_numbers_are_those_of_numpy(axes, how, plain):
     assert_equal(fft(x, axes, **how), plain(x))
 
 
+def test_an_axis_may_be_an_integer_of_numpy():
+    x = numbers(4)
+    assert_equal(fft(x, np.int64(-1)), jnp.fft.fft(x))
+
+
 def test_a_wrong_twiddle_is_found(monkeypatch):
     monkeypatch.setattr(implementations, "twiddles", lambda *args, dtype, **how: jnp.ones((), dtype))
     mesh, x = mesh_of({"x": 8}), numbers(64)
@@ -110,6 +116,7 @@ def test_a_wrong_twiddle_is_found(monkeypatch):
         (3, {}, "no such axis"),
         (0, {"length": 4}, "length="),
         (0, {"real": True}, "real=True"),
+        (0, {"length": 0, "inverse": True, "real": True}, "1 or more is needed"),
     ],
 )
 def test_what_cannot_be_transformed_is_said(axes, how, said):

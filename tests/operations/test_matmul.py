@@ -1,6 +1,7 @@
 """Products in a ring of pieces: the numbers of `jnp.matmul`, forward and backward, and the permutes predicted."""
 
 import dataclasses
+import functools
 import importlib
 
 import jax
@@ -13,7 +14,7 @@ from oracles import mesh_of, slow_chips, tally
 
 from autoshard import ArgumentError, Link, autoshard
 from autoshard.operations.running import Call
-from autoshard.ops import matmul
+from autoshard.ops import attention, matmul
 from autoshard.ops.matmul import RING
 from autoshard.propagation.registry import rule_of
 
@@ -73,6 +74,30 @@ def test_a_ring_is_predicted():
     assert_equal(step(X, W), with_gradients(jnp.matmul)(X, W))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
+def test_products_of_nothing_have_the_shape_of_jnp(shape):
+    x, w = jnp.ones(shape), jnp.ones((shape[-1], 4))
+    assert_equal(matmul(x, w), jnp.matmul(x, w))
+
+
 def test_what_does_not_fit_is_said():
     with pytest.raises(ArgumentError, match="matmul takes"):
         matmul(X, W.T)
+
+
+@pytest.mark.parametrize("mesh", [None, {"x": 8}])
+def test_products_have_the_precision_of_their_call(mesh):
+    """The function of an operation is traced when the step is lowered, as are derivatives and what devices run."""
+
+    def step(x, w, precision):
+        with jax.default_matmul_precision(precision):
+            loss = jax.grad(lambda x, w: (matmul(x, w) * WEIGHTS).sum(), argnums=(0, 1))
+            rows = x[:, :, None, :8]
+            mapped = jax.vmap(attention, in_axes=(None, None, 0))(rows, rows, jnp.stack([rows, rows]))
+            return matmul(x, w), loss(x, w), mapped
+
+    for precision in ("highest", None):
+        how = jax.jit if mesh is None else functools.partial(autoshard, mesh=mesh_of(mesh))
+        text = how(functools.partial(step, precision=precision)).lower(X, W).as_text()
+        products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+        assert products and all(("HIGHEST" in line) == (precision == "highest") for line in products)

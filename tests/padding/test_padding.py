@@ -100,6 +100,30 @@ def assert_same(made, expected):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
 
 
+INTEGERS, FLOATS = ("int8", "uint8", "int32", "uint32"), ("float16", "bfloat16", "float32", "float8_e4m3fn")
+BITS, ORDERED = "reduce_and reduce_or reduce_xor", "reduce_max reduce_min argmax argmin"
+NUMBERS = "reduce_sum reduce_prod"
+REDUCTIONS = [
+    ("bool", f"{BITS} {ORDERED}"),
+    *((dtype, f"{BITS} {ORDERED} {NUMBERS}") for dtype in INTEGERS),
+    *((dtype, f"{ORDERED} {NUMBERS}") for dtype in FLOATS),
+    ("complex64", f"reduce_max reduce_min {NUMBERS}"),
+]
+
+
+@pytest.mark.parametrize("dtype, names", REDUCTIONS, ids=[dtype for dtype, _ in REDUCTIONS])
+def test_added_rows_count_for_nothing_in_any_reduction(dtype, names):
+    def step(x):
+        of = {name: (0, np.int32) if name.startswith("arg") else ((0,),) for name in names.split()}
+        return [getattr(jax.lax, name)(x, *how) for name, how in of.items()]
+
+    for least, end in ((-3, 3), (1, 4), (-4, 0)):
+        rows = np.random.default_rng(end).integers(least, end, (8, WIDTH)).astype(dtype)
+        program = PaddedProgram("step", jax.make_jaxpr(step)(rows[:3]), jax.make_jaxpr(step)(rows))
+        for name, made, right in zip(names.split(), jax.jit(program)(rows), step(jnp.asarray(rows[:3])), strict=True):
+            np.testing.assert_array_equal(np.asarray(made), np.asarray(right), err_msg=name)
+
+
 REFUSED = [
     (lambda x: jnp.sort(x, axis=0), "sort at test_padding.py.* makes rows of its result of other rows"),
     (lambda x: x[::-1], "rev at test_padding.py.* makes rows of its result of other rows"),
@@ -207,6 +231,16 @@ def test_batches_of_any_size_train_as_on_one_device():
     plan = step.plan(state, batch, 0.1)
     assert [one.shape[0] for one in plan.arguments if one.name.startswith("batch/")] == [16, 16]
     assert "11 rows" in plan.warnings[-1] and "16" in plan.warnings[-1]
+
+
+def test_a_plan_that_is_given_is_that_of_the_padded_batch():
+    mesh, fixed = jax.make_mesh((8,), ("data",)), {"batch/x": jax.P(), "batch/y": jax.P()}
+    state = {"w": jnp.asarray(normal(WIDTH, 2)), "step": jnp.asarray(0)}
+    args = state, {"x": normal(11, WIDTH), "y": normal(11, 2)}, 0.1
+    how = {"mesh": mesh, "pad": "batch"}
+    plan, free = (autoshard.autoshard(sgd, **how, fixed=one).plan(*args) for one in (fixed, None))
+    again = autoshard.autoshard(sgd, **how, plan=plan).plan(*args)
+    assert again.in_shardings == plan.in_shardings != free.in_shardings
 
 
 def test_the_batch_is_told_from_weights():

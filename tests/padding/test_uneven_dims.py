@@ -10,7 +10,7 @@ from equality import are_equal, assert_equal
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
-from autoshard import ArgumentError, autoshard
+from autoshard import ArgumentError, MemoryLimitError, Plan, PlanError, autoshard
 from autoshard.operations.running import Call
 from autoshard.padding.dims import resizing, rewriting
 from autoshard.padding.dims.classes import DimClasses
@@ -129,6 +129,21 @@ def test_every_kind_of_reduction_and_index(spoiled):
     assert_equal(jax.jit(uneven)(x), list(reductions(x)))
 
 
+def spread(x, column):
+    """Sums over columns that are all alike, and over what keeps zeros as they are."""
+    alike = jnp.broadcast_to(column[:, None], (len(x), len(x)))
+    forms = -x, x.T, x[None].astype(jnp.bfloat16), x.reshape(len(x), 1, -1)
+    return jnp.exp(x @ x.T - alike) @ x, alike.sum(1), *(form.sum() for form in forms)
+
+
+@pytest.mark.parametrize("rows", [12, 30])
+def test_added_columns_of_a_spread_column_are_summed_nowhere(rows):
+    """Added rows are zeros, as in a step that runs."""
+    args = 0.3 * normal(rows, 5), normal(rows, seed=1)
+    uneven = padded_step(spread, {"x": 8}, args, {rows})
+    assert_equal(jax.jit(uneven)(*args), list(spread(*args)))
+
+
 def head(weights, x, labels):
     def loss_of(weights):
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ weights), labels[:, None], -1))
@@ -145,6 +160,36 @@ def test_a_step_is_padded_where_that_is_faster():
     assert any("from 257 to 264" in one for one in plan.warnings)
     assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
     assert_equal(step(*args), jax.jit(head)(*args))
+
+
+def test_a_plan_that_is_given_says_what_is_padded(tmp_path):
+    """It is of one way to pad, or of the step as written. None advises to pad the batch."""
+    shape, args = {"x": 8}, (normal(3, VOCABULARY), normal(30, 3), integers(VOCABULARY, 30))
+    how = {"mesh": mesh_of(shape), "topology": slow_chips(shape), "donate_argnums": 0}
+    for pad in ("auto", None):
+        plan = autoshard(head, **how, pad=pad).plan(*args)
+        plan.save(tmp_path / "plan.json")
+        step = autoshard(head, **how, pad="auto", plan=Plan.load(tmp_path / "plan.json", how["mesh"]))
+        again = step.plan(*args)
+        assert again.fingerprint == plan.fingerprint and again.in_shardings == plan.in_shardings
+        assert any("pad='auto'" in one for one in again.warnings) == (pad == "auto")
+        assert any("pad='batch'" in one for one in plan.warnings) == (pad is None)
+    with pytest.raises(PlanError):
+        step.plan(normal(3, 129), *args[1:])
+
+
+def test_all_ways_to_pad_share_the_time_limit(monkeypatch):
+    limits = []
+
+    def planned(self, *args, **kwargs):
+        limits.append(self._options.time_limit)
+        raise MemoryLimitError("", budget=1, needed=2)
+
+    monkeypatch.setattr("autoshard.decorated.ShardedFunction.plan", planned)
+    args = normal(3, VOCABULARY), normal(30, 3), integers(VOCABULARY, 30)
+    with pytest.raises(MemoryLimitError):
+        autoshard(head, mesh=mesh_of({"x": 8}), pad="auto", time_limit=6).plan(*args)
+    assert len(limits) > 2 and sum(limits) == pytest.approx(6)
 
 
 def test_even_dims_stay_as_they_are():

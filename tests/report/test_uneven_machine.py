@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard import ArgumentError, MemoryLimitError, MeshError, Topology, topology
@@ -40,8 +41,29 @@ def test_a_plan_says_what_is_lost_to_the_slowest():
     assert plan.cost > even.cost
     (remark,) = (one for one in plan.warnings if one.startswith("speed:"))
     assert "devices along 'hosts' run at 1 and 0.6 of the machine's rates" in remark
-    assert "Shares of 40960 and 24576 of the batch's 65536 rows would save" in remark and "They are not run" in remark
+    assert "Shares of 40960 and 24576 of the 65536 rows of x would save" in remark and "They are not run" in remark
     assert not any("speed:" in one for one in even.warnings)
+
+
+def test_layouts_of_your_own_and_frontiers_say_it_too():
+    machine = topology("h100:2x4", AXES, speeds={"hosts": (1, 0.6)})
+    layouts = P(), P(("hosts", "chips"))
+    evaluated = autoshard.evaluate(step, *ARGUMENTS, mesh=MESH, topology=machine, in_shardings=layouts)
+    for plan in (evaluated, *autoshard.frontier(step, *ARGUMENTS, mesh=MESH, topology=machine, points=2)):
+        assert any("of the 65536 rows of x would save" in one for one in plan.warnings)
+
+
+def test_rows_are_those_of_a_named_argument():
+    """A step that carries no state may have a weight as its largest argument."""
+
+    def forward(w, x):
+        return jnp.tanh(x @ w)
+
+    machine = topology("h100:2x4", AXES, speeds={"hosts": (1, 0.6)})
+    fixed = {"w": P(("hosts", "chips")), "x": P()}
+    arrays = jax.ShapeDtypeStruct((65536, 512), "float32"), jax.ShapeDtypeStruct((8, 65536), "float32")
+    plan = autoshard.plan(forward, *arrays, mesh=MESH, topology=machine, fixed=fixed)
+    assert any("of the 65536 rows of w would save" in one for one in plan.warnings)
 
 
 def test_devices_that_only_hold_others_up_are_named():
@@ -74,6 +96,10 @@ def test_a_saved_machine_has_its_positions(tmp_path):
         ({"speeds": {"rows": (1, 0.5)}}, "'rows' has 1 devices"),
         ({"speeds": {"hosts": (1, 0)}}, "factors of more than 0"),
         ({"memories": {"hosts": ()}}, "nothing is said"),
+        ({"speeds": (1, 0.6)}, "a number for each position"),
+        ({"speeds": {"hosts": 0.6}}, "a number for each position"),
+        ({"memories": {"hosts": "ab"}}, "a number for each position"),
+        ({"memories": {"hosts": ("1", None)}}, "a number for each position"),
     ],
 )
 def test_what_is_no_machine_is_an_error(said, message):

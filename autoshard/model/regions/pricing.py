@@ -117,7 +117,8 @@ class Regions:
         """Equal for equations that run the same on shards; empty for what is no region."""
         params = equation.params
         if equation.primitive == OPERATION:
-            return id(params["operation"]), params["static"], params["batched"], equation.index in self.forward
+            said = params["static"], params["batched"], params["precision"]
+            return id(params["operation"]), *said, equation.index in self.forward
         return (id(params["jaxpr"]),) if equation.primitive == SHARD_MAP else ()
 
     def of(self, group: Group, run: Run | None, *, shares: bool = True) -> Region:
@@ -145,7 +146,7 @@ class Regions:
         in_order = sorted(run.roles)
         axes = tuple(itertools.chain(*(names for _, names in in_order)))
         roles = tuple((role, tuple(self.mesh[axis] for axis in names)) for role, names in in_order) if run.name else ()
-        key = call.static, call.batched, shares, shapes, run.name, roles, self.machine
+        key = call.static, call.batched, call.precision, shares, shapes, run.name, roles, self.machine
         known = call.operation.priced
         if key not in known:
             known[key] = self._traced(call, run, equation, shapes, shares), axes
@@ -235,15 +236,15 @@ def _forward_calls(program: Program) -> Iterator[tuple[int, Equation]]:
     for equation in program.equations:
         if equation.primitive != OPERATION:
             continue
-        operation, static = equation.params["operation"], equation.params["static"]
+        operation, said = equation.params["operation"], (equation.params["static"], equation.params["precision"])
         scope, operands = program.scope(equation.path), [id(x) for x in equation.inputs]
         if operation.forward is not None:
             forward = operation.forward
             count = len(operands) - len(forward.made) - sum(forward.made)
-            shared = calls.get((id(forward.operation), static, scope, *operands[:count]))
+            shared = calls.get((id(forward.operation), said, scope, *operands[:count]))
             if shared is not None:
                 yield equation.index, shared
-        calls[id(operation), static, scope, *operands] = equation
+        calls[id(operation), said, scope, *operands] = equation
 
 
 def program_of(traced: ClosedJaxpr) -> Program:

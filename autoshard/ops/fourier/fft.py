@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autoshard.errors import ArgumentError
@@ -43,13 +45,13 @@ def fft(
 
     Raises:
         ArgumentError: more than three axes, an axis that is not there or is there twice, or a length of another
-            transform.
+            transform or of less than 1.
 
     >>> fft(jnp.ones(4), real=True).shape
     (3,)
     """
     x = jnp.asarray(x)
-    said = [axes] if isinstance(axes, int) else list(axes)
+    said = list(map(operator.index, np.atleast_1d(axes)))
     if not all(-x.ndim <= axis < x.ndim for axis in said):
         raise ArgumentError(f"fft along axes {said} of an array of shape {x.shape}: there is no such axis")
     places = [axis % x.ndim for axis in said]
@@ -59,6 +61,8 @@ def fft(
         raise ArgumentError(
             "length= is of an inverse real transform, whose numbers do not tell how many they come from"
         )
+    if length is not None and length < 1:
+        raise ArgumentError(f"length={length} of an inverse real transform: 1 or more is needed")
     kind = "I" * inverse + "R" * real + "FFT"
     if real and not inverse and jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise ArgumentError(f"a real transform takes real numbers, not {x.dtype}: leave out real=True")
@@ -132,5 +136,5 @@ def _as_operation(equation: Equation) -> Equation:
     params = equation.params
     name = getattr(params["fft_type"], "name", str(params["fft_type"])).upper()
     operation = fft_operation(Transform(name, tuple(params["fft_lengths"])))
-    said = {"operation": operation, "static": (), "batched": ()}
+    said = {"operation": operation, "static": (), "batched": (), "precision": None}
     return replace(equation, primitive=OPERATION, params=said)

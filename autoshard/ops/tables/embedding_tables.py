@@ -13,6 +13,7 @@ last dim is column-wise, which a plan may do beside. A lookup is one operation w
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,10 @@ class EmbeddingTables:
         Raises:
             ArgumentError: a size is not positive, or there is not one cost per table.
         """
+        rows = list(map(operator.index, rows))
         costs = list(rows if costs is None else costs)
         if devices < 1 or not rows or min(rows) < 1 or (most_rows is not None and most_rows < 1):
-            raise ArgumentError(f"tables of {list(rows)} rows on {devices} devices: all have to be positive")
+            raise ArgumentError(f"tables of {rows} rows on {devices} devices: all have to be positive")
         if len(costs) != len(rows):
             raise ArgumentError(f"{len(costs)} costs for {len(rows)} tables: one a table is needed")
         cut = [
@@ -93,11 +95,19 @@ class EmbeddingTables:
         return max(ends)
 
     def together(self, tables: Sequence[Any]) -> jax.Array:
-        """The tables, each ``[rows, width]``, as one array ``[devices, rows_per_device, width]``."""
+        """The tables, each ``[rows, width]``, as one array ``[devices, rows_per_device, width]``.
+
+        Its dtype is the one to which those of the tables are promoted.
+        """
         shapes = [np.shape(table) for table in tables]
-        if len({shape[1:] for shape in shapes}) > 1 or tuple(shape[0] for shape in shapes) != self.rows:
+        widths = {shape[1:] for shape in shapes}
+        if (
+            any(len(shape) != 2 for shape in shapes)
+            or len(widths) > 1
+            or tuple(rows for rows, _ in shapes) != self.rows
+        ):
             raise ArgumentError(f"tables are {shapes}; {list(self.rows)} rows of one width are needed")
-        made = jnp.zeros((self.devices, self.rows_per_device, shapes[0][1]), jnp.asarray(tables[0]).dtype)
+        made = jnp.zeros((self.devices, self.rows_per_device, shapes[0][1]), jnp.result_type(*tables))
         for one in self.pieces:
             part = jnp.asarray(tables[one.table])[one.first : one.first + one.rows]
             made = made.at[one.device, one.at : one.at + one.rows].set(part)
@@ -121,9 +131,11 @@ class EmbeddingTables:
             ``[batch, tables, width]``.
 
         Raises:
-            ArgumentError: shapes do not fit.
+            ArgumentError: shapes do not fit, or indices are no integers.
         """
         parts, indices = jnp.asarray(parts), jnp.asarray(indices)
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ArgumentError(f"lookup takes integers as indices, not {indices.dtype}")
         fits = parts.ndim == 3 and parts.shape[:2] == (self.devices, self.rows_per_device)
         if not fits or indices.ndim != 3 or indices.shape[1] != len(self.rows):
             raise ArgumentError(

@@ -31,7 +31,7 @@ from autoshard.padding.dims.resizing import resized
 from autoshard.padding.operations import shape_of
 from autoshard.primitives import facts_of
 
-_KEEP_ZEROS = {"broadcast_in_dim", "convert_element_type", "neg", "reshape", "squeeze", "transpose"}
+_KEEP_ZEROS = {"convert_element_type", "neg", "reshape", "squeeze", "transpose"}
 
 
 class TwoForms:

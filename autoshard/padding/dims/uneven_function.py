@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import jax
 
 from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
-from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.errors import ArgumentError, MemoryLimitError, PlanError
 from autoshard.options import Options
+from autoshard.padding.batches import uneven_batch
 from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass
 from autoshard.padding.dims.rewriting import UnevenStep
 from autoshard.program import Program
@@ -22,7 +23,7 @@ from autoshard.program.trees import Box, Tree
 from autoshard.user_plan import Plan
 
 MOST_CLASSES = 3  # that are tried, those with the most work
-Chosen = tuple[ShardedFunction[..., Any] | None, str]  # the padded step, None for the step as written; and a remark
+Chosen = tuple[ShardedFunction[..., Any] | None, str]  # the step in its best way, None if there is one; and a remark
 
 
 class UnevenFunction(ShardedFunction[Parameters, Result]):
@@ -32,7 +33,7 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
         self, fn: Any, *, options: Options, jit_keywords: Mapping[str, Any], given: Plan | None = None
     ) -> None:
         super().__init__(fn, options=options, jit_keywords=jit_keywords, given=given)
-        self._given_plan, self._given_keywords = given, dict(jit_keywords)
+        self._given_keywords = dict(jit_keywords)
         self._steps: dict[Any, Chosen] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -46,7 +47,9 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
         """How the step is sharded for arguments like these, its dims padded where that is faster."""
         step, remark = self._chosen(args, kwargs)
         made = super().plan(*args, **kwargs) if step is None else step.plan(*args, **kwargs)
-        return replace(made, warnings=(*made.warnings, remark)) if remark else made
+        advice = uneven_batch(self.trace(*args, **kwargs), self._options.mesh.shape)  # to pad, as is done here
+        said = [one for one in (*made.warnings, remark) if one and one not in advice]
+        return replace(made, warnings=tuple(said))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step as it was chosen, lowered."""
@@ -86,18 +89,20 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
         if not uneven:
             return None, ""
         carried, out_tree = super().trace(*args, **kwargs).carried.values(), results[0].tree
-        tried: list[Mapping[Node, PaddedClass]] = [dict(uneven)]
-        tried += [{root: one} for root, one in uneven if len(uneven) > 1]
+        ways: list[Mapping[Node, PaddedClass]] = [{}, dict(uneven)]
+        ways += [{root: one} for root, one in uneven if len(uneven) > 1]
+        options = replace(self._options, time_limit=self._options.time_limit / len(ways))  # one limit for all of them
         best: tuple[float, Chosen] | None = None
-        errors: list[MemoryLimitError] = []
-        for padded in [{}, *tried]:
-            step = None
-            if padded:
-                step = self._step(UnevenStep(closed, classes, padded, carried), out_tree)
+        errors: list[MemoryLimitError | PlanError] = []
+        for padded in ways:
+            fn = self._padded(UnevenStep(closed, classes, padded, carried), out_tree) if padded else self._fn
+            step = ShardedFunction(fn, options=options, jit_keywords=self._given_keywords, given=self._given)
             try:
-                plan = super().plan(*args, **kwargs) if step is None else step.plan(*args, **kwargs)
-            except MemoryLimitError as error:
-                errors.append(error)
+                plan = step.plan(*args, **kwargs)
+            except (MemoryLimitError, PlanError) as error:
+                if isinstance(error, PlanError) and self._given is None:
+                    raise
+                errors.append(error)  # a given plan is of one of the ways
                 continue
             if best is None or plan.predicted.step_seconds < best[0]:
                 best = plan.predicted.step_seconds, (step, _remark(padded.values()))
@@ -105,13 +110,13 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
             raise errors[0]
         return best[1]
 
-    def _step(self, uneven: UnevenStep, out_tree: Tree) -> ShardedFunction[..., Any]:
+    def _padded(self, uneven: UnevenStep, out_tree: Tree) -> Callable[..., Any]:
         @functools.wraps(self._fn)
         def step(*args: Any, **kwargs: Any) -> Any:
             arrays = flattened(self._static.split(args, kwargs)[1]).arrays
             return out_tree.unflattened(uneven(*arrays))
 
-        return ShardedFunction(step, options=self._options, jit_keywords=self._given_keywords, given=self._given_plan)
+        return step
 
 
 def _remark(padded: Any) -> str:
