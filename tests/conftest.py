@@ -5,6 +5,8 @@ import os
 
 import jax
 
+from autoshard.batching import boundary
+
 collect_ignore = ["many_processes.py"]  # a program, which tests start
 
 jax.config.update("jax_platforms", "cpu")
@@ -13,6 +15,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # LLVM's part alone, which no test looks at: the passes over HLO, and so collectives and memory, are the same.
 fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
+
+boundary.RAISES = True  # faults that users would find in a log alone
 
 # Jaxprs are many small objects that live on: with Python's own thresholds the collector takes a twentieth of the time.
 gc.set_threshold(100_000, 50, 100)
