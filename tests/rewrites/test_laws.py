@@ -101,7 +101,18 @@ NOT_REWRITTEN = {  # law -> a step in which it would change more than the order 
     "product_chain": lambda x, a, b: jnp.tanh(x @ a) @ b,
     "summed_product": lambda x, a, b: jnp.sum(jnp.abs(x @ a), 0),
     "loop_sum": lambda x, a, b: jax.lax.scan(lambda c, _: (c * 0.5 + x @ a, None), x, length=3),
+    "broadcast_product": lambda x, a, b: jnp.broadcast_to(x[:1], (3, 3)).astype(jnp.int8).astype(jnp.float32) @ a,
+    "loop_product": lambda x, a, b: jax.lax.scan(lambda c, key: (jnp.tanh(c + drawn(key) @ a), None), x, keys()),
 }
+
+
+def keys():
+    return jax.random.split(jax.random.key(0, impl="rbg"), 3)
+
+
+def drawn(key):
+    """Of these keys, `jax.vmap` draws other numbers than a loop."""
+    return jax.random.uniform(key, (3, 3))
 
 
 @pytest.mark.parametrize("name", NOT_REWRITTEN)
