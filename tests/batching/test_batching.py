@@ -159,10 +159,11 @@ def test_numbers_that_vmap_would_draw_otherwise_stay_outside():
         _, bits = jax.lax.rng_bit_generator(jnp.full(4, seed, jnp.uint32), w.shape)
         return w @ w.T @ (w * bits.astype(jnp.float32))
 
-    def step(seeds, *weights):
-        return [one(w, seeds[i]) for i, w in enumerate(weights)]
+    def step(seeds, weights):
+        return list(map(one, weights, seeds))
 
-    found = BatchedFunctions.of(jax.make_jaxpr(step)(jnp.arange(3, dtype=jnp.uint32), *matrices(*SAME)))
+    closed = jax.make_jaxpr(step)([jnp.uint32(i) for i in range(3)], matrices(*SAME))
+    found = BatchedFunctions.of(closed)
     groups = () if found is None else found.groups
     drawn = [eqn.primitive.name for group in groups for function in group for eqn in function.equations]
     assert "rng_bit_generator" not in drawn
