@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax
 
@@ -26,13 +26,8 @@ from autoshard.remat.costs import seconds_again
 from autoshard.rewrites import REWRITES, Rewrite
 from autoshard.rewrites.applying import Site, rewritten, sites
 from autoshard.solver.runtime.cutoff import CutoffReached
-from autoshard.variants.choosing import PlannedProgram
+from autoshard.variants.choosing import LEAST_GAIN, Planned, proven
 from autoshard.variants.variant import StepVariants
-
-# A rewrite has to gain this share of the step's seconds: predictions of steps that close are not told apart.
-LEAST_GAIN = 0.005
-
-Planned = TypeVar("Planned", bound=PlannedProgram)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,12 +163,7 @@ class RewriteSearch(Generic[Planned]):
         if self.best is None:
             assert self.error is not None, "else it fits"
             raise self.error
-        bound = min(self.bounds)
-        if bound >= self.best.plan.bound:
-            return self.best
-        found: Any = self.best
-        proven: Planned = replace(found, plan=replace(found.plan, bound=bound, status="feasible"))
-        return proven
+        return proven(self.best, min(self.bounds))
 
     def with_consequences(self, site: Site, seen: set[Any]) -> Iterator[RewrittenStep]:
         """The step with a site rewritten, and the same with what only that makes possible."""
