@@ -24,7 +24,7 @@ from autoshard.program.rewritten import RewrittenPlaces
 from autoshard.program.tracing import TracedStep
 from autoshard.remat.costs import seconds_again
 from autoshard.rewrites import REWRITES, Rewrite
-from autoshard.rewrites.applying import Site, rewritten, sites
+from autoshard.rewrites.applying import Site, forms, rewritten, sites
 from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.variants.choosing import LEAST_GAIN, Planned, proven
 from autoshard.variants.variant import StepVariants
@@ -72,12 +72,22 @@ def by_laws(variants: StepVariants, done: Sequence[RewrittenPlaces], devices: in
                 closed = rewritten(closed, law, places, devices)
         return closed
 
+    def again(types: Sequence[Any]) -> ClosedJaxpr:
+        made, whole = traced.again(types), traced.closed
+        with jax.sharding.use_abstract_mesh(variants.mesh):
+            for law, places in laws:
+                if forms(made, law, places, devices) != forms(whole, law, places, devices):
+                    raise MicrobatchError(
+                        f"{law.name} applies in other places, or otherwise, to the step of a microbatch than to the "
+                        "whole step.\nLeave this law out of rewrites=, or try another number of microbatches."
+                    )
+                made, whole = (rewritten(one, law, places, devices) for one in (made, whole))
+        return made
+
     def read(closed: ClosedJaxpr) -> Program:
         return replace(traced.read(closed), rewritten=tuple(done))
 
-    step: TracedStep = replace(
-        traced, closed=applied(traced.closed), again=lambda types: applied(traced.again(types)), read=read
-    )
+    step: TracedStep = replace(traced, closed=applied(traced.closed), again=again, read=read)
     return variants.of(step)
 
 
@@ -94,7 +104,7 @@ def as_planned(variants: StepVariants, laws: Sequence[tuple[str, Sequence[int]]]
     """The step rewritten as a plan has it.
 
     Raises:
-        PlanError: there is no law of some name.
+        PlanError: there is no law of some name, or it does not apply in some place.
     """
     step = RewrittenStep(variants.step.closed, (), devices)
     with jax.sharding.use_abstract_mesh(variants.mesh):
@@ -102,6 +112,11 @@ def as_planned(variants: StepVariants, laws: Sequence[tuple[str, Sequence[int]]]
             law = _law(name)
             found = sites(step.closed, law, devices)
             said = [one for one in found if set(one.places) <= set(places)]
+            if not set(places) <= {place for one in said for place in one.places}:
+                raise PlanError(
+                    f"the plan has the step rewritten by {name!r} in places {', '.join(map(str, places))}; it applies "
+                    "in other ones alone.\nThe plan is for another step; plan anew."
+                )
             lines = tuple(dict.fromkeys(line for one in said for line in one.lines))
             arguments = frozenset[int]().union(*(one.arguments for one in said))
             done = RewrittenPlaces(name, law.law, tuple(places), lines, arguments)

@@ -1,6 +1,7 @@
 """`rewrites="auto"`: the fastest way to write a step is found by price, runs, is reported, saved and found again."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from equality import assert_equal
@@ -8,9 +9,12 @@ from oracles import mesh_of, v5e
 from rewritable import arrays, matrix_chain, recurrent, with_gradients
 
 import autoshard
-from autoshard import ArgumentError, Plan, PlanError
+from autoshard import ArgumentError, MicrobatchError, Plan, PlanError
 from autoshard.rewrites import REWRITES, Match, register
+from autoshard.rewrites.applying import sites
 from autoshard.rewrites.product import contracted
+from autoshard.variants.rewriting import as_planned, by_laws
+from autoshard.variants.variant import Variant
 
 AXES = {"data": 2, "model": 2}
 
@@ -83,6 +87,32 @@ def test_products_leave_a_loop_whose_turns_wait_for_each_other():
 def test_a_rewritten_step_runs_in_microbatches_and_recomputes(chain):
     plan = planned(*chain, rewrites=["product_chain"], microbatches=2, remat="auto")
     assert plan.rewrites and any("2 microbatches" in one for one in plan.warnings)
+
+
+def test_places_that_shift_with_the_rows_are_refused():
+    """With few rows the first chain is not looked at, so that the second one would have its place."""
+
+    def step(x, a, b, c, d):
+        return jnp.tanh((x @ a) @ b), (a @ c) @ d
+
+    shapes = [(256, 256), (256, 256), (256, 256), (256, 64), (64, 64)]
+    whole = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    few = [jax.ShapeDtypeStruct((32, 256), jnp.float32), *whole[1:]]
+    variants = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES)).variants(*whole)
+    for site in sites(variants.step.closed, REWRITES["product_chain"], 4):
+        made = by_laws(variants, [site.said], 4)
+        made.step.again(tuple(whole))
+        with pytest.raises(MicrobatchError, match="product_chain applies in other places"):
+            made.step.again(tuple(few))
+
+
+def test_a_plan_of_places_that_the_step_lacks_is_refused(chain):
+    step, arguments = chain
+    variants = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES)).variants(*arguments)
+    places = [place for site in sites(variants.step.closed, REWRITES["product_chain"], 4) for place in site.places]
+    assert as_planned(variants, [("product_chain", places)], 4).program(Variant()).rewritten
+    with pytest.raises(PlanError, match="in other ones alone"):
+        as_planned(variants, [("product_chain", [*places, 99])], 4)
 
 
 def test_a_law_of_the_users_own_is_tried():
