@@ -110,10 +110,16 @@ def _together(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]
 
 
 def forms(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> list[Any]:
-    """What is rewritten at these places, as far as the sizes of arrays do not say it."""
+    """What is rewritten at these places, and where in their bodies they are, whatever the sizes of arrays."""
     walk = _Walk(rewrite, devices).places(closed, 1, [frozenset[int]()] * len(closed.jaxpr.invars))
-    matches = [place.match for number, place in enumerate(walk) if number in places]
-    return [(match.form, [len(shape) for shape, _ in match.types]) for match in matches]
+    found = [place for number, place in enumerate(walk) if number in places]
+    return [(_index(one), one.match.form, [len(shape) for shape, _ in one.match.types]) for one in found]
+
+
+def _index(place: _Place) -> int:
+    """The index in its body of the equation that makes the first result."""
+    maker = maker_of(place.graph, place.match)
+    return next(i for i, eqn in enumerate(place.graph.jaxpr.eqns) if eqn is maker)
 
 
 def rewritten(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> ClosedJaxpr:
