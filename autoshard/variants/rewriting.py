@@ -133,7 +133,7 @@ class RewriteSearch(Generic[Planned]):
         laws: Sequence[str],
         devices: int,
         topology: Topology,
-        planned: Callable[[StepVariants, float], Planned],
+        planned: Callable[[StepVariants, float, float], Planned],
         until: float,
     ):
         """
@@ -141,11 +141,13 @@ class RewriteSearch(Generic[Planned]):
             laws: names of those that are tried.
             devices: of the mesh.
             planned: plans the variants of a step, and may raise `CutoffReached` once that is proven to take more than
-                so many seconds.
-            until: when nothing more is planned, as `time.monotonic` has it.
+                so many seconds. It is also told which share of the time limit it has.
+            until: when nothing more is planned, as `time.monotonic` has it; infinite if no clock counts.
         """
         self.variants, self.topology, self.planned, self.until = variants, topology, planned, until
         self.step = RewrittenStep(variants.step.closed, [_law(name) for name in laws], devices)
+        # Without a clock, what there is to plan at first shares the time limit.
+        self.share = 1 / (1 + len(self.step.sites)) if math.isinf(until) else 1.0
         self.best: Planned | None = None
         self.bounds: list[float] = []  # s, of what was planned
         self.error: MemoryLimitError | CutoffReached | None = None  # of the step as it is written
@@ -197,7 +199,7 @@ class RewriteSearch(Generic[Planned]):
         """Plans a step; whether it is faster than what is known, so that it is now the best."""
         known = math.inf if self.best is None else self.best.plan.cost * (1 - LEAST_GAIN)
         try:
-            found = self.planned(by_laws(self.variants, step.done, step.devices), known)
+            found = self.planned(by_laws(self.variants, step.done, step.devices), known, self.share)
         except (MemoryLimitError, CutoffReached) as error:
             self.error = self.error or error
             self.bounds += [error.bound] if isinstance(error, CutoffReached) else []
