@@ -50,6 +50,7 @@ from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.user_plan import Plan
+from autoshard.variants.choosing import proven
 from autoshard.variants.open_choice import OpenChoice
 from autoshard.variants.rewriting import RewriteSearch, as_planned
 from autoshard.variants.trace_contexts import trace_contexts, wants_another_context
@@ -326,19 +327,23 @@ class ShardedFunction(Generic[Parameters, Result]):
             rewrites = self._given.rewrites if self._given else ()
             return self._fastest(as_planned(traced, rewrites, devices), options)
         until = self._until
-        first = replace(options, refine=1, until=None if math.isinf(until) else until)
+        timed = replace(options, until=None if math.isinf(until) else until)
 
-        def planned(variants: StepVariants, enough: float) -> PlannedStep:
-            return self._fastest(variants, replace(first, enough=self._enough(enough, first)))
+        def planned(variants: StepVariants, enough: float, share: float) -> PlannedStep:
+            limited = replace(timed, refine=1, time_limit=share * options.time_limit)
+            return self._fastest(variants, replace(limited, enough=self._enough(enough, limited)))
 
         found = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest()
         if options.refine == 1:
             return found
-        return self._fastest(as_planned(traced, found.plan.rewrites, devices), options)
+        refined = self._fastest(as_planned(traced, found.plan.rewrites, devices), timed)
+        return proven(refined, found.plan.bound)
 
     @property
     def _until(self) -> float:
-        """When planning ends. Processes plan the same, whatever their clocks say."""
+        """When planning ends, unless the options say. Processes plan the same, whatever their clocks say."""
+        if self._options.until is not None:
+            return self._options.until
         return time.monotonic() + self._options.time_limit if self._group is None else math.inf
 
     def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:

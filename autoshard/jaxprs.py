@@ -215,6 +215,13 @@ def call_name(params: Mapping[str, Any]) -> str:
     return name or traced
 
 
+def draws_otherwise_in_vmap(eqn: JaxprEqn) -> bool:
+    """Whether an equation draws random numbers of which `jax.vmap` draws others: those of all but threefry."""
+    if eqn.primitive.name in {"random_bits", "random_gamma", "random_split"}:
+        return str(aval_of(eqn.invars[0]).dtype) != "key<fry>"
+    return eqn.primitive.name in {"rng_bit_generator", "rng_uniform"}
+
+
 def is_kernel(eqn: JaxprEqn) -> bool:
     """Whether the equation is code that a compiler takes as it is; an interpreted kernel is plain operations."""
     return eqn.primitive.name in _KERNELS and not eqn.params.get("interpret")

@@ -5,7 +5,7 @@ import os
 
 import jax
 
-from autoshard.recognition import rewriting
+from autoshard.batching import boundary
 
 collect_ignore = ["many_processes.py"]  # a program, which tests start
 
@@ -16,7 +16,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
 
-rewriting.IS_LENIENT = False  # a fault is an error here
+boundary.RAISES = True  # faults that users would find in a log alone
 
 # Jaxprs are many small objects that live on: with Python's own thresholds the collector takes a twentieth of the time.
 gc.set_threshold(100_000, 50, 100)

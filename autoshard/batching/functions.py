@@ -25,6 +25,7 @@ from autoshard.jaxprs import (
     Var,
     aval_of,
     called_jaxpr,
+    draws_otherwise_in_vmap,
     equations_of,
     inner_jaxprs,
     is_array,
@@ -251,6 +252,7 @@ def _stays(eqn: JaxprEqn) -> bool:
         bool(eqn.effects)
         or eqn.primitive.name in _STAYS
         or is_kernel(eqn)
+        or draws_otherwise_in_vmap(eqn)
         or not all(is_array(aval_of(atom)) and not on_host(aval_of(atom)) for atom in (*eqn.invars, *eqn.outvars))
         or any(_stays(one) for closed in inner_jaxprs(eqn) for one in closed.jaxpr.eqns)
     )

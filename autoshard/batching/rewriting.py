@@ -18,6 +18,7 @@ from autoshard.batching.functions import ArrayFunction, costly_functions, may_ha
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Var, aval_of, call_of, equations_of, evaluated
 from autoshard.microbatches.opening import opened
 from autoshard.program.user_code import source_of
+from autoshard.remat.numbering import needed
 
 MOST_WORK = 2.0  # times as many arrays, at most, as a stack is to have so that devices divide it
 _SIZES = 2  # how many sizes of a stack are planned
@@ -111,7 +112,8 @@ class BatchedFunctions:
 
         None if there is no such order: some function of a group is computed of another one's result.
         """
-        equations = equations_of(self.opened.jaxpr)
+        jaxpr = self.opened.jaxpr
+        equations = needed(equations_of(jaxpr), jaxpr.outvars)  # as groups are found: they leave dead ones out
         grouped = {id(eqn): g for g, group in enumerate(self.groups) for one in group for eqn in one.replaced}
         items: list[JaxprEqn | int] = [*range(len(self.groups)), *(eqn for eqn in equations if id(eqn) not in grouped)]
         place = {id(eqn): i for i, eqn in enumerate(equations)}

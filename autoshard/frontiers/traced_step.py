@@ -22,7 +22,7 @@ from autoshard.replanning.planner import Planner
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.user_plan import Plan
-from autoshard.variants.variant import StepVariants
+from autoshard.variants.variant import StepVariants, Variant
 
 _OPTIONS = (
     "memory",
@@ -82,9 +82,9 @@ class TracedStep:
             )
         known = {name: value for name, value in given.items() if name in _OPTIONS}
         options = options_of(mesh, topology=topology, **known)
-        step = ShardedFunction(fn, options=options, jit_keywords=keywords)
-        program = step.program_to_plan(*args, **kwargs)
-        return cls(program, options, compile_keywords(keywords)), step.variants(*args, **kwargs)
+        variants = ShardedFunction(fn, options=options, jit_keywords=keywords).variants(*args, **kwargs)
+        program = variants.program(Variant(options.microbatches or 1))
+        return cls(program, options, compile_keywords(keywords)), variants
 
     @cached_property
     def formulation(self) -> Formulation:

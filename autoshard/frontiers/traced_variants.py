@@ -110,11 +110,4 @@ class TracedVariants:
             solution = step.solution(memory, None if math.isinf(enough) else enough)
             return SolvedStep(step, solution, step.plan(solution, memory, solution.bound))
 
-        wishes = Wishes(
-            mesh=dict(options.mesh.shape),
-            microbatches=options.microbatches,
-            recomputes=options.remat is not None,
-            memory=memory * self.usable,
-            until=until,
-        )
-        return fastest(self.variants, wishes, planned)
+        return fastest(self.variants, Wishes.of(options, memory * self.usable, until), planned)

@@ -41,7 +41,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from autoshard.jaxprs import ClosedJaxpr
 from autoshard.layout import Layout
 from autoshard.program.explicit import Types, open_axes
-from autoshard.program.rewritten import RewrittenPlaces
 from autoshard.program.trees import Tree
 from autoshard.program.turns import LoopLength
 from autoshard.program.user_code import Source
@@ -104,6 +103,32 @@ class Equation:
         operands = ", ".join(str(list(x.shape)) for x in self.inputs)
         results = ", ".join(str(list(x.shape)) for x in self.outputs)
         return f"{self.primitive} {operands} -> {results} ({self.source})"
+
+
+_NAMED_LINES = 3  # lines that a remark names
+
+
+@dataclass(frozen=True)
+class RewrittenPlaces:
+    """Places of a step that compute the same otherwise, by one law."""
+
+    name: str  # of the law
+    law: str  # in one line
+    places: tuple[int, ...]  # among those where the law applied, in the order in which it looks at them
+    lines: tuple[str, ...]  # of the user
+    arguments: frozenset[int] = frozenset()  # that are read there
+
+    @property
+    def remark(self) -> str:
+        """One line of a report.
+
+        >>> RewrittenPlaces("common_factor", "A B + A C = A (B + C)", (0, 1), ("train.py:4",)).remark
+        'rewrites: common_factor at train.py:4 (2 places): A B + A C = A (B + C).'
+        """
+        named = ", ".join(self.lines[:_NAMED_LINES]) or "unknown line"
+        more = f" and {len(self.lines) - _NAMED_LINES} more lines" * (len(self.lines) > _NAMED_LINES)
+        count = f" ({len(self.places)} places)" * (len(self.places) > 1)
+        return f"rewrites: {self.name} at {named}{more}{count}: {self.law}."
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ would compute these anyway, so such an attention stays as it is.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autoshard.batching.boundary import made_or_none
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Var, aval_of, inner_jaxprs
 from autoshard.operations import Operation
 from autoshard.ops.attending.attention import attention_operation
@@ -27,43 +27,26 @@ from autoshard.recognition.matching import Weights, all_weights
 from autoshard.recognition.products import VALUE, Backward, Output, backwards, outputs
 from autoshard.recognition.small_arrays import UnknownEquation
 
-_LOG = logging.getLogger("autoshard")
-
-IS_LENIENT = True  # whether a step in which recognition fails is planned as it is; tests see the error instead
 MEMORY_SHARE = 1 / 8  # of all devices' memory that the logits of one attention take, in float32
 
 
 def with_operations(traced: TracedStep, memory: float) -> TracedStep:
     """A traced step with its attentions as operations, where a large one is among them.
 
-    No plan needs this. So any error on the way is logged as a warning, and the step stays as it was.
+    No plan needs this. So a fault on the way is logged, and the step stays as it was (`batching/boundary.py`).
 
     Args:
         memory: bytes of all devices together.
     """
-    found = _recognized_or_none(traced.closed, memory * MEMORY_SHARE / 4)
+    found = made_or_none("recognition of attention", lambda: recognized(traced.closed, memory * MEMORY_SHARE / 4))
     if found is None:
         return traced
 
     def again(structs: Sequence[Any]) -> ClosedJaxpr:
         closed = traced.again(structs)
-        return _recognized_or_none(closed, 1) or closed
+        return made_or_none("recognition of attention", lambda: recognized(closed, 1)) or closed
 
     return replace(traced, closed=found, again=again)
-
-
-def _recognized_or_none(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:
-    try:
-        return recognized(closed, least)
-    except Exception:
-        if not IS_LENIENT:
-            raise
-        _LOG.warning(
-            "Looking for attention in a step failed, by a fault of autoshard. The step is planned as it is. "
-            "Please report the traceback.",
-            exc_info=True,
-        )
-        return None
 
 
 def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:

@@ -17,9 +17,9 @@ from autoshard.errors import PlanError
 from autoshard.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, aval_of
 from autoshard.microbatches.opening import opened
 from autoshard.primitives import facts_of
-from autoshard.program.rewritten import RewrittenPlaces
+from autoshard.program.program import RewrittenPlaces
 from autoshard.program.user_code import source_of
-from autoshard.remat.numbering import needed
+from autoshard.remat.numbering import needed, variables
 from autoshard.rewrites.graph import Graph
 from autoshard.rewrites.rewrite import Match, Rewrite, maker_of
 
@@ -61,7 +61,9 @@ def sites(closed: ClosedJaxpr, rewrite: Rewrite, devices: int) -> list[Site]:
         found[rewrite.name, place.match.form, place.match.types, place.turns].append((number, place))
     made = []
     for key, several in found.items():
-        apart = _apart(several)
+        apart = _together(several)
+        if not apart:
+            continue
         makers = [maker_of(place.graph, place.match) for _, place in apart]
         lines = dict.fromkeys(str(source) for eqn in makers if (source := source_of(eqn)) is not None)
         arguments = frozenset[int]().union(*(place.arguments for _, place in apart))
@@ -94,14 +96,30 @@ def _origin(graph: Graph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> f
     return origins[atom] if isinstance(atom, Var) else frozenset()
 
 
-def _apart(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]:
-    """Those that do not rewrite what an earlier one does."""
-    taken, kept = set[Var](), list[tuple[int, _Place]]()
-    for number, place in several:
-        if taken.isdisjoint(place.match.results):
-            taken.update(place.match.results)
-            kept.append((number, place))
-    return kept
+def _together(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]:
+    """Those that can be rewritten at once."""
+    bodies = defaultdict[int, list[_Place]](list)
+    for _, place in several:
+        bodies[id(place.graph)].append(place)
+    kept = {
+        id(match)
+        for places in bodies.values()
+        for match in _fitting(places[0].graph, [place.match for place in places])
+    }
+    return [(number, place) for number, place in several if id(place.match) in kept]
+
+
+def forms(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> list[Any]:
+    """What is rewritten at these places, and where in their bodies they are, whatever the sizes of arrays."""
+    walk = _Walk(rewrite, devices).places(closed, 1, [frozenset[int]()] * len(closed.jaxpr.invars))
+    found = [place for number, place in enumerate(walk) if number in places]
+    return [(_index(one), one.match.form, [len(shape) for shape, _ in one.match.types]) for one in found]
+
+
+def _index(place: _Place) -> int:
+    """The index in its body of the equation that makes the first result."""
+    maker = maker_of(place.graph, place.match)
+    return next(i for i, eqn in enumerate(place.graph.jaxpr.eqns) if eqn is maker)
 
 
 def rewritten(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> ClosedJaxpr:
@@ -178,14 +196,6 @@ def _bodies_of(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
                 yield ClosedJaxpr(one, ())
 
 
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """What stands in the place of a match."""
-
-    equations: tuple[JaxprEqn, ...]
-    results: Mapping[Var, Any]  # variable of the body -> what it becomes
-
-
 class _Rebuilding:
     """A body whose equations are put in order again, once some are replaced."""
 
@@ -197,28 +207,22 @@ class _Rebuilding:
         self.graph, self.replaced = graph, replaced
 
     def jaxpr(self, matches: Sequence[Match]) -> Jaxpr:
-        kept = list(matches)
-        while True:
-            made = self.tried(kept)
-            if made is not None:
-                return made
-            kept.pop()  # places that need each other's results cannot be rewritten together
-
-    def tried(self, matches: Sequence[Match]) -> Jaxpr | None:
-        """The body with these places rewritten; None if some would need what it makes."""
-        blocks = [_block(self.graph, match) for match in matches]
-        named: dict[Var, Any] = {var: new for block in blocks for var, new in block.results.items()}
-        owner: dict[Var, _Block | JaxprEqn] = {}
-        for eqn in self.graph.jaxpr.eqns:
-            owner.update(dict.fromkeys(eqn.outvars, eqn))
-        for block in blocks:
-            owner.update(dict.fromkeys(block.results, block))
-        equations = _in_order(self.graph.jaxpr.eqns, owner)
-        if equations is None:
-            return None
+        """The body with those of the places rewritten that can be at once."""
+        order = _in_order(self.graph.jaxpr.eqns, _fitting(self.graph, matches))
+        assert order is not None, "they fit"
+        equations, named = list[JaxprEqn](), dict[Var, Any]()
+        for one in order:
+            if isinstance(one, Match):
+                made, results = _block(self.graph, one)
+                equations += made
+                named.update(results)
+            else:
+                equations.append(one)
 
         def read(atom: Any) -> Any:
-            return named.get(atom, atom) if isinstance(atom, Var) else atom
+            while isinstance(atom, Var) and atom in named:
+                atom = named[atom]
+            return atom
 
         renamed = [eqn.replace(invars=list(map(read, eqn.invars))) for eqn in equations]
         renamed = [
@@ -230,16 +234,31 @@ class _Rebuilding:
         return jaxpr.replace(eqns=needed(renamed, outvars), outvars=outvars, debug_info=jaxpr.debug_info)
 
 
-def _in_order(
-    equations: Sequence[JaxprEqn], owner: Mapping[Var, _Block | JaxprEqn]
-) -> list[JaxprEqn] | None:  # fmt: skip
-    """The equations in their order, but that each comes after what makes its operands; None if that cannot be."""
+def _fitting(graph: Graph, matches: Sequence[Match]) -> list[Match]:
+    """Those that can be rewritten at once: each that fits to those before it.
+
+    They rewrite different variables, need no results of each other in a circle, and leave effects in their order.
+    """
+    kept, taken = list[Match](), set[Var]()
+    for match in matches:
+        if taken.isdisjoint(match.results) and _in_order(graph.jaxpr.eqns, [*kept, match]) is not None:
+            kept.append(match)
+            taken.update(match.results)
+    return kept
+
+
+def _in_order(equations: Sequence[JaxprEqn], matches: Sequence[Match]) -> list[JaxprEqn | Match] | None:
+    """The equations and matches in the equations' order, but that each comes after what makes its operands.
+
+    None if that cannot be, or would change the order of effects.
+    """
+    owner: dict[Var, JaxprEqn | Match] = {var: eqn for eqn in equations for var in eqn.outvars}
+    owner |= {var: match for match in matches for var in match.results}
     done, open_ = set[int](), set[int]()
-    made = list[JaxprEqn]()
+    made = list[JaxprEqn | Match]()
     for first in equations:
-        blocks = {id(one): one for var in first.outvars if isinstance(one := owner.get(var), _Block)}
-        wanted: list[_Block | JaxprEqn] = list(blocks.values())
-        if not blocks or any(owner.get(var) is first for var in first.outvars):
+        wanted = list({id(owner[var]): owner[var] for var in first.outvars if owner[var] is not first}.values())
+        if not wanted or any(owner[var] is first for var in first.outvars):
             wanted.append(first)
         for one in wanted:
             stack = [one]
@@ -248,34 +267,24 @@ def _in_order(
                 if id(top) in done:
                     stack.pop()
                     continue
-                waits = [need for need in _needs(top, owner) if id(need) not in done]
+                atoms = top.inputs if isinstance(top, Match) else top.invars
+                needs = {id(owner[atom]): owner[atom] for atom in variables(atoms) if atom in owner}
+                waits = [need for key, need in needs.items() if key not in done]
                 if not waits:
                     stack.pop()
                     done.add(id(top))
-                    made.extend(top.equations if isinstance(top, _Block) else [top])
+                    made.append(top)
                     continue
                 if id(top) in open_:
                     return None
                 open_.add(id(top))
                 stack.extend(waits)
-    return made
+    effects = [id(one) for one in made if isinstance(one, JaxprEqn) and one.effects]
+    return made if effects == [id(eqn) for eqn in equations if eqn.effects] else None
 
 
-def _needs(one: _Block | JaxprEqn, owner: Mapping[Var, _Block | JaxprEqn]) -> list[_Block | JaxprEqn]:
-    """What makes the operands of an equation or block."""
-    read = one.equations if isinstance(one, _Block) else [one]
-    inside = {var for eqn in read for var in eqn.outvars} if isinstance(one, _Block) else set()
-    atoms = [atom for eqn in read for atom in eqn.invars]
-    atoms += list(one.results.values()) if isinstance(one, _Block) else []
-    found = {
-        id(owner[atom]): owner[atom] for atom in atoms if isinstance(atom, Var) and atom not in inside and atom in owner
-    }
-    found.pop(id(one), None)
-    return list(found.values())
-
-
-def _block(graph: Graph, match: Match) -> _Block:
-    """The equations of a match, on its inputs and at its line.
+def _block(graph: Graph, match: Match) -> tuple[list[JaxprEqn], dict[Var, Any]]:
+    """The equations of a match, on its inputs and at its line; and variable of the body -> what it becomes.
 
     Raises:
         PlanError: what a rewrite builds has other types than what it replaces, or arrays of its own.
@@ -303,8 +312,7 @@ def _block(graph: Graph, match: Match) -> _Block:
         inputs = list(map(read, one.invars))
         names.update((old, new) for old, new in zip(one.outvars, made, strict=True) if not isinstance(old, DropVar))
         equations.append(one.replace(invars=inputs, outvars=made, source_info=eqn.source_info))
-    results = dict(zip(match.results, map(read, closed.jaxpr.outvars), strict=True))
-    return _Block(tuple(equations), results)
+    return equations, dict(zip(match.results, map(read, closed.jaxpr.outvars), strict=True))
 
 
 def _is_weak(atom: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Var, evaluated, inner_jaxprs, scan_counts
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Var, draws_otherwise_in_vmap, evaluated, inner_jaxprs, scan_counts
 from autoshard.microbatches.opening import opened
 from autoshard.remat.numbering import needed, variables
 from autoshard.rewrites.graph import Graph
@@ -133,5 +133,9 @@ class Loop:
 
 
 def is_plain(eqn: JaxprEqn) -> bool:
-    """Whether an equation can be run for all turns at once: it has no effects, and holds no loop or branch."""
-    return not eqn.effects and eqn.primitive.name not in {"scan", "while", "cond"} and not inner_jaxprs(eqn)
+    """Whether an equation can be run for all turns at once, to the same numbers.
+
+    It has no effects, holds no loop or branch, and draws no numbers of which others are drawn then.
+    """
+    is_inner = eqn.primitive.name in {"scan", "while", "cond"} or inner_jaxprs(eqn)
+    return not (eqn.effects or is_inner or draws_otherwise_in_vmap(eqn))

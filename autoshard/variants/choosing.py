@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from autoshard.errors import MemoryLimitError, MicrobatchError
+from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.remat.recomputation import Level
 from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
-# Twice as many microbatches have to gain this share of a step's seconds, or still more of them are not tried.
+# Twice as many microbatches have to gain this share of a step's seconds, or still more of them are not tried. So has a
+# rewrite, or the step stays as it is: predictions of steps that close are not told apart.
 LEAST_GAIN = 0.005
 # A plan that fills less of the memory than this is held to be free: less memory in use would not make it faster.
 FREE_BELOW = 0.5
@@ -42,7 +44,13 @@ class Wishes:
     recomputes: bool  # whether autoshard chooses what is computed again
     memory: float  # bytes per device that a plan may be predicted to fill
     until: float  # when no more variants are planned, as `time.monotonic` has it
-    stacks: bool = True  # whether what is computed of each matrix by itself may be computed of stacks of them
+    stacks: bool  # whether what is computed of each matrix by itself may be computed of stacks of them
+
+    @classmethod
+    def of(cls, options: Options, memory: float, until: float) -> Wishes:
+        """Those of a user's options; tactics say how the step is split as it is written."""
+        mesh, recomputes = dict(options.mesh.shape), options.remat is not None
+        return cls(mesh, options.microbatches, recomputes, memory, until, stacks=not options.tactics)
 
     def is_one(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""
@@ -78,6 +86,15 @@ def fastest(
     if given is not None:
         return planned(_given(variants, wishes, given), math.inf)
     return _Search(variants, wishes, planned, enough).fastest()
+
+
+def proven(found: Planned, bound: float) -> Planned:
+    """A plan with a bound that holds for all variants, if that is less than what is proven of its own."""
+    if bound >= found.plan.bound:
+        return found
+    made: Any = found
+    weaker: Planned = replace(made, plan=replace(made.plan, bound=bound, status="feasible"))
+    return weaker
 
 
 def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
@@ -152,12 +169,7 @@ class _Search(Generic[Planned]):
         self.plan_stacked()
         if self.best is None:
             raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
-        bound = min(self.bounds)
-        if bound >= self.best.plan.bound:
-            return self.best
-        found: Any = self.best
-        proven: Planned = replace(found, plan=replace(found.plan, bound=bound, status="feasible"))
-        return proven
+        return proven(self.best, min(self.bounds))
 
     @staticmethod
     def bound_of(slow: Sequence[CutoffReached]) -> float:

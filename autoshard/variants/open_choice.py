@@ -25,7 +25,7 @@ from autoshard.program import Program
 from autoshard.propagation import rules_for
 from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
-from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest
+from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest, proven
 from autoshard.variants.variant import StepVariants, Variant
 
 TIGHT = 0.9  # of the bytes that a plan may fill: one that fills more may be faster with still more
@@ -71,8 +71,7 @@ class OpenChoice(Generic[Planned]):
         before = self.before if self.options.refine == 1 else {}
         found = self._chosen(first, self._wishes(), before)
         if self.options.refine > 1:
-            refined = self.plan(program_of(found.plan), self._timed())
-            found = refined if found.plan.bound >= refined.plan.bound else _proven(refined, found.plan.bound)
+            found = proven(self.plan(program_of(found.plan), self._timed()), found.plan.bound)
         self.keep(found.plan)
         return found
 
@@ -176,19 +175,4 @@ class OpenChoice(Generic[Planned]):
         return math.inf if self.group is not None else time.monotonic() + self.options.time_limit
 
     def _wishes(self) -> Wishes:
-        options = self.options
-        return Wishes(
-            mesh=dict(options.mesh.shape),
-            microbatches=options.microbatches,
-            recomputes=options.remat is not None,
-            memory=options.memory * options.backend.usable,
-            until=self._until(),
-            stacks=not options.tactics,
-        )
-
-
-def _proven(found: Planned, bound: float) -> Planned:
-    """With a bound that holds for all variants."""
-    made: Any = found
-    proven: Planned = replace(made, plan=replace(made.plan, bound=bound, status="feasible"))
-    return proven
+        return Wishes.of(self.options, self.options.memory * self.options.backend.usable, self._until())

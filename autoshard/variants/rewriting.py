@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax
 
@@ -20,19 +20,14 @@ from autoshard.errors import MemoryLimitError, MicrobatchError, PlanError
 from autoshard.jaxprs import ClosedJaxpr
 from autoshard.mesh.topology import Topology
 from autoshard.program import Program
-from autoshard.program.rewritten import RewrittenPlaces
+from autoshard.program.program import RewrittenPlaces
 from autoshard.program.tracing import TracedStep
 from autoshard.remat.costs import seconds_again
 from autoshard.rewrites import REWRITES, Rewrite
-from autoshard.rewrites.applying import Site, rewritten, sites
+from autoshard.rewrites.applying import Site, forms, rewritten, sites
 from autoshard.solver.runtime.cutoff import CutoffReached
-from autoshard.variants.choosing import PlannedProgram
+from autoshard.variants.choosing import LEAST_GAIN, Planned, proven
 from autoshard.variants.variant import StepVariants
-
-# A rewrite has to gain this share of the step's seconds: predictions of steps that close are not told apart.
-LEAST_GAIN = 0.005
-
-Planned = TypeVar("Planned", bound=PlannedProgram)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +72,22 @@ def by_laws(variants: StepVariants, done: Sequence[RewrittenPlaces], devices: in
                 closed = rewritten(closed, law, places, devices)
         return closed
 
+    def again(types: Sequence[Any]) -> ClosedJaxpr:
+        made, whole = traced.again(types), traced.closed
+        with jax.sharding.use_abstract_mesh(variants.mesh):
+            for law, places in laws:
+                if forms(made, law, places, devices) != forms(whole, law, places, devices):
+                    raise MicrobatchError(
+                        f"{law.name} applies in other places, or otherwise, to the step of a microbatch than to the "
+                        "whole step.\nLeave this law out of rewrites=, or try another number of microbatches."
+                    )
+                made, whole = (rewritten(one, law, places, devices) for one in (made, whole))
+        return made
+
     def read(closed: ClosedJaxpr) -> Program:
         return replace(traced.read(closed), rewritten=tuple(done))
 
-    step: TracedStep = replace(
-        traced, closed=applied(traced.closed), again=lambda types: applied(traced.again(types)), read=read
-    )
+    step: TracedStep = replace(traced, closed=applied(traced.closed), again=again, read=read)
     return variants.of(step)
 
 
@@ -99,7 +104,7 @@ def as_planned(variants: StepVariants, laws: Sequence[tuple[str, Sequence[int]]]
     """The step rewritten as a plan has it.
 
     Raises:
-        PlanError: there is no law of some name.
+        PlanError: there is no law of some name, or it does not apply in some place.
     """
     step = RewrittenStep(variants.step.closed, (), devices)
     with jax.sharding.use_abstract_mesh(variants.mesh):
@@ -107,6 +112,11 @@ def as_planned(variants: StepVariants, laws: Sequence[tuple[str, Sequence[int]]]
             law = _law(name)
             found = sites(step.closed, law, devices)
             said = [one for one in found if set(one.places) <= set(places)]
+            if not set(places) <= {place for one in said for place in one.places}:
+                raise PlanError(
+                    f"the plan has the step rewritten by {name!r} in places {', '.join(map(str, places))}; it applies "
+                    "in other ones alone.\nThe plan is for another step; plan anew."
+                )
             lines = tuple(dict.fromkeys(line for one in said for line in one.lines))
             arguments = frozenset[int]().union(*(one.arguments for one in said))
             done = RewrittenPlaces(name, law.law, tuple(places), lines, arguments)
@@ -123,7 +133,7 @@ class RewriteSearch(Generic[Planned]):
         laws: Sequence[str],
         devices: int,
         topology: Topology,
-        planned: Callable[[StepVariants, float], Planned],
+        planned: Callable[[StepVariants, float, float], Planned],
         until: float,
     ):
         """
@@ -131,11 +141,13 @@ class RewriteSearch(Generic[Planned]):
             laws: names of those that are tried.
             devices: of the mesh.
             planned: plans the variants of a step, and may raise `CutoffReached` once that is proven to take more than
-                so many seconds.
-            until: when nothing more is planned, as `time.monotonic` has it.
+                so many seconds. It is also told which share of the time limit it has.
+            until: when nothing more is planned, as `time.monotonic` has it; infinite if no clock counts.
         """
         self.variants, self.topology, self.planned, self.until = variants, topology, planned, until
         self.step = RewrittenStep(variants.step.closed, [_law(name) for name in laws], devices)
+        # Without a clock, what there is to plan at first shares the time limit.
+        self.share = 1 / (1 + len(self.step.sites)) if math.isinf(until) else 1.0
         self.best: Planned | None = None
         self.bounds: list[float] = []  # s, of what was planned
         self.error: MemoryLimitError | CutoffReached | None = None  # of the step as it is written
@@ -168,12 +180,7 @@ class RewriteSearch(Generic[Planned]):
         if self.best is None:
             assert self.error is not None, "else it fits"
             raise self.error
-        bound = min(self.bounds)
-        if bound >= self.best.plan.bound:
-            return self.best
-        found: Any = self.best
-        proven: Planned = replace(found, plan=replace(found.plan, bound=bound, status="feasible"))
-        return proven
+        return proven(self.best, min(self.bounds))
 
     def with_consequences(self, site: Site, seen: set[Any]) -> Iterator[RewrittenStep]:
         """The step with a site rewritten, and the same with what only that makes possible."""
@@ -192,7 +199,7 @@ class RewriteSearch(Generic[Planned]):
         """Plans a step; whether it is faster than what is known, so that it is now the best."""
         known = math.inf if self.best is None else self.best.plan.cost * (1 - LEAST_GAIN)
         try:
-            found = self.planned(by_laws(self.variants, step.done, step.devices), known)
+            found = self.planned(by_laws(self.variants, step.done, step.devices), known, self.share)
         except (MemoryLimitError, CutoffReached) as error:
             self.error = self.error or error
             self.bounds += [error.bound] if isinstance(error, CutoffReached) else []

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from autoshard.batching.boundary import made_or_none
 from autoshard.batching.rewriting import BatchedFunctions
 from autoshard.jaxprs import ClosedJaxpr
 from autoshard.mesh.topology import Topology
@@ -81,14 +82,8 @@ class StepVariants:
         if variant not in self._programs:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 closed, remark = self._rewritten(variant)
-                stacked = ""
-                if variant.stacked is not None:
-                    found = self.batched(variant)
-                    assert found is not None, "`stacks` has named a size"
-                    closed, stacked = found.rewritten(variant.stacked), found.remark(variant.stacked)
-                read = replace(
-                    self._traced.read(closed), microbatches=variant.microbatches, recomputed=remark, stacked=stacked
-                )
+                read = made_or_none("stacking", lambda: self._stacked(variant)) or self._traced.read(closed)
+                read = replace(read, microbatches=variant.microbatches, recomputed=remark)
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]
 
@@ -101,8 +96,16 @@ class StepVariants:
         alone = replace(variant, stacked=None)
         if alone not in self._batched:
             with jax.sharding.use_abstract_mesh(self.mesh):
-                self._batched[alone] = BatchedFunctions.of(self._rewritten(alone)[0])
+                closed, _ = self._rewritten(alone)
+                self._batched[alone] = made_or_none("looking for stacks", lambda: BatchedFunctions.of(closed))
         return self._batched[alone]
+
+    def _stacked(self, variant: Variant) -> Program | None:
+        """The program of a variant with stacks; None if it has none."""
+        found = None if variant.stacked is None else self.batched(variant)
+        if found is None or variant.stacked is None:
+            return None
+        return replace(self._traced.read(found.rewritten(variant.stacked)), stacked=found.remark(variant.stacked))
 
     def _rewritten(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
         """The jaxpr in so many microbatches and at a level of recomputation, and what is said of the latter."""

@@ -10,6 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.batching import boundary
 from autoshard.batching.rewriting import BatchedFunctions
 
 RNG = np.random.default_rng(0)
@@ -73,6 +74,13 @@ def two_results(weights, gradients):
     return [w + u + jnp.sum(v) for w, (u, v) in zip(weights, made, strict=True)]
 
 
+def unread_results(weights, gradients):
+    """The backward pass leaves equations that nothing reads."""
+    both = zip(weights, gradients, strict=True)
+    made = [jax.grad(lambda g: jnp.sum(jnp.linalg.cholesky(g @ g.T + 4 * jnp.eye(8)) ** 2))(g) for _, g in both]
+    return [w - u for w, u in zip(weights, made, strict=True)]
+
+
 def in_a_loop(weights, gradients):
     def turn(x, _):
         return 1.5 * x - 0.5 * x @ (x.T @ x), None
@@ -101,6 +109,7 @@ KINDS = [
     (updates_clipped_together, SAME, [3]),
     (a_number_per_matrix, SAME, [3]),
     (two_results, SAME, [3]),
+    (unread_results, SAME, [3]),
     (in_a_loop, SAME, [3]),
 ]
 
@@ -143,6 +152,37 @@ def test_a_wrong_signature_is_caught():
         ]
 
     assert batched(step, SAME)[0] is None
+
+
+def test_numbers_that_vmap_would_draw_otherwise_stay_outside():
+    def one(w, seed):
+        _, bits = jax.lax.rng_bit_generator(jnp.full(4, seed, jnp.uint32), w.shape)
+        return w @ w.T @ (w * bits.astype(jnp.float32))
+
+    def step(seeds, weights):
+        return list(map(one, weights, seeds))
+
+    closed = jax.make_jaxpr(step)([jnp.uint32(i) for i in range(3)], matrices(*SAME))
+    found = BatchedFunctions.of(closed)
+    groups = () if found is None else found.groups
+    drawn = [eqn.primitive.name for group in groups for function in group for eqn in function.equations]
+    assert "rng_bit_generator" not in drawn
+
+
+@pytest.mark.parametrize("broken", ["of", "rewritten"])
+def test_a_fault_leaves_the_step_as_written_and_is_logged(broken, monkeypatch, caplog):
+    def fails(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(BatchedFunctions, broken, fails)
+    arguments = matrices(*SAME), matrices(*SAME)
+    step = autoshard.autoshard(muon_leaf_by_leaf, mesh=jax.sharding.AbstractMesh((2,), ("data",)), topology="v5e:1x2")
+    with pytest.raises(KeyError):
+        step.plan(*arguments)
+    monkeypatch.setattr(boundary, "RAISES", False)
+    assert not any("stack" in one for one in step.plan(*arguments).warnings)
+    (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "could not be made" in record.message and record.exc_info
 
 
 def test_stacks_are_as_large_as_mesh_axes_ask():

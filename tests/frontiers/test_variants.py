@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import autoshard
+from autoshard.decorated import ShardedFunction
 from autoshard.frontiers.traced_step import TracedStep
+from autoshard.tactics import FSDP
 
 MESH = AbstractMesh((2,), ("data",))
 WEIGHTS = {
@@ -72,3 +74,18 @@ def test_each_variant_is_formulated_once(monkeypatch):
     monkeypatch.setattr(TracedStep, "formulation", counted)
     autoshard.frontier(step, WEIGHTS, X, points=3, remat="auto", time_limit=10, **SLOW)
     assert len(made) == len({id(program) for program in made}) >= 2
+
+
+@pytest.mark.parametrize("tactics", [(), (FSDP("data"),)], ids=["free", "FSDP"])
+def test_stacks_of_matrices_are_for_steps_without_tactics(tactics, monkeypatch):
+    """The step is planned in no other way first, and once as it is written."""
+
+    def update(weights, gradients):
+        return [w - 1.5 * g + 0.5 * g @ (g.T @ g) for w, g in zip(weights, gradients, strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)] * 4
+    monkeypatch.setattr(ShardedFunction, "plan", None)
+    monkeypatch.setattr(ShardedFunction, "_planned", None)
+    options = {"mesh": MESH, "topology": "v5e:1x2", "tactics": tactics, "time_limit": 5}
+    found = autoshard.frontier(update, weights, weights, points=2, **options)
+    assert found.plans and any("stack" in one for plan in found.plans for one in plan.warnings) == (not tactics)

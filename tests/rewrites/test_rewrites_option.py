@@ -1,6 +1,10 @@
 """`rewrites="auto"`: the fastest way to write a step is found by price, runs, is reported, saved and found again."""
 
+import math
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from equality import assert_equal
@@ -8,9 +12,13 @@ from oracles import mesh_of, v5e
 from rewritable import arrays, matrix_chain, recurrent, with_gradients
 
 import autoshard
-from autoshard import ArgumentError, Plan, PlanError
+from autoshard import ArgumentError, MicrobatchError, Plan, PlanError
+from autoshard.decorated import ShardedFunction
 from autoshard.rewrites import REWRITES, Match, register
+from autoshard.rewrites.applying import sites
 from autoshard.rewrites.product import contracted
+from autoshard.variants.rewriting import RewriteSearch, as_planned, by_laws
+from autoshard.variants.variant import Variant
 
 AXES = {"data": 2, "model": 2}
 
@@ -83,6 +91,59 @@ def test_products_leave_a_loop_whose_turns_wait_for_each_other():
 def test_a_rewritten_step_runs_in_microbatches_and_recomputes(chain):
     plan = planned(*chain, rewrites=["product_chain"], microbatches=2, remat="auto")
     assert plan.rewrites and any("2 microbatches" in one for one in plan.warnings)
+
+
+def test_a_refined_plan_has_the_bound_and_the_time_of_the_search(chain, monkeypatch):
+    step, arguments = chain
+    ends, honest, fastest = set(), ShardedFunction._fastest, RewriteSearch.fastest
+
+    def timed(self, traced, options):
+        ends.add(options.until)
+        return honest(self, traced, options)
+
+    def with_less_proven(self):
+        found = fastest(self)
+        return replace(found, plan=replace(found.plan, bound=found.plan.bound / 2))
+
+    monkeypatch.setattr(ShardedFunction, "_fastest", timed)
+    monkeypatch.setattr(RewriteSearch, "fastest", with_less_proven)
+    plan = planned(step, arguments, rewrites=["product_chain"], refine=2, time_limit=5)
+    assert plan.bound < 0.6 * plan.cost and plan.status == "feasible"
+    assert len(ends) == 1 and None not in ends
+
+
+def test_processes_share_the_time_limit_among_places(chain):
+    step, arguments = chain
+    variants = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES)).variants(*arguments)
+    count = len(sites(variants.step.closed, REWRITES["product_chain"], 4))
+    for until, share in [(math.inf, 1 / (1 + count)), (1e9, 1.0)]:
+        assert RewriteSearch(variants, ["product_chain"], 4, v5e(AXES), None, until).share == share
+
+
+def test_places_that_shift_with_the_rows_are_refused():
+    """With few rows the first chain is not looked at, so that the second one would have its place."""
+
+    def step(x, a, b, c, d):
+        return jnp.tanh((x @ a) @ b), (a @ c) @ d
+
+    shapes = [(256, 256), (256, 256), (256, 256), (256, 64), (64, 64)]
+    whole = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    few = [jax.ShapeDtypeStruct((32, 256), jnp.float32), *whole[1:]]
+    variants = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES)).variants(*whole)
+    for site in sites(variants.step.closed, REWRITES["product_chain"], 4):
+        made = by_laws(variants, [site.said], 4)
+        made.step.again(tuple(whole))
+        with pytest.raises(MicrobatchError, match="product_chain applies in other places"):
+            made.step.again(tuple(few))
+
+
+def test_a_plan_of_places_that_the_step_lacks_is_refused(chain):
+    step, arguments = chain
+    variants = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES)).variants(*arguments)
+    places = [place for site in sites(variants.step.closed, REWRITES["product_chain"], 4) for place in site.places]
+    assert as_planned(variants, [("product_chain", places)], 4).program(Variant()).rewritten
+    with pytest.raises(PlanError, match="in other ones alone"):
+        as_planned(variants, [("product_chain", [*places, 99])], 4)
 
 
 def test_a_law_of_the_users_own_is_tried():

@@ -38,23 +38,20 @@ def split_concatenation(graph: Graph) -> Iterator[Match]:
         (whole,) = eqn.outvars
         dim = eqn.params["dimension"]
         found = (_reader(graph, one, whole, dim) for one in graph.readers[whole])
-        readers = list({one.result: one for one in found if one is not None}.values())
-        if readers:
-            yield _split(eqn, readers)
+        # Each by itself: what the backward pass multiplies is made of what the forward pass has multiplied.
+        for reader in {one.result: one for one in found if one is not None}.values():
+            yield _split(eqn, reader)
 
 
-def _split(eqn: JaxprEqn, readers: Sequence[_Reader]) -> Match:
+def _split(eqn: JaxprEqn, reader: _Reader) -> Match:
     places = [0]
     for atom in eqn.invars:
         places.append(places[-1] + aval_of(atom).shape[eqn.params["dimension"]])
-    count = len(eqn.invars)
 
     def build(*arrays: Any) -> list[Any]:
-        parts, others = arrays[:count], arrays[count:]
-        return [reader.build(parts, places, other) for reader, other in zip(readers, others, strict=True)]
+        return [reader.build(arrays[:-1], places, arrays[-1])]
 
-    inputs = (*eqn.invars, *(reader.other for reader in readers))
-    return Match(tuple(reader.result for reader in readers), inputs, build, ("split", eqn.params["dimension"]))
+    return Match((reader.result,), (*eqn.invars, reader.other), build, ("split", eqn.params["dimension"]))
 
 
 def _reader(graph: Graph, eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None:

@@ -24,7 +24,7 @@ def summed_product(graph: Graph) -> Iterator[Match]:
         if eqn.primitive.name != "reduce_sum":
             continue
         cast, between = graph.maker(eqn.invars[0]), list[JaxprEqn]()
-        if cast is not None and cast.primitive.name == "convert_element_type" and is_widening(cast):
+        if cast is not None and is_widening(cast):
             between.append(cast)
         found = graph.scaled_product((between or [eqn])[-1].invars[0])
         if found is None or found.scales or eqn.params.get("out_sharding") is not None:
@@ -35,7 +35,12 @@ def summed_product(graph: Graph) -> Iterator[Match]:
 
 
 def is_widening(eqn: JaxprEqn) -> bool:
-    """Whether a cast takes floating or complex numbers to a dtype that has all of them, as sums of bfloat16 begin."""
+    """Whether an equation casts floating or complex numbers to a dtype that has all of them.
+
+    Sums of bfloat16 begin so.
+    """
+    if eqn.primitive.name != "convert_element_type":
+        return False
     before, after = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
     return bool(jnp.issubdtype(before, jnp.inexact) and jnp.promote_types(before, after) == after)
 
@@ -74,7 +79,7 @@ def broadcast_product(graph: Graph) -> Iterator[Match]:
 def _source(graph: Graph, operand: Operand) -> tuple[JaxprEqn, dict[int, Label]] | None:
     """The equation that broadcasts an operand, and dim of what was broadcast -> its label; None if there is none."""
     labels, eqn = operand.labels, graph.maker(operand.atom)
-    while eqn is not None and eqn.primitive.name in {"transpose", "convert_element_type"}:
+    while eqn is not None and (eqn.primitive.name == "transpose" or is_widening(eqn)):
         if eqn.primitive.name == "transpose":
             before = dict(zip(eqn.params["permutation"], labels, strict=True))
             labels = tuple(before[dim] for dim in sorted(before))
