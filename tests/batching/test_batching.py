@@ -182,7 +182,7 @@ def test_a_fault_leaves_the_step_as_written_and_is_logged(broken, monkeypatch, c
     monkeypatch.setattr(boundary, "RAISES", False)
     assert not any("stack" in one for one in step.plan(*arguments).warnings)
     (record,) = [one for one in caplog.records if one.levelname == "WARNING"]
-    assert "could not be made" in record.message and record.exc_info
+    assert "by a fault of autoshard" in record.message and record.exc_info
 
 
 def test_stacks_are_as_large_as_mesh_axes_ask():
