@@ -8,7 +8,6 @@ import logging
 import math
 import operator
 import threading
-import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -326,25 +325,19 @@ class ShardedFunction(Generic[Parameters, Result]):
         if self._given is not None or not options.rewrites:
             rewrites = self._given.rewrites if self._given else ()
             return self._fastest(as_planned(traced, rewrites, devices), options)
-        until = self._until
-        timed = replace(options, until=None if math.isinf(until) else until)
+        timed = (
+            options if self._group is not None else options.timed()
+        )  # processes plan the same, whatever their clocks
 
         def planned(variants: StepVariants, enough: float, share: float) -> PlannedStep:
             limited = replace(timed, refine=1, time_limit=share * options.time_limit)
             return self._fastest(variants, replace(limited, enough=self._enough(enough, limited)))
 
-        found = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest()
+        found = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, timed.ends).fastest()
         if options.refine == 1:
             return found
         refined = self._fastest(as_planned(traced, found.plan.rewrites, devices), timed)
         return proven(refined, found.plan.bound)
-
-    @property
-    def _until(self) -> float:
-        """When planning ends, unless the options say. Processes plan the same, whatever their clocks say."""
-        if self._options.until is not None:
-            return self._options.until
-        return time.monotonic() + self._options.time_limit if self._group is None else math.inf
 
     def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:
         """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ class Options:
     rewrites: tuple[str, ...] = ()  # laws of algebra that the step may be rewritten by
     reductions: str | None = None  # "auto": sums may be finished by sequences; None: at once, unless tactics say so
     is_alone: bool = False  # whether this process plans without the others of its mesh
+
+    def timed(self) -> Options:
+        """With the time limit begun, if it has not."""
+        return self if self.until is not None else replace(self, until=time.monotonic() + self.time_limit)
+
+    @property
+    def ends(self) -> float:
+        """When planning ends, as `time.monotonic` has it; infinite if that is not said."""
+        return math.inf if self.until is None else self.until
 
     @property
     def untried(self) -> tuple[str, ...]:

@@ -217,9 +217,7 @@ def planned(
     known = _planned_before(program, rules, before, dict(options.mesh.shape))
     if known is not None:
         return known
-    until = time.monotonic() + options.time_limit if options.until is None else options.until
-    limited = replace(options, until=until)
-    make = functools.partial(_cached, program, rules, limited, jit_keywords)
+    make = functools.partial(_cached, program, rules, options.timed(), jit_keywords)
     if group is None:
         made = make()
     else:
@@ -366,7 +364,7 @@ def _solved_in_reserve(
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
-    until = options.until if options.until is not None else time.monotonic() + options.time_limit
+    until = options.timed().ends
     if len(program.equations) > LARGE_PROGRAM:
         begin_loading_compiled()
     formulation = formulated(program, rules, options)

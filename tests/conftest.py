@@ -2,9 +2,12 @@
 
 import gc
 import os
+from dataclasses import replace
 
 import jax
+import pytest
 
+from autoshard import planning
 from autoshard.batching import boundary
 
 collect_ignore = ["many_processes.py"]  # a program, which tests start
@@ -20,3 +23,20 @@ boundary.RAISES = True  # faults that users would find in a log alone
 
 # Jaxprs are many small objects that live on: with Python's own thresholds the collector takes a twentieth of the time.
 gc.set_threshold(100_000, 50, 100)
+
+
+@pytest.fixture
+def blind(monkeypatch):
+    """The planner takes every peak for a share of what it is: `blind(0.3)`."""
+
+    def make(share):
+        honest = planning.formulated
+
+        def formulated(*args):
+            formulation = honest(*args)
+            lives = tuple(replace(live, usage=live.usage * share) for live in formulation.problem.lives)
+            return replace(formulation, problem=replace(formulation.problem, lives=lives, checked=True))
+
+        monkeypatch.setattr(planning, "formulated", formulated)
+
+    return make

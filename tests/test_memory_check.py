@@ -53,23 +53,6 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.fixture
-def blind(monkeypatch):
-    """The planner takes every peak for a share of what it is: `blind(0.3)`."""
-
-    def make(share):
-        honest = planning.formulated
-
-        def formulated(*args):
-            formulation = honest(*args)
-            lives = tuple(replace(live, usage=live.usage * share) for live in formulation.problem.lives)
-            return replace(formulation, problem=replace(formulation.problem, lives=lives, checked=True))
-
-        monkeypatch.setattr(planning, "formulated", formulated)
-
-    return make
-
-
 def fastest_peak():
     """Bytes of the fastest plan, as compiled."""
     return decorated().plan(WEIGHTS, BATCH).verify().actual_peak

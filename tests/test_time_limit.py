@@ -11,7 +11,8 @@ import pytest
 from oracles import mesh_of, slow_chips
 
 import autoshard
-from autoshard import decorated, planning
+from autoshard import options as user_options
+from autoshard import planning
 from autoshard.options import options_of
 from autoshard.plans import limited_overlap
 from autoshard.propagation import rules_for
@@ -30,7 +31,8 @@ def step(weights, batch):
 def clock(monkeypatch):
     """A clock of planning's own that can be put forward; it has the same time as the real one at first."""
     moved = SimpleNamespace(by=0.0)
-    monkeypatch.setattr(planning, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + moved.by))
+    for module in (planning, user_options):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + moved.by))
     return moved
 
 
@@ -94,7 +96,6 @@ def test_all_variants_of_a_step_share_it(clock, monkeypatch):
     assert plan().bound > 0
     monkeypatch.setattr(planning, "formulate", slow)
     monkeypatch.setattr(choosing, "time", planning.time)
-    monkeypatch.setattr(decorated, "time", planning.time)
     assert plan().bound == 0 and begun == [0, 0.6 * LIMIT]
 
 

@@ -6,7 +6,6 @@ Without `remat="auto"` there is one variant, or one per way to add up microbatch
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -102,12 +101,11 @@ class TracedVariants:
         Raises:
             MemoryLimitError: none fits; it carries the smallest limit found that would do.
         """
-        options = self.options
-        until = time.monotonic() + options.time_limit
+        options = self.options.timed()
 
         def planned(program: Program, enough: float) -> SolvedStep:
             step = self.step(program)
             solution = step.solution(memory, None if math.isinf(enough) else enough)
             return SolvedStep(step, solution, step.plan(solution, memory, solution.bound))
 
-        return fastest(self.variants, Wishes.of(options, memory * self.usable, until), planned)
+        return fastest(self.variants, Wishes.of(options, memory * self.usable), planned)

@@ -47,10 +47,10 @@ class Wishes:
     stacks: bool  # whether what is computed of each matrix by itself may be computed of stacks of them
 
     @classmethod
-    def of(cls, options: Options, memory: float, until: float) -> Wishes:
+    def of(cls, options: Options, memory: float) -> Wishes:
         """Those of a user's options; tactics say how the step is split as it is written."""
         mesh, recomputes = dict(options.mesh.shape), options.remat is not None
-        return cls(mesh, options.microbatches, recomputes, memory, until, stacks=not options.tactics)
+        return cls(mesh, options.microbatches, recomputes, memory, options.ends, stacks=not options.tactics)
 
     def is_one(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic
@@ -166,13 +165,7 @@ class OpenChoice(Generic[Planned]):
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
     def _timed(self) -> Options:
-        return self.options if self.group is not None else replace(self.options, until=self._until())
-
-    def _until(self) -> float:
-        """When planning ends, unless the options say."""
-        if self.options.until is not None:
-            return self.options.until
-        return math.inf if self.group is not None else time.monotonic() + self.options.time_limit
+        return self.options if self.group is not None else self.options.timed()
 
     def _wishes(self) -> Wishes:
-        return Wishes.of(self.options, self.options.memory * self.options.backend.usable, self._until())
+        return Wishes.of(self._timed(), self.options.memory * self.options.backend.usable)

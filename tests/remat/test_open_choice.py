@@ -42,23 +42,6 @@ def kept_of(plan):
     return next(one for one in plan.warnings if one.startswith("remat='auto'"))
 
 
-@pytest.fixture
-def blind(monkeypatch):
-    """The planner takes every peak for a share of what it is: `blind(0.3)`."""
-
-    def make(share):
-        honest = planning.formulated
-
-        def formulated(*args):
-            formulation = honest(*args)
-            lives = tuple(replace(live, usage=live.usage * share) for live in formulation.problem.lives)
-            return replace(formulation, problem=replace(formulation.problem, lives=lives, checked=True))
-
-        monkeypatch.setattr(planning, "formulated", formulated)
-
-    return make
-
-
 @pytest.fixture(scope="module")
 def free():
     """The plan without a limit that binds."""
