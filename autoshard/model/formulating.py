@@ -353,6 +353,7 @@ class _Formulator:
             strategies=self._strategies(group),
             lifetime=held,
             left=self.prices.arrays.sizes(value, leaves),
+            returned=self.prices.arrays.returned_sizes(value, leaves),
             is_result=value.id in outputs,
             in_place=value.id in in_place,
             points=self.start,

@@ -102,6 +102,7 @@ class HeldOutput:
     strategies: tuple[Strategy, ...]
     lifetime: Lifetime
     left: np.ndarray  # bytes per strategy, in the layout it is left in
+    returned: np.ndarray  # the same if it is a result
     is_result: bool  # whether it takes no argument's place, and so has a buffer of its own all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
     points: Mapping[int, int]  # value id -> the point that makes it
@@ -346,7 +347,7 @@ def regions(output: HeldOutput) -> Iterator[HeldBytes]:
 def results(output: HeldOutput) -> Iterator[HeldBytes]:
     """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program."""
     if output.is_result:
-        yield HeldBytes(output.node, (0, output.end), output.left, in_heap=False)
+        yield HeldBytes(output.node, (0, output.end), output.returned, in_heap=False)
 
 
 @of_reads

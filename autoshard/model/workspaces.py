@@ -250,7 +250,8 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
         "cholesky": 2,
         "random_gamma": 23,
         **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 5),
-        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "rng_bit_generator"), 9),
+        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 16),
+        **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
     },
 }
 _OF_LOOPS_OVER_ROWS = {"gather": 5, "scatter": 10}

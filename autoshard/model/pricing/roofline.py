@@ -59,8 +59,15 @@ class GroupWork:
         moved = np.broadcast_to(through, work.shape)
         dtype = compute_dtype(group.equations)
         least = np.broadcast_to(self._least(group, pieces), work.shape)
-        each = zip(least.tolist(), work.tolist(), moved.tolist(), strict=True)
-        return [least + compute_seconds(done, through, dtype, self.topology) for least, done, through in each]
+        in_units = np.maximum(
+            self._vector_seconds(group, split, leaves), self.arrays.backend.matrix_unit.seconds(group, pieces)
+        )
+        units = np.broadcast_to(in_units, work.shape)
+        each = zip(least.tolist(), work.tolist(), moved.tolist(), units.tolist(), strict=True)
+        return [
+            least + max(compute_seconds(done, bytes_moved, dtype, self.topology), unit)
+            for least, done, bytes_moved, unit in each
+        ]
 
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
@@ -98,6 +105,25 @@ class GroupWork:
             if turn := operations.turn_seconds(equation):
                 least = least + turn * _rows_apart(equation, group, pieces)
         return least
+
+    def _vector_seconds(
+        self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]
+    ) -> np.ndarray | float:
+        """What the functions in it take on the vector unit, per strategy.
+
+        Args:
+            split: factors of an equation -> into how many pieces each strategy splits them.
+        """
+        unit = self.arrays.backend.vector_unit
+        counted = [equation for equation in group.equations if unit.counts(equation)]
+        if not counted or not group.made:
+            return 0.0
+        made = group.made[0].value
+        elements = np.array([self.arrays.elements(made, layout) for layout in leaves[0]])
+        bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in leaves[0]])
+        padding = elements / np.maximum(1, bare)
+        sizes = ((one, math.prod(one.outputs[0].shape) / split[frozenset(group.factors_of(one))]) for one in counted)
+        return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""
