@@ -145,10 +145,20 @@ def _widened_product(shards: ShardBytes) -> float:
 
 
 def _groups_apart(shards: ShardBytes) -> float:
-    """Of a `ragged_dot`: the tokens once per group, zeros where they belong to another."""
+    """Of a `ragged_dot`: the tokens once per group, zeros where they belong to another; the groups' matrices, in order.
+
+    The gradient of the matrices has tokens on both sides. Narrow numbers are widened to float32.
+    """
     equation = shards.equation
     groups = equation.inputs[2].shape[-1]
-    return shards.operands[0] * groups
+    has_matrices = bool(equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+    tokens, others = (
+        size * max(1.0, 4 / value.dtype.itemsize) if jnp.issubdtype(value.dtype, jnp.floating) else size
+        for value, size in zip(equation.inputs[:2], shards.operands, strict=False)
+    )
+    made = equation.outputs[0].dtype.itemsize
+    widened = shards.whole * 4 / made if made < 4 and has_matrices else 0.0
+    return groups * tokens + (others if has_matrices else groups * others) + widened
 
 
 def _of_cublas(shards: ShardBytes) -> float:
