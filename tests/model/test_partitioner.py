@@ -12,7 +12,7 @@ from programs import f32, formulated, random_choices, round_topology
 
 import autoshard
 from autoshard.model.formulation import Formulation
-from autoshard.model.partitioner import products
+from autoshard.model.partitioner import products, reshards
 from autoshard.model.partitioner.choosing import as_given
 from autoshard.solver import solve
 from autoshard.solver.verify import verify
@@ -160,6 +160,35 @@ def test_what_is_joined_along_a_split_dim_goes_aside():
     shardings = {"in_shardings": (P(None, "y"), P(None, "y")), "out_shardings": P(None, "y")}
     found = autoshard.evaluate(joined, *arguments, mesh=mesh_of(PLANE), **shardings).verify()
     assert found.collectives_agree and {kind for kind, _ in found.actual} == {"all_to_all"}, str(found)
+
+
+# Slices and pads of a split dim: rows of 32, into so many.
+SHIFTS = {
+    "second half": (lambda x: jax.lax.slice(x, (16, 0), (32, 3)), 8),
+    "every other row": (lambda x: jax.lax.slice(x, (8, 0), (32, 3), (2, 1)), 4),
+    "rows from far away": (lambda x: jax.lax.slice(x, (24, 0), (32, 3)), 8),
+    "nearly everything": (lambda x: jnp.pad(x, ((31, 33), (0, 0))), 4),
+    "padded before": (lambda x: jnp.pad(x, ((16, 0), (0, 0))), 8),
+    "gates of an LSTM": (lambda x: sum(jnp.split(x, 4)), 8),
+}
+
+
+def assert_shifts_as_compiled(name):
+    function, pieces = SHIFTS[name]
+    rows, mesh = P("x"), mesh_of({"x": pieces})
+    found = autoshard.evaluate(function, f32(32, 3), mesh=mesh, in_shardings=(rows,), out_shardings=rows).verify()
+    assert found.collectives_agree and found.actual, str(found)
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_slices_and_pads_of_a_split_dim_send_rows(name):
+    assert_shifts_as_compiled(name)
+
+
+def test_rows_that_are_not_sent_are_caught(monkeypatch):
+    monkeypatch.setattr(reshards, "with_shifts", lambda equation, rule, *_: rule)
+    with pytest.raises(AssertionError):
+        assert_shifts_as_compiled("second half")
 
 
 def test_muon_under_fsdp_moves_what_jit_moves():
