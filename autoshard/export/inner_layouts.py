@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,8 +77,8 @@ class InnerLayouts:
 
 def why_none(program: Program) -> str:
     """Why a program has no table: the jaxpr that was planned is not the one that JAX makes of the step. "": it has."""
-    if program.captured:
-        return "the step closes over large arrays; pass them as arguments"
+    if None in program.constant_places:
+        return "calls inside the step close over large arrays; pass them as arguments"
     if program.microbatches > 1:
         return "the step runs in microbatches"
     if program.stacked:
@@ -110,8 +111,14 @@ class _Table:
     def rows(self) -> Iterator[Row]:
         for i, value in enumerate(self.program.own_arguments):
             yield Row(("argument", i), "", value.name, **self.made([value]))
-        for i, value in enumerate(self.program.constants):
-            yield Row(("constant", i), **self.made([value]))
+        large = self.program.arguments[len(self.program.own_arguments) :]
+        for place, value in zip(self.program.constant_places, large, strict=True):
+            home = self.home(value)
+            row = self.made([value])
+            yield Row(("constant", place), "", value.name, **{**row, "makes": {0: (home,)} if home else {}})
+        others = (i for i in itertools.count() if i not in self.program.constant_places)
+        for place, value in zip(others, self.program.constants, strict=False):
+            yield Row(("constant", place), **self.made([value]))
         for equation in self.program.equations:
             yield self.row(equation)
         for i, (result, placed) in enumerate(zip(self.program.results, self.plan.results, strict=True)):

@@ -254,7 +254,8 @@ def _docstring(
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
     lines += [
-        f"The step closes over {one.name}: pass it as an argument, to be laid as {spec_text(one.layout)}."
+        f"The step closes over {one.name}: pass it as an argument, to be laid as {spec_text(one.layout)}, so that no "
+        "device holds it whole."
         for one in plan.captured
     ]
     text = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")

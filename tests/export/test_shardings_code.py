@@ -129,6 +129,25 @@ def test_loops_branches_and_recomputations_are_those_of_the_plan():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_what_a_step_closes_over_lies_as_planned():
+    """Large arrays are constants in the code's jaxpr, beside small ones; each has its own place among them."""
+    small, large = np.ones(4, np.float32), np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)
+
+    def step(x):
+        return jnp.tanh(x @ jnp.asarray(large)).sum(-1) + small.sum()
+
+    mesh, x = mesh_of(), jnp.ones((8, 256))
+    plan = autoshard.plan(step, x, mesh=mesh, fixed={"large": P("data", "model"), "x": P(None, "data")})
+    found = defined(plan.to_code())
+    shardings = {"in_shardings": found["in_shardings"](mesh), "out_shardings": found["out_shardings"](mesh)}
+    compiled, plain = (
+        jax.jit(one, **shardings).lower(x).compile() for one in (found["constrained"](step, mesh), step)
+    )
+    assert collectives(compiled.as_text()) == collectives(plan.lowering().compile().as_text())
+    assert collectives(plain.as_text()) != collectives(compiled.as_text())  # that it can fail
+    np.testing.assert_allclose(compiled(jax.device_put(x, shardings["in_shardings"][0])), step(x), rtol=1e-5)
+
+
 def test_another_step_is_refused():
     table = Table(1, {(0,): Inner("sin", makes={0: [P("data")]})})
     made = jax.jit(constrain(jnp.sin, mesh_of(), table))(jnp.ones(8))
