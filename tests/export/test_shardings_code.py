@@ -140,9 +140,7 @@ def test_what_a_step_closes_over_lies_as_planned():
     plan = autoshard.plan(step, x, mesh=mesh, fixed={"large": P("data", "model"), "x": P(None, "data")})
     found = defined(plan.to_code())
     shardings = {"in_shardings": found["in_shardings"](mesh), "out_shardings": found["out_shardings"](mesh)}
-    compiled, plain = (
-        jax.jit(one, **shardings).lower(x).compile() for one in (found["constrained"](step, mesh), step)
-    )
+    compiled, plain = (jax.jit(one, **shardings).lower(x).compile() for one in (found["constrained"](step, mesh), step))
     assert collectives(compiled.as_text()) == collectives(plan.lowering().compile().as_text())
     assert collectives(plain.as_text()) != collectives(compiled.as_text())  # that it can fail
     np.testing.assert_allclose(compiled(jax.device_put(x, shardings["in_shardings"][0])), step(x), rtol=1e-5)
