@@ -85,8 +85,10 @@ def why_none(program: Program) -> str:
         return "the step computes stacks of matrices where it was written matrix by matrix"
     if program.types is not None:
         return "the step is a program of explicit mode"
-    if program.changes is not None:
-        return "the step takes nnx modules; split them (nnx.split), and plan a step of their states"
+    if program.changes is not None and not program.changes.keeps_graphs:
+        return "the step adds variables to its nnx modules, or takes some away"
+    if program.changes is not None and program.changes.static:
+        return "its nnx modules hold what is no array"
     if program.in_tree.static:
         return "the step takes leaves that are no arrays; part them (eqx.partition), and plan a step of the arrays"
     return ""
@@ -106,11 +108,15 @@ class _Table:
         self.program, self.plan, self.mesh = program, plan, dict(plan.mesh.shape)
         self.annotations = plan.annotations
         self.pins = constraints_of(program, plan.annotations)
+        self.has_modules = program.changes is not None  # `nnx.jit` gets no shardings, so the table has all of them
         self.left: list[str] = []
 
     def rows(self) -> Iterator[Row]:
-        for i, value in enumerate(self.program.own_arguments):
-            yield Row(("argument", i), "", value.name, **self.made([value]))
+        for i, (value, placed) in enumerate(zip(self.program.own_arguments, self.plan.arguments, strict=True)):
+            said = self.made([value])
+            if self.has_modules and placed.layout:
+                said["makes"] = {0: (placed.layout,)}
+            yield Row(("argument", i), "", value.name, **said)
         large = self.program.arguments[len(self.program.own_arguments) :]
         for place, value in zip(self.program.constant_places, large, strict=True):
             home = self.home(value)
@@ -123,8 +129,9 @@ class _Table:
             yield self.row(equation)
         for i, (result, placed) in enumerate(zip(self.program.results, self.plan.results, strict=True)):
             home = self.home(result)
-            if home and home != placed.layout:
-                yield Row(("result", i), "", placed.name, reads={0: (False, self.chain(home, placed.layout))})
+            if home and (home != placed.layout or self.has_modules):
+                chain = self.chain(home, placed.layout) if home != placed.layout else (home,)
+                yield Row(("result", i), "", placed.name, reads={0: (False, chain)})
 
     def row(self, equation: Equation) -> Row:
         line, name = str(equation.source or ""), equation.primitive
