@@ -149,7 +149,7 @@ def choose_pipeline(
     found = planned_space(request)
     if found is None:
         return None
-    found, result = _searched(found, settings)
+    found, result = search_planned(found, settings or SearchSettings())
     best: ExactPipeline | None = None
     fitting, refusal = 0, None
     for one in ([result.best] if result.best else []) + list(result.others):
@@ -171,21 +171,22 @@ def choose_pipeline(
     return ChosenPipeline(best, found.shapes, names, result)
 
 
-def _searched(found: PlannedSpace, settings: SearchSettings | None) -> tuple[PlannedSpace, StageSearchResult]:
+def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[PlannedSpace, StageSearchResult]:
     """The best pipeline of a space, once the costs that it rests on are planned for its number of microbatches."""
-    for _ in range(SEARCHES):
-        result = search_stages(found.space, settings)
-        if result.best is None:
+    for _ in range(SEARCHES - 1):
+        best = search_stages(found.space, replace(settings, gap_of_programs=1.0)).best  # nothing is proven yet
+        if best is None:
             break
-        choice = result.best.choice
+        choice = best.choice
         more = found.with_planned(choice.microbatches, {stage.table.shape.name for stage in choice.stages})
         if more is None:
             break
         again = simulated(more.space, on_tables(choice, more.space))
-        if again is not None and abs(again.seconds - result.best.seconds) <= ACCURATE * result.best.seconds:
-            break
+        is_near = again is not None and abs(again.seconds - best.seconds) <= ACCURATE * best.seconds
         found = more
-    return found, result
+        if is_near and again is not None and again.fits:
+            break
+    return found, search_stages(found.space, settings)
 
 
 def on_tables(choice: PipelineChoice, space: StageSpace) -> PipelineChoice:

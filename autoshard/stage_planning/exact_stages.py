@@ -68,7 +68,11 @@ def exact_pipeline(
         return found
     # Each virtual stage of a device gets a part of its memory.
     limits = stage_limits(choice, facts)
-    leaner = [planner.within(n, at[n], stage_in_flight(facts, n), limits[n]) for n in numbers]
+    leaner: list[StageCost | None] = []
+    for n in numbers:
+        leaner.append(planner.within(n, at[n], stage_in_flight(facts, n), limits[n]))
+        if leaner[-1] is None:
+            return None
     return _exact(space, choice, cut, leaner)
 
 

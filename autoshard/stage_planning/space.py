@@ -68,9 +68,12 @@ class PlannedSpace:
         Returns:
             None if all of these were planned before, or cannot be.
         """
-        planned = [self._planner.plan(self.shapes[name], microbatches) for name in shapes]
-        if not any(planned):
+        planned = [name for name in shapes if self._planner.plan(self.shapes[name], microbatches)]
+        if not planned:
             return None
+        for name in planned:
+            shape = self.shapes[name]
+            self._planner.plan_lean(shape, self.space.row.devices // shape.in_row.devices, microbatches)
         tables = [self._planner.tables(shape, microbatches) for shape in self.shapes.values()]
         costs = replace(self.space.costs[microbatches], tables=tuple(itertools.chain(*tables)))
         return replace(self, space=replace(self.space, costs={**self.space.costs, microbatches: costs}))
@@ -83,7 +86,7 @@ class _UnitPlanner:
         self.request = request
         self.cuts: dict[int, UnitCut] = {}
         self.fast: dict[str, dict[int, UnitCosts]] = {}  # by names of sub-meshes and numbers of microbatches
-        self._lean: dict[str, tuple[int, UnitCosts]] = {}  # the same for plans that fit: planned for one number each
+        self._lean: dict[str, dict[int, UnitCosts]] = {}  # the same for plans that fit
 
     def cut(self, microbatches: int) -> UnitCut:
         """
@@ -107,27 +110,27 @@ class _UnitPlanner:
             found[microbatches] = costs
         return costs is not None
 
-    def plan_lean(self, shape: SubMeshShape, stages: int) -> None:
-        """Plans to fit where plans for speed do not, for the most microbatches, of which each holds the least."""
-        fast = self.fast[shape.in_row.name]
-        if not fast:
-            return
-        most = max(fast)
-        in_flight = float(min(stages, most))
-        leaner = lean_unit_costs(self.cut(most), shape, self.request.backend, fast[most], stages, in_flight)
-        if leaner is not None and leaner is not fast[most]:
-            self._lean[shape.in_row.name] = most, leaner
+    def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> None:
+        """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages."""
+        name, in_flight = shape.in_row.name, float(min(stages, microbatches))
+        fast = self.fast[name][microbatches]
+        leaner = lean_unit_costs(self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight)
+        if leaner is not None and leaner is not fast:
+            self._lean.setdefault(name, {})[microbatches] = leaner
 
     def tables(self, shape: SubMeshShape, microbatches: int) -> list[StageTable]:
-        """Those of one sub-mesh: of plans for speed, and of such as fit where those do not."""
-        fast = self.fast[shape.in_row.name]
+        """Those of one sub-mesh: of plans for speed, and of such as fit where those do not.
+
+        Lean plans are planned for few numbers of microbatches. For others their costs grow as those of fast plans do.
+        """
+        fast, lean = self.fast[shape.in_row.name], self._lean.get(shape.in_row.name, {})
         if not fast:
             return []
         costs = between_microbatches(fast, microbatches)
         variants = {"": costs}
-        if shape.in_row.name in self._lean:
-            most, leaner = self._lean[shape.in_row.name]
-            variants["lean"] = _in_proportion(leaner, costs, fast[most])
+        if lean:
+            most = microbatches if microbatches in lean else max(lean)
+            variants["lean"] = _in_proportion(lean[most], costs, fast[most])
         return [one.layer_costs().table(shape.in_row, variant) for variant, one in variants.items()]
 
 
@@ -154,9 +157,9 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
     counts = list(planner.cuts)
     for shape in shapes:
-        for count in counts:
-            planner.plan(shape, count)
-        planner.plan_lean(shape, max(1, row.devices // shape.in_row.devices))
+        known = [count for count in counts if planner.plan(shape, count)]
+        if known:  # with the most microbatches each holds the least
+            planner.plan_lean(shape, max(1, row.devices // shape.in_row.devices), known[-1])
     first = counts[0]
     costs = {}
     for count in request.microbatches:
