@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from autoshard.mesh.topology import Topology
 from autoshard.jaxprs import JaxprEqn, Var, evaluated, is_transposed
 from autoshard.primitives import Work, facts_of
 from autoshard.program.user_code import source_of
@@ -172,6 +173,13 @@ class StraightBlock(Residuals):
             seconds=tuple(math.inf if id(eqn) in fixed else self.passes.seconds(eqn) for eqn in self.forward),
             wanted=tuple(place[var] for var in self.wanted),
         )
+
+    @property
+    def runs(self) -> int:
+        return 1
+
+    def movable(self, topology: Topology) -> tuple[float, ...]:
+        return (math.inf,) * len(self.values)
 
     def is_there(self, var: Var) -> bool:
         """Whether a value is there for the backward pass anyhow."""

@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from autoshard.errors import MemoryLimitError, MicrobatchError
 from autoshard.options import Options
 from autoshard.program import Program
-from autoshard.remat.recomputation import Level
 from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
@@ -196,14 +195,23 @@ class _Search(Generic[Planned]):
             if ways and time.monotonic() > self.wishes.until:
                 self.bounds.append(0.0)  # nothing is proven of what is not planned
                 break
-            levels = self.levels(variant)
-            cost = self.plan(replace(variant, level=len(levels) - 1) if levels else variant)
+            on_devices, on_hosts = self.levels(variant)
+            cost = self.plan(replace(variant, level=on_devices[-1]) if on_devices else variant)
+            if cost is None and on_hosts:
+                cost = self.plan(replace(variant, level=on_hosts[-1]))
             if cost is not None:
                 ways.append((cost, variant))
         if not ways:  # not even with the least that can be kept
             return
         _, variant = min(ways, key=lambda way: way[0])
-        for level in reversed(range(len(self.levels(variant)) - 1)):
+        on_devices, on_hosts = self.levels(variant)
+        self.plan_richer(variant, on_devices[:-1])
+        if self.best_variant.level != 0:  # something is computed again, or on hosts already
+            self.plan_richer(variant, on_hosts)
+
+    def plan_richer(self, variant: Variant, levels: Sequence[int]) -> None:
+        """Plans a variant at levels of which each holds less than the one before, the last first, while they fit."""
+        for level in reversed(levels):
             if time.monotonic() > self.wishes.until:
                 self.bounds.append(0.0)
                 break
@@ -213,8 +221,13 @@ class _Search(Generic[Planned]):
             if self.plan(one) is None:  # levels before it keep still more
                 break
 
-    def levels(self, variant: Variant) -> Sequence[Level]:
-        return self.variants.recomputation(variant).levels if self.wishes.recomputes else ()
+    def levels(self, variant: Variant) -> tuple[Sequence[int], Sequence[int]]:
+        """The levels that keep all on devices, and those that keep something on hosts."""
+        if not self.wishes.recomputes:
+            return (), ()
+        found = self.variants.recomputation(variant)
+        count = len(found.levels_on_devices)
+        return range(count), range(count, len(found.levels))
 
     def plan(self, variant: Variant) -> float | None:
         """The seconds of a variant's plan, or those that it is proven to take; None if it does not fit."""

@@ -14,10 +14,12 @@ import numpy as np
 from autoshard.layout import Layout, MeshShape, divides, shards
 from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import flops
+from autoshard.mesh.host import host_seconds
 from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
+from autoshard.model.pricing.host_moves import moved_bytes
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
@@ -386,6 +388,10 @@ class Prices:
                 hidden += cost * self.backend.overlap.of(finish.kind) * ends
             for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
                 communication += self._collective("collective_permute", halo.axes, size) * group.trips
+            if size := moved_bytes(group, strategy, self.arrays):
+                cost = host_seconds(size, self.topology) * group.trips
+                communication += cost
+                hidden += cost * self.backend.overlap.of("host")
             found.append(Seconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
