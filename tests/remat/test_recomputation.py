@@ -13,7 +13,7 @@ from jax.extend import core
 from autoshard.mesh.presets import topology
 from autoshard.remat import loops
 from autoshard.remat.cuts import cuts
-from autoshard.remat.recomputation import Recomputation
+from autoshard.remat.recomputation import EXPOSED, Recomputation
 
 MACHINE = topology("v5e:4x2", {"x": 4, "y": 2})
 LAYERS, ROWS, WIDTH = 4, 6, 8
@@ -234,7 +234,9 @@ def test_numbers_are_those_of_the_step(name):
 )  # fmt: skip
 def test_numbers_are_those_of_the_step_where_values_are_moved_to_hosts(name):
     found = recomputation(STEPS[name])
-    check_numbers(found, STEPS[name], found.levels_on_hosts[-1])
+    level = found.levels_of(1, EXPOSED[0])[-1]
+    assert level.moved > 0 and level.bytes < found.levels_on_devices[-1].bytes
+    check_numbers(found, STEPS[name], level)
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("two losses")])
@@ -288,6 +290,7 @@ def test_a_missing_stack_is_caught(monkeypatch):
         wrong = loop.eqn.replace(params=loop.eqn.params | {"reverse": not reverse}) if reverse else loop.eqn
         return right(loops.Loop(wrong, loop.consts, loop.carries, loop.body), env, *rest)
 
+    found = recomputation(STEPS["plain"])
     monkeypatch.setattr(loops, "_scan", turned)
     with pytest.raises(AssertionError):
-        check_numbers(recomputation(STEPS["plain"]), STEPS["plain"])
+        check_numbers(found, STEPS["plain"], found.levels_on_devices[-1])
