@@ -31,14 +31,12 @@ from autoshard.report.units import bytes_text
 from autoshard.specs import fixed_layouts
 from autoshard.stage_planning.planned_stage import stage_memory
 from autoshard.stages.cutting import CuttableStep
-from autoshard.stages.planning import StagePlanner
+from autoshard.stages.planning import PLANNING_ORDER, StagePlanner
 from autoshard.stages.programs import LOOP, Key
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.sub_meshes import stage_axis
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
-
-_ORDER = {"B": 0, "F": 1, "W": 2, "after": 3, "before": 4}  # of the programs of a stage: who says how arguments lie
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -173,7 +171,7 @@ def _plan(
     own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
     plans = StagePlanner(programs, options, own, program.donated, jit_keywords).plans([mesh] * programs.stages)
     laid: dict[Key, Layout] = {}
-    for one, plan in sorted(zip(programs.programs, plans, strict=True), key=lambda pair: _ORDER[pair[0].kind]):
+    for one, plan in sorted(zip(programs.programs, plans, strict=True), key=lambda pair: PLANNING_ORDER[pair[0].kind]):
         arrays = zip((*one.inputs, *one.outputs), (*plan.arguments, *plan.results), strict=True)
         for key, array in arrays:
             laid.setdefault(key, array.layout)

@@ -22,10 +22,9 @@ from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.propagation import rules_for
-from autoshard.report.units import bytes_text
 from autoshard.specs import check_agrees, fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.pipeline_plan import PipelinePlan, figures_of, pipeline_plan
+from autoshard.stage_planning.pipeline_plan import PipelinePlan, check_fits, pipeline_plan
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
 from autoshard.stages.planned_pipeline import PlannedPipeline
@@ -168,19 +167,8 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
             MemoryLimitError: a stage holds more than the memory limit.
         """
         pipeline, options = self._planned_stages(traced, program), self._options
-        made = pipeline_plan(pipeline, options, DISPATCH_SECONDS)
-        peaks = figures_of(pipeline, options, DISPATCH_SECONDS).peak_bytes
-        device = max(range(len(peaks)), key=peaks.__getitem__)
-        usable = options.memory * options.backend.usable
-        if peaks[device] > usable:
-            raise MemoryLimitError(
-                f"pipeline: stage {device} of {program.name} is predicted to hold {bytes_text(peaks[device])} "
-                f"per device, and {bytes_text(usable)} of {bytes_text(options.memory)} are usable.\n"
-                "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
-                budget=options.memory,
-                needed=peaks[device] / options.backend.usable,
-            )
-        return made
+        check_fits(pipeline, options, DISPATCH_SECONDS)
+        return pipeline_plan(pipeline, options, DISPATCH_SECONDS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from autoshard.stages.units import Unit, Units
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
 
 # How well units are planned for tables. The stages that are chosen are planned as any step is.
-_EFFORT: Mapping[str, float] = {"gap": 0.03, "seconds": 1.0}
+_EFFORT: Mapping[str, float] = {"gap": 0.03, "work": 2.0}
 
 
 @dataclass(frozen=True, eq=False)

@@ -217,7 +217,7 @@ class _Cut:
             if early is not None:
                 before[stage] = early
         after, placed = self.after()
-        homes = {self.names.outside[var]: stage for var, stage in placed.homes.items()}
+        homes = {self.names.outside[var]: stage for var, stage in placed.homes.items()} | self.batch_homes()
         types = self.builder.types
         for var, key in self.names.outside.items():
             types.setdefault(key, _struct(aval_of(var)))
@@ -286,6 +286,17 @@ class _Cut:
                 is_rows = isinstance(self.step.proof.relations[var], Rows)
                 if not is_rows and aval_of(var).shape:
                     found[var] = min(stage, found.get(var, stage))
+        return found
+
+    def batch_homes(self) -> dict[Key, int]:
+        """Arguments with rows of the batch -> the first stage whose loop programs read them."""
+        taken = {var for var, _ in self.carried_pairs()}
+        found: dict[Key, int] = {}
+        for i, stage in self.stages.items():
+            for var in self.builder.outside_behind(self.roles.inputs(i)):
+                if isinstance(self.step.proof.relations[var], Rows) and var not in taken:
+                    key = self.names.outside[var]
+                    found[key] = min(stage, found.get(key, stage))
         return found
 
     def carried_pairs(self) -> list[tuple[Var, Var]]:

@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.errors import StageError
 from autoshard.jaxprs import Var, scan_counts
 from autoshard.program.user_code import source_of
-from autoshard.stages.roles import Roles, bytes_of, work
+from autoshard.stages.roles import Roles, bytes_of, variables, work
 from autoshard.stages.stacks import Origin
 
 _END = Origin(2**62)  # after every equation
@@ -145,7 +145,8 @@ class _Line:
                 consts, carries = scan_counts(small)
                 carry = sum(map(bytes_of, small.outvars[:carries]))
                 first = {var: bytes_of(self.step.twins[var]) for var in self.roles.inputs(i) if var in alive}
-                ended = {var for var in first if self.last_readers[var] == i and var not in set(eqn.invars[:consts])}
+                held = variables(eqn.invars[:consts])
+                ended = {var for var in first if self.last_readers[var] == i and var not in held}
                 inside = crossing - sum(first[var] for var in ended) + carry
                 found += [
                     _Slot(Origin(i, trip), flops, inside, f"{name} trip {trip}", cheap) for trip in range(1, trips)

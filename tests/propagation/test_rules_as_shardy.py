@@ -32,7 +32,6 @@ SPARSE = "kept whole here; to Shardy it is the gathers and scatters of its gener
 UNLIKE_SHARDY = {  # primitive, or case -> why we differ
     "addupdate": PLAIN,
     "bcoo_dot_general": SPARSE,
-    "bcoo_dot_general_sampled": SPARSE,
     "bcsr_dot_general": SPARSE,
     "call_hi_primitive": PLAIN,
     "cholesky_update": MATRICES,

@@ -269,5 +269,5 @@ def _is_small(dim: int, found: list[Read], sources: Sequence[Shape], size: int) 
     if pieces is None:
         return False
     rows = {_rows_of(read, dim, "") for read in found if sources[read.source][dim:][:1] == (size,)}
-    most = max((sum(hop.stop - hop.start for hop in hops(one, size, pieces)) for one in rows), default=size)
+    most = max((sum(hop.rows for hop in hops(one, size, pieces)) for one in rows), default=size)
     return most <= _REACH_SHARE * size

@@ -1,0 +1,255 @@
+"""A traced step in, out the same whose dropless experts are operations; None where there are none.
+
+All equations on sorted rows between two exits become one operation. It computes again, in the backward pass, what rows
+the forward pass has made: then rows cross devices where they are used, and none is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, inner_jaxprs
+from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
+from autoshard.recognition.bodies import Tree, is_read
+from autoshard.recognition.editing import Editor, NotAvailable
+from autoshard.recognition.experts.regions import RAGGED, Exit, Leaving, Regions
+from autoshard.recognition.experts.sortings import sortings
+
+
+def with_experts(closed: ClosedJaxpr) -> ClosedJaxpr | None:
+    """A jaxpr, from the same arguments to the same results, with dropless experts as operations; None without any."""
+    if not _has_ragged(closed.jaxpr):
+        return None
+    tree = Tree.of(closed)
+    editor, done = Editor(tree), False
+    for sorting in list(sortings(tree)):
+        regions = Regions.of(tree, sorting)
+        try:
+            calls = list(_calls(regions))
+            if not calls:
+                continue
+            for call in calls:
+                call.put_in(editor)
+        except NotAvailable:
+            return None
+        if is_read(tree, list(regions.row_dims)):
+            return None
+        done = True
+    return editor.jaxpr() if done else None
+
+
+def _has_ragged(jaxpr: Jaxpr) -> bool:
+    return any(
+        eqn.primitive.name == RAGGED or any(_has_ragged(inner.jaxpr) for inner in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How slots are numbered: `tokens` times `each`, by token first, or by place first."""
+
+    tokens: int
+    each: int
+    by_token: bool
+
+    @classmethod
+    def of(cls, rows: int, tables: Sequence[np.ndarray]) -> Slots:
+        """What numbers tables of tokens have.
+
+        Raises:
+            NotAvailable: they are none of these.
+        """
+        slots = np.arange(rows)
+        found = {cls._of(rows, table, slots) for table in tables if not np.array_equal(table, slots)}
+        if len(found) > 1:
+            raise NotAvailable
+        return found.pop() if found else cls(rows, 1, True)
+
+    @classmethod
+    def _of(cls, rows: int, table: np.ndarray, slots: np.ndarray) -> Slots:
+        tokens = int(table.max()) + 1
+        if rows % tokens == 0:
+            each = rows // tokens
+            if np.array_equal(table, slots // each):
+                return cls(tokens, each, True)
+            if np.array_equal(table, slots % tokens):
+                return cls(tokens, each, False)
+        raise NotAvailable
+
+    def apart(self, x: Any) -> Any:
+        """``[M, ...]`` to ``[T, K, ...]``."""
+        if self.by_token:
+            return x.reshape(self.tokens, self.each, *x.shape[1:])
+        return x.reshape(self.each, self.tokens, *x.shape[1:]).swapaxes(0, 1)
+
+    def together(self, x: Any) -> Any:
+        """``[T, K, ...]`` to ``[M, ...]``."""
+        x = x if self.by_token else x.swapaxes(0, 1)
+        return x.reshape(self.tokens * self.each, *x.shape[2:])
+
+    def kind(self, table: np.ndarray) -> Kind:
+        is_slot = len(table) == 0 or np.array_equal(table, np.arange(self.tokens * self.each))
+        return Kind.SLOT if is_slot else Kind.TOKEN
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Exits of one body and level, as one operation."""
+
+    regions: Regions
+    slots: Slots
+    leaving: tuple[Leaving, ...]
+
+    def function(self) -> tuple[RowFunction, list[Var]]:
+        """The function of rows, and the arrays outside that it reads."""
+        reader = _Reader(self.regions, self.slots)
+        outputs: list[tuple[Var, Kind]] = []
+        for one in self.leaving:
+            if one.how is Exit.PER_GROUP:
+                reader.need(one.eqn)
+                outputs.append((reader.origin(one.eqn.outvars[0]), Kind.GROUP))
+            else:
+                assert one.rows is not None, "all others take rows out"
+                reader.need(one.rows)
+                kind = Kind.SLOT if one.table is None else self.slots.kind(one.table)
+                outputs.append((one.rows, kind))
+        return reader.function(outputs)
+
+    def put_in(self, editor: Editor) -> None:
+        """
+        Raises:
+            NotAvailable: an array that it reads cannot be handed here.
+        """
+        function, arrays = self.function()
+        operation, slots = routed_operation(function), self.slots
+        (body,) = {one.body for one in self.leaving}
+        outer = [self.regions.sorting.keys, *arrays]
+        operands = [editor.here(var, body) for var in outer]
+        bases = [one.eqn.invars[0] for one in self.leaving if one.how is Exit.ADDED]
+        fixed = {i: base for i, base in enumerate(bases) if not isinstance(base, Var)}
+        given = [base for base in bases if isinstance(base, Var)]
+
+        def call(keys: Any, *others: Any) -> list[Any]:
+            inputs = [
+                slots.apart(x.reshape(aval_of(var).shape)) if kind is Kind.SLOT else x
+                for x, (var, kind) in zip(others[: len(arrays)], function.inputs, strict=True)
+            ]
+            made = operation(slots.apart(keys), *inputs)
+            moving = iter(others[len(arrays) :])
+            added = iter(fixed[i].val if i in fixed else next(moving) for i in range(len(bases)))
+            found = []
+            for one, (_, kind), x in zip(self.leaving, function.outputs, made, strict=True):
+                like: Any = aval_of(one.eqn.outvars[0])
+                whole = slots.together(x) if kind is Kind.SLOT else x
+                if one.how is Exit.ADDED:
+                    whole = jax.numpy.asarray(next(added)) + whole
+                found.append(whole.reshape(like.shape).astype(like.dtype))
+            return found
+
+        gone = [one.eqn for one in self.leaving]
+        editor.replace(body, gone, call, [*operands, *given], [eqn.outvars[0] for eqn in gone])
+
+
+def _calls(regions: Regions) -> Iterator[_Call]:
+    tables = [one.table for one in (*regions.entries.values(), *regions.leaving) if one.table is not None]
+    slots = Slots.of(regions.sorting.rows, tables)
+
+    def place(one: Leaving) -> tuple[int, int]:
+        return id(one.body), one.level
+
+    for _, several in itertools.groupby(sorted(regions.leaving, key=place), key=place):
+        yield _Call(regions, slots, tuple(several))
+
+
+class _Reader:
+    """The equations on rows that some values are made of, from where rows come in."""
+
+    def __init__(self, regions: Regions, slots: Slots):
+        self.regions, self.slots = regions, slots
+        self.origin = regions.tree.origin
+        self.equations: list[JaxprEqn] = []
+        self.inputs: dict[Var, tuple[Kind, Var]] = {}  # value inside -> its kind, and the array outside
+        self.row_dims: dict[Var, int] = {}
+        self.sizes: Var | None = None
+        self._done = set[int]()
+
+    def need(self, what: Any) -> None:
+        """Adds what makes a value of rows, or an equation, behind what that needs."""
+        waiting: list[Any] = [what]
+        while waiting:
+            one = waiting[-1]
+            eqn = one
+            if isinstance(one, Var):
+                if one in self.regions.entries:
+                    self._enter(one)
+                    waiting.pop()
+                    continue
+                _, eqn = self.regions.tree.homes[one]
+            if id(eqn) in self._done:
+                waiting.pop()
+                continue
+            before = self._operands(eqn)
+            missing = [var for var in before if not self._has(var)]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            self._add(eqn)
+
+    def _has(self, var: Var) -> bool:
+        if var in self.inputs:
+            return True
+        _, eqn = self.regions.tree.homes[var]
+        return id(eqn) in self._done
+
+    def _operands(self, eqn: JaxprEqn) -> list[Var]:
+        """The operands of rows, and what is broadcast along rows."""
+        known = self.regions.row_dims, self.regions.spread
+        return [var for x in eqn.invars if isinstance(x, Var) and any((var := self.origin(x)) in one for one in known)]
+
+    def _enter(self, var: Var) -> None:
+        entry = self.regions.entries[var]
+        self.inputs[var] = self.slots.kind(entry.table), entry.array
+        self.row_dims[var] = 0
+
+    def _add(self, eqn: JaxprEqn) -> None:
+        self._done.add(id(eqn))
+        inside, is_ragged = set(self._operands(eqn)), eqn.primitive.name == RAGGED
+        for i, x in enumerate(eqn.invars):
+            if not isinstance(x, Var) or (var := self.origin(x)) in inside:
+                continue
+            if is_ragged and i == 2:
+                self.sizes = self.sizes or var
+            elif self.inputs.setdefault(var, (Kind.GROUP if is_ragged else Kind.SHARED, var))[0] is not (
+                Kind.GROUP if is_ragged else Kind.SHARED
+            ):
+                raise NotAvailable
+        read = [
+            x if not isinstance(x, Var) else self.sizes if is_ragged and i == 2 else self.origin(x)
+            for i, x in enumerate(eqn.invars)
+        ]
+        written = [self.origin(var) if isinstance(var, Var) else var for var in eqn.outvars]
+        self.equations.append(eqn.replace(invars=read, outvars=written))
+        known = self.regions.row_dims | self.regions.spread
+        self.row_dims |= {var: known[var] for var in written if var in known}
+
+    def function(self, outputs: Sequence[tuple[Var, Kind]]) -> tuple[RowFunction, list[Var]]:
+        made = RowFunction(
+            tuple(self.equations),
+            self.row_dims,
+            tuple((var, kind) for var, (kind, _) in self.inputs.items()),
+            tuple(outputs),
+            self.sizes,
+            self.slots.each,
+            self.regions.sorting.groups,
+        )
+        return made, [array for _, array in self.inputs.values()]
+
+
