@@ -2,8 +2,9 @@
 
 Which arguments these are follows from the equations: a result takes the argument's place, and no equation of a forward
 or backward pass depends on it. Such an argument is fetched where the update first reads it, behind a barrier that a
-gradient passes too, and what takes its place is sent back as soon as it is made. The update runs result by result, so
-that no more of the state than one result needs has to be on devices at a time.
+gradient passes too, and what takes its place is sent back as soon as it is made. The update runs result by result, and
+an array is fetched once all but one of those before it have been updated. So no more of the state than the update of
+two results needs has to be on devices at a time, and both ways of the link to the host are busy.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from autoshard.remat.barriers import behind_barrier
 from autoshard.remat.costs import bytes_of
 from autoshard.remat.numbering import variables
 from autoshard.report.units import bytes_text
+
+AT_ONCE = 2  # arrays that are on devices or on their way: as many moments as Adam has of each weight
 
 _NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
 
@@ -153,6 +156,7 @@ class _Update:
             env: what there is before it; `of_passes` of that is made by the passes.
         """
         self.env, self.ends = env, dict[Var, Any]()  # results that lie on hosts
+        self.updated = list[Any]()  # these results, before they are sent
         inputs = state.closed.jaxpr.invars
         self.away = {inputs[i] for i in state.movable}
         self.sent = {state.closed.jaxpr.outvars[state.carried[i]] for i in state.movable}
@@ -210,11 +214,13 @@ class _Update:
         made = list(eqn.outvars)
         self.env.update(zip(made, evaluated([eqn], self.env, made), strict=True))
         for var in self.sent.intersection(made):
+            self.updated.append(self.env[var])
             self.ends[var] = jax.device_put(self.env[var], jax.memory.Space.Host)
 
     def fetch(self, var: Var, eqn: JaxprEqn) -> None:
-        """Brings an argument to devices, no earlier than its gradient is there."""
+        """Brings an argument to devices, no earlier than its gradient is there and others have been updated."""
         beside = [self.env[self.gradients[var]]] if var in self.gradients else []
+        beside += self.updated[-AT_ONCE:][:1] if len(self.updated) >= AT_ONCE else []
         (self.env[var],) = behind_barrier(
             lambda array, *_: [jax.device_put(array, jax.memory.Space.Device)], [self.env[var], *beside], eqn
         )
