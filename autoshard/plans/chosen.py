@@ -279,8 +279,18 @@ class ChosenOptions:
     def host_bytes(self) -> int:
         replaced = aliased(self.program)
         results = (x for i, x in enumerate(self.program.results) if isinstance(x, Value) and i not in replaced)
-        held = [x for x in (*self.program.arguments, *results) if x.on_host]
+        own = dict.fromkeys([*results, *self.moved_to_hosts()])
+        held = [x for x in (*self.program.arguments, *own) if x.on_host]
         return sum(self.prices.arrays.shard_bytes(value, self.homes[value.id]) for value in held)
+
+    def moved_to_hosts(self) -> Iterator[Value]:
+        """What the step itself takes there, other than for the next step. A stack is there as a whole."""
+        ends = {x.id for x in self.program.results if isinstance(x, Value)}
+        stacks = (one for one in self.program.equations if one.primitive == "scan_stack")
+        stacked = {x.id for one in stacks for x in one.inputs if isinstance(x, Value)}
+        for equation in self.program.equations:
+            if equation.primitive in {"device_put", "scan_stack"}:
+                yield from (x for x in equation.outputs if x.on_host and x.id not in ends | stacked)
 
     def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, Readers]]:
         """Every resharding of the step: (value, from, to, the line that asks for it, whom the copy is for).

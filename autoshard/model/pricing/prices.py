@@ -393,7 +393,7 @@ class Prices:
             if size := moved_bytes(group, strategy, self.arrays):
                 cost = host_seconds(size, self.topology) * group.trips
                 communication += cost
-                hidden += cost * self.backend.overlap.of("host")
+                hidden += cost * self.backend.overlap.of("host") * (group.trips > 1)
             found.append(Seconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
