@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import compilation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +74,7 @@ def launched(count: int, folder: Path, order: list[str] = ORDER) -> dict[str, li
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "XLA_FLAGS": compilation.CPU_ONLY}
     running = []
     for index in range(count):
         command = [sys.executable, str(HERE / "many_processes.py"), str(index), str(count), port, str(folder), *order]
