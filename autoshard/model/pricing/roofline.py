@@ -37,7 +37,7 @@ class GroupWork:
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        is_free = group.only_moves and not (group.sunk or group.copied)
+        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
         if is_free or group.equations[0].primitive in _CROSSINGS:
             return [0.0] * len(strategies)
         pieces = {
@@ -72,11 +72,13 @@ class GroupWork:
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
-        is_free = group.only_moves and not (group.sunk or group.copied)
+        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
         if is_free or first.primitive in _CROSSINGS:
             return 0.0
-        values = {value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.made))}
-        moves_parts = group.repeated or first.primitive in _READS_PART or _inserted(first) is not None
+        values = {
+            value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.outputs))
+        }
+        moves_parts = group.is_recomputed or first.primitive in _READS_PART or _inserted(first) is not None
         in_memory = (value for value in values.values() if not (moves_parts or value.on_host or self.kept_share(value)))
         sizes = [
             math.prod(value.shape) * self.arrays.widths.stored(value)
@@ -133,9 +135,9 @@ class GroupWork:
         What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
         XLA does make all of it if its readers want it in another layout.
         """
-        if group.repeated and not group.sunk:
+        if group.is_recomputed and not group.is_sunk:
             return 0.0
-        written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
+        written = sum(map(self._through_memory, (made.value for made in group.outputs), leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0

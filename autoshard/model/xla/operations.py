@@ -33,12 +33,12 @@ class Operations:
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
         inside = self.least_seconds * sum(map(_more, group.equations))
-        if group.repeated or group.stacks or group.ends_product or group.is_idle:
+        if group.is_recomputed or group.is_stack or group.ends_product or group.is_idle:
             return inside
         if group.contracts:
             reads = any(use.value.from_outside for use in group.uses)
-            return inside + self.product_seconds * (reads + group.late)
-        arrays = (*(use.value for use in group.uses), *(made.value for made in group.made))
+            return inside + self.product_seconds * (reads + group.feeds_only_results)
+        arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
 
     def turn_seconds(self, equation: Equation) -> float:
