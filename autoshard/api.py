@@ -21,6 +21,7 @@ from autoshard.meshes.places import Place, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.one_jit.function import OneJitFunction
+from autoshard.one_jit.plan import OneJitPlan
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.kinds import PADDED
 from autoshard.planning import checked_rules, described, lowered
@@ -243,6 +244,8 @@ def autoshard(
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         if isinstance(given, PipelinePlan):
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=given.request, given=given)
+        if isinstance(given, OneJitPlan):
+            return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=given.asked, given=given)
         if request is not None and request.backend == "one_jit":
             return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if request is not None:

@@ -1,8 +1,9 @@
 """What a backward pass reads of a forward pass in, out what is best kept at every price of memory: pure Python.
 
 A value that the backward pass wants is kept, or computed again from values that are kept or computed again themselves.
-A value that is kept lies in the memory of devices, or is moved to that of their hosts and back. For a price of memory, in seconds per byte, the cheapest choice is a minimum cut (as in the min-cut rematerialisation of
-PyTorch's AOTAutograd; Goldberg's reduction of project selection). Its value nodes have two halves:
+A value that is kept lies in the memory of devices, or is moved to that of their hosts and back. For a price of memory,
+in seconds per byte, the cheapest choice is a minimum cut (as in the min-cut rematerialisation of PyTorch's AOTAutograd;
+Goldberg's reduction of project selection). Its value nodes have two halves:
 
     wanted(v)   v is there in the backward pass
     again(v)    v is computed again there

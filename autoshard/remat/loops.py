@@ -2,7 +2,7 @@
 
 So JAX writes the derivative of a scan: the forward pass stacks its *residuals*, and the backward pass reads a slice of
 each in every turn. A residual that is not stacked is computed again in that turn, of what is. No barrier is needed: XLA
-does not merge what two loops compute. A residual may be stacked in the memory of hosts: each turn sends its slice there,
+does not merge what two loops compute. A residual may be stacked in the memory of hosts: each turn sends its slice there
 and fetches one.
 """
 

@@ -139,13 +139,13 @@ class Recomputation:
     def seconds_of(self, block: Block, cut: Cut) -> float:
         """Seconds of what a block computes again, and of waiting for transfers to hosts and back.
 
-        Transfers run beside compute: those to hosts beside the forward pass, those back beside the backward pass, which
-        takes twice as long.
+        In loops, transfers run beside compute: those to hosts beside the forward pass, those back beside the backward
+        pass, which takes twice as long.
         """
         run = block.forward_pass.seconds
         again = math.fsum(run[e] for e in cut.again)
         one_way = math.fsum(block.movable(self.topology)[v] for v in cut.moved) / 2
-        beside = math.fsum(seconds for seconds in run if math.isfinite(seconds))
+        beside = math.fsum(seconds for seconds in run if math.isfinite(seconds)) if block.runs > 1 else 0.0
         return again + max(0.0, one_way - beside) + max(0.0, one_way - 2 * beside - again)
 
     def level(self, size: int, chains: Sequence[Sequence[Cut]], at: Sequence[int]) -> Level:
@@ -181,8 +181,8 @@ class Recomputation:
         whole = sum(block.bytes_read for block in self.cut_of(level))
         return (
             f"remat='auto': the backward pass reads {bytes_text(whole)} of the forward pass. "
-            f"{bytes_text(level.bytes)} of these are kept: {named or 'nothing'}{more}.{away} The rest is computed again, "
-            f"which is {level.seconds:.3g} s of work for one device."
+            f"{bytes_text(level.bytes)} of these are kept: {named or 'nothing'}{more}.{away} The rest is computed "
+            f"again, which is {level.seconds:.3g} s of work for one device."
         )
 
     def rewritten(self, level: Level) -> ClosedJaxpr:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import ArgumentError, PlanError
-from autoshard.one_jit.function import OneJitPlan
+from autoshard.one_jit.plan import OneJitPlan
 from autoshard.options import Options
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.user_plan import Plan
@@ -50,16 +50,12 @@ def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str
         pad: given as `pad=`.
 
     Raises:
-        PlanError: a plan cannot be used so.
+        PlanError: `like=` has stages.
         ArgumentError: the plan has stages, which do not heed some option.
     """
-    if isinstance(plan, PipelinePlan):
-        check_combination("a plan with stages", options, {"pad": pad, "like": like}, refines=False, takes_uneven=True)
-    if isinstance(plan, OneJitPlan):
-        raise PlanError(
-            f"plan=: the plan of {plan.name} is for stages in one program (backend='one_jit'), which no plan brings "
-            "back.\nAsk for these stages again: pipeline=dict(..., backend='one_jit')."
-        )
+    if isinstance(plan, PipelinePlan | OneJitPlan):
+        uneven = isinstance(plan, PipelinePlan)
+        check_combination("a plan with stages", options, {"pad": pad, "like": like}, refines=False, takes_uneven=uneven)
     if isinstance(like, PipelinePlan):
         raise PlanError(
             f"like=: the plan of {like.name} has {len(like.stages)} stages. Each array lies on the devices of its own "

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 class Overlap:
     """How much of each kind of collective is hidden."""
 
-    hidden_share: Mapping[str, float] = field(default_factory=dict)  # kind, or "host" -> share of its seconds; 0 for other kinds
+    hidden_share: Mapping[str, float] = field(default_factory=dict)  # kind -> share of its seconds; 0 for other kinds
 
     def of(self, kind: str) -> float:
         """The hidden share of one kind.
