@@ -263,7 +263,7 @@ def formulated(
         options.topology,
         memory=options.memory,
         fixed={**wished, **program.ordered_arguments, **fixed},
-        beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
+        open_axes=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=_backend(options),
     )
     if is_too_large(program, mesh_shape) and not options.tactics:

@@ -37,7 +37,7 @@ class Permute:
 
 @dataclass(frozen=True)
 class Shift(Generic[Factor]):
-    """The rows of one operand that a device reads for its share of a result whose row `i` is row `start + i * stride`."""
+    """The rows of one operand that a device reads for its share of a result: row `i` is row ``start + i * stride``."""
 
     dim: int
     factor: Factor

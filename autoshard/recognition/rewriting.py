@@ -8,7 +8,6 @@ would compute these anyway, so such an attention stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -97,15 +97,15 @@ def lean_unit_costs(
 ) -> UnitCosts | None:
     """The same within the memory of a pipeline of so many equal stages; `fast` itself if that fits.
 
-    Every unit gets a part of the memory: as large a part as it takes of the fast choice. One that does not fit takes
-    about the least that it can.
+    Every unit gets a part of the memory beside what one of them works in: as large a part as it takes of the fast
+    choice. One that does not fit takes about the least that it can.
     """
     fixed, left, working = (fast.values[FIELDS.index(name)] for name in FIELDS[-3:])
     held = fixed + in_flight * left
     room = shape.in_row.memory_bytes
     if held.sum() / stages + working.max() <= room:
         return fast
-    share = stages * room / held.sum()
+    share = stages * max(0.0, room - working.max()) / held.sum()
 
     def cost(stage: int) -> StageCost | None:
         unit = units.planned.index(stage)

@@ -90,7 +90,7 @@ def specs_of(case: cases.Case) -> Iterator[list[P | None]]:
 
 def differences(case: cases.Case) -> list[str]:
     """Where we and Shardy differ on a case."""
-    program = trace(case.fn, case.args, {})
+    program = trace(case.fn, case.args, {}, has_rule=registry.has_rule)
     rules, found = rules_for(program), []
     for specs in specs_of(case):
         ours = propagate_layouts(program, rules, MESH, shardy.fixed_layouts(program, specs))

@@ -90,7 +90,7 @@ class _Rewriting:
         inputs = [self.read(x, equation) if isinstance(x, Value) else x for x in equation.inputs]
         operands = [self.layouts.get(x.id) if isinstance(x, Value) else None for x in inputs]
         results = [self.layouts[made.id] for made in equation.outputs]
-        rule = with_shifts(equation, rule, operands[0] if operands else None, results[0] if results else (), self.mesh)
+        rule = with_shifts(equation, rule, operands, results, self.mesh)
         split = split_of(equation, rule, operands, results, self.mesh)
         wants = [self.layout(dims, split, rule) for dims in rule.operands]
         fuses = _may_fuse(equation, rule)

@@ -7,11 +7,11 @@ dims has to be gathered. Then it gathers all that are sliced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.layout import Layout, MeshShape, shards
-from autoshard.program import Equation, Value
+from autoshard.program import Equation
 from autoshard.propagation.halos import Reach
 from autoshard.propagation.rule import Rule
 from autoshard.propagation.shifts import Shift
@@ -32,16 +32,19 @@ def as_slices(equation: Equation) -> Iterator[Equation]:
         first += size
 
 
-def with_shifts(equation: Equation, rule: Rule, operand: Layout | None, result: Layout, mesh: MeshShape) -> Rule:
+def with_shifts(
+    equation: Equation, rule: Rule, operands: Sequence[Layout | None], results: Sequence[Layout], mesh: MeshShape
+) -> Rule:
     """The rule of a slice or pad whose rows are exchanged; any other rule as it is.
 
     Args:
-        operand: how it lies; None for a literal.
-        result: how it is to lie.
+        operands: how they lie; None for literals.
+        results: how they are to lie.
     """
-    moved = _moves(equation)
+    moved, operand = _moves(equation), next(iter(operands), None)
     if moved is None or operand is None:
         return rule
+    (result,) = results
     shape, made = equation.inputs[0].shape, equation.outputs[0].shape
     found = []
     for dim, (start, stride) in enumerate(moved):
@@ -59,8 +62,6 @@ def with_shifts(equation: Equation, rule: Rule, operand: Layout | None, result: 
 
 def _moves(equation: Equation) -> list[tuple[int, int]] | None:
     """Per dim, the row of the operand that is the result's first one, and from row to row of the result."""
-    if not isinstance(equation.inputs[0], Value):
-        return None
     params = equation.params
     if equation.primitive == "slice":
         starts = params["start_indices"]

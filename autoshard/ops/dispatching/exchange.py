@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard.jaxprs import aval_of
 from autoshard.operations.split import CallSplit
 from autoshard.ops.dispatching.row_function import Kind, RowFunction
 
@@ -81,6 +82,7 @@ def exchanged(function: RowFunction, split: CallSplit, groups: jax.Array, arrays
     stretches = Stretches.of(groups.reshape(-1), each, devices)
     capacity = capacity_of(tokens * slots, devices)
     most = lax.pmax(stretches.counts.max(), (*axes, *split.axes(DATA)))
+    rounds = (most + capacity - 1) // capacity
 
     def traded(x: jax.Array) -> jax.Array:
         return lax.all_to_all(x, axes, 0, 0, tiled=True)
@@ -98,7 +100,7 @@ def exchanged(function: RowFunction, split: CallSplit, groups: jax.Array, arrays
             else x
             for (var, kind), x in zip(function.inputs, arrays, strict=True)
         ]
-        made = function(sizes, read, group.shape[0])
+        made = function(sizes, read, group.shape[0], wide=True)
         back = jnp.argsort(order)
         target = jnp.where(is_row, slot, tokens * slots).reshape(-1)  # beyond the end: a place that holds no row
         found = []
@@ -111,19 +113,12 @@ def exchanged(function: RowFunction, split: CallSplit, groups: jax.Array, arrays
             found.append(total.at[target].set(x, mode="drop", unique_indices=False))
         return number + 1, found
 
-    start = [
-        jnp.zeros(
-            (each, *var.aval.shape[1:])  # type: ignore[attr-defined]  # of arrays
-            if kind is Kind.GROUP
-            else (tokens * slots, *_without(var.aval.shape, function.row_dims[var])),  # type: ignore[attr-defined]
-            var.aval.dtype,  # type: ignore[attr-defined]
-        )
-        for var, kind in function.outputs
-    ]
-    _, found = lax.while_loop(lambda state: state[0] * capacity < most, turn, (jnp.int32(0), start))
+    start = [_zeros(function, var, kind, tokens * slots, each) for var, kind in function.outputs]
+    _, found = lax.while_loop(lambda state: state[0] < rounds, turn, (jnp.int32(0), start))
     results = []
-    for (_, kind), x in zip(function.outputs, found, strict=True):
+    for (var, kind), x in zip(function.outputs, found, strict=True):
         if kind is Kind.GROUP:
+            x = x.astype(aval_of(var).dtype)
             results.append(lax.psum(x, split.axes(DATA)) if split.axes(DATA) else x)
         else:
             x = x.reshape(tokens, slots, *x.shape[1:])
@@ -149,7 +144,8 @@ def on_own_rows(function: RowFunction, groups: jax.Array, arrays: Sequence[Any])
         if kind is Kind.GROUP:
             results.append(x)
             continue
-        x = jnp.moveaxis(x, function.row_dims[var], 0)[back].reshape(tokens, slots, *_without(x.shape, function.row_dims[var]))
+        x = jnp.moveaxis(x, function.row_dims[var], 0)[back]
+        x = x.reshape(tokens, slots, *x.shape[1:])
         results.append(x.sum(1) if kind is Kind.TOKEN else x)
     return results
 
@@ -162,6 +158,14 @@ def _fetched(x: jax.Array, kind: Kind, slot: jax.Array, slots: int) -> jax.Array
 def _sorted(function: RowFunction, var: Any, x: jax.Array, order: jax.Array) -> jax.Array:
     """Rows as they came, in the order of their groups."""
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[order], 0, function.row_dims[var])
+
+
+def _zeros(function: RowFunction, var: Any, kind: Kind, rows: int, groups: int) -> jax.Array:
+    """What the rounds are added to: a place per slot, or a sum in float32 per group."""
+    aval = aval_of(var)
+    if kind is Kind.GROUP:
+        return jnp.zeros((groups, *aval.shape[1:]), jnp.promote_types(aval.dtype, jnp.float32))
+    return jnp.zeros((rows, *_without(aval.shape, function.row_dims[var])), aval.dtype)
 
 
 def _without(shape: Sequence[int], dim: int) -> tuple[int, ...]:

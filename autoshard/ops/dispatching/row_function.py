@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, run
 
@@ -60,23 +61,29 @@ class RowFunction:
         var, dim = next(iter(self.row_dims.items()))
         return int(aval_of(var).shape[dim])
 
-    def __call__(self, sizes: jax.Array, arrays: Sequence[Any], rows: int) -> list[Any]:
+    def __call__(self, sizes: jax.Array, arrays: Sequence[Any], rows: int, *, wide: bool = False) -> list[Any]:
         """
         Args:
             sizes: ``[G]``: how many rows each group has, in their order. Rows beyond their sum are of no group.
             arrays: the inputs; the dim of rows has any size.
             rows: this size.
+            wide: whether sums over the rows of a group are float32, so that others can be added to them.
         """
+        sums = {var for var, kind in self.outputs if kind is Kind.GROUP} if wide else set[Var]()
         values: dict[Var, Any] = dict(zip((var for var, _ in self.inputs), arrays, strict=True))
         if self.sizes is not None:
             values[self.sizes] = sizes.astype(aval_of(self.sizes).dtype)
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
-            made = run(self._resized(eqn, rows, len(sizes)), operands)
+            resized = self._resized(eqn, rows)
+            if not sums.isdisjoint(eqn.outvars):
+                kept = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, jnp.float32)
+                resized = resized.replace(params={**resized.params, "preferred_element_type": kept})
+            made = run(resized, operands)
             values |= {var: one for var, one in zip(eqn.outvars, made, strict=True) if isinstance(var, Var)}
         return [values[var] for var, _ in self.outputs]
 
-    def _resized(self, eqn: JaxprEqn, rows: int, groups: int) -> JaxprEqn:
+    def _resized(self, eqn: JaxprEqn, rows: int) -> JaxprEqn:
         """An equation whose parameters say another number of rows."""
         var = eqn.outvars[0]
         dim = self.row_dims.get(var)

@@ -251,5 +251,3 @@ class _Reader:
             self.regions.sorting.groups,
         )
         return made, [array for _, array in self.inputs.values()]
-
-

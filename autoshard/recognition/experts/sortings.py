@@ -19,6 +19,7 @@ from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, run
 from autoshard.recognition.bodies import Tree
 
 _DRAWS = 2
+_SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose"})
 _MOST_BYTES = 2**29  # of an array that is evaluated
 
 
@@ -37,13 +38,18 @@ class Sorting:
     tree: Tree
     keys: Var  # [M], the group of each slot; an origin
     groups: int
-    _draws: list[np.ndarray] = field(default_factory=list)
-    _known: dict[Var, list[Any] | None] = field(default_factory=dict)  # origin -> its values per draw; None: no function
+    _draws: list[np.ndarray] = field(default_factory=list)  # of the keys
+    _known: dict[Var, list[Any] | None] = field(
+        default_factory=dict
+    )  # origin -> its values per draw
 
     def __post_init__(self) -> None:
-        random = np.random.default_rng(0)
-        self._draws = [random.integers(0, self.groups, self.rows).astype(aval_of(self.keys).dtype) for _ in range(_DRAWS)]
-        self._known[self.keys] = list(self._draws)
+        random, source = np.random.default_rng(0), _source_of(self.tree, self.keys)
+        aval = aval_of(source)
+        self._known[source] = [random.integers(0, self.groups, aval.shape).astype(aval.dtype) for _ in range(_DRAWS)]
+        found = self.values(self.keys)
+        assert found is not None, "they are its elements"
+        self._draws = [np.asarray(one) for one in found]
 
     @property
     def rows(self) -> int:
@@ -125,6 +131,18 @@ class Sorting:
         self._known |= zip(self._made_by(eqn), map(list, zip(*found, strict=True)), strict=True)
 
 
+def _source_of(tree: Tree, var: Var) -> Var:
+    """The array whose elements, and no others, a value has in another shape: one that the program may reshape twice."""
+    while True:
+        var = tree.origin(var)
+        _, maker = tree.homes.get(var, (None, None))
+        if maker is None or maker.primitive.name not in _SAME_ELEMENTS or not isinstance(maker.invars[0], Var):
+            return var
+        if not np.issubdtype(aval_of(maker.invars[0]).dtype, np.integer):
+            return var
+        var = maker.invars[0]
+
+
 def sortings(tree: Tree) -> Iterator[Sorting]:
     """A sorting for all keys whose rows some ragged product takes."""
     ragged = [eqn for body in tree.root.all() for eqn in body.equations if eqn.primitive.name == "ragged_dot_general"]
@@ -134,10 +152,10 @@ def sortings(tree: Tree) -> Iterator[Sorting]:
         for eqn in body.equations:
             if eqn.primitive.name != "sort" or not _sorts_keys(eqn):
                 continue
-            keys = tree.origin(eqn.invars[0])
-            if keys in done:
+            keys, source = tree.origin(eqn.invars[0]), _source_of(tree, eqn.invars[0])
+            if source in done:
                 continue
-            done.add(keys)
+            done.add(source)
             for groups in dict.fromkeys(sizes.values()):
                 found = Sorting(tree, keys, groups)
                 if any(count == groups and found.is_sizes(var) for var, count in sizes.items()):
