@@ -115,7 +115,7 @@ def test_a_wrong_part_is_caught(monkeypatch):
 
 
 def test_the_update_runs_layer_by_layer():
-    """No more than one layer of the moments is on devices: all transfers are of a layer, and weights are written over."""
+    """All transfers are of one layer, and weights are written over."""
     found, _ = state_of("adamw with clipping")
     jaxpr = found.rewritten().jaxpr
     assert not any(eqn.primitive.name == "device_put" for eqn in jaxpr.eqns)
