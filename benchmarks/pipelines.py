@@ -16,7 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from autoshard.layout import Layout, layout_of
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule
-from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
+from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline, search_planned
 from autoshard.stage_planning.space import CHUNKS, SpaceRequest, planned_space
 from autoshard.stage_planning.sub_meshes import sub_mesh_shapes
-from autoshard.stage_search import ChosenStage, PipelineChoice, SimulatedChoice, search_stages, simulated
+from autoshard.stage_search import ChosenStage, PipelineChoice, SearchSettings, SimulatedChoice, simulated
 
 LLAMA_70B = {"layers": 80, "d_model": 8192, "heads": 64, "shared_heads": 8, "d_hidden": 28672, "vocab": 128256}
 GPT_3 = {"layers": 96, "d_model": 12288, "heads": 96, "shared_heads": 96, "d_hidden": 32768, "vocab": 51200}
@@ -212,13 +212,14 @@ def alpa(only: Sequence[str]) -> None:
         steps = steps_of(workload)
         request = SpaceRequest(
             steps.cut_into_units, machine.mesh_shape, machine.topology, machine.backend, machine.memory,
-            sorted({64, 128, 256, 512, count} - {1024}), (128, 512),
+            sorted({64, 128, 256, 512, count}), sorted({256, count}), (("1f1b", 1), ("gpipe", 1)),
         )  # fmt: skip
-        found = planned_space(replace(request, schedules=(("1f1b", 1), ("gpipe", 1))))
+        found = planned_space(request)
         if found is None:
             print(f"GPT {size} on {devices} V100: none fits")
             continue
-        best = search_stages(found.space).best
+        found, result = search_planned(found, SearchSettings())
+        best = result.best
         own = min(published(setting, found.space, [1.0] * len(stages)), key=lambda one: one.seconds, default=None)
         print(f"GPT {size} on {devices} V100, {time.process_time() - begin:.0f} CPU-s")
         print(told("chosen", best))

@@ -301,6 +301,10 @@ def stacks_are_copied():
     return stages_in_processes.stacks_are_copied(COUNT)
 
 
+def in_lockstep():
+    return stages_in_processes.in_lockstep(COUNT)
+
+
 def two_ways():
     return stages_in_processes.two_ways(COUNT)
 

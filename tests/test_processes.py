@@ -200,7 +200,7 @@ def test_processes_run_stages_of_their_own(outcomes):
     assert len({one["value"][1] for one in found}) == 1
 
 
-STAGES = ["a_shared_stage_fails", "stages_of_neighbours", "stacks_are_copied", "two_ways"]
+STAGES = ["a_shared_stage_fails", "in_lockstep", "stages_of_neighbours", "stacks_are_copied", "two_ways"]
 
 
 @pytest.mark.slow

@@ -69,6 +69,16 @@ def without_type(type_: ArrayType) -> ArrayType:
     return (*type_[:4], None) if isinstance(type_, tuple) else type_
 
 
+def is_on_host(type_: ArrayType) -> bool:
+    """Whether the array lies in the host's memory."""
+    return isinstance(type_, tuple) and type_[3]
+
+
+def on_devices(type_: ArrayType) -> ArrayType:
+    """The same array in the memory of devices."""
+    return (*type_[:3], False, type_[4]) if isinstance(type_, tuple) else type_
+
+
 def whole_type(type_: ArrayType, mesh: AbstractMesh) -> ArrayType:
     """The same array with a type that says it is whole on a mesh of Explicit axes."""
     if not isinstance(type_, tuple):

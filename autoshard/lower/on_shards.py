@@ -234,7 +234,7 @@ def local_params(equation: Equation, split: Split) -> dict[str, Any]:
     padding = {
         rows.dim: rows.padding
         for reach in split.rule.reaches
-        for rows in reach.rows
+        for rows in reach.halos
         if "padding" in equation.params and split.axes.get(rows.factor)
     }
     if padding:

@@ -39,7 +39,7 @@ class ShardBytes:
 
 
 _CUBLAS_BYTES = 2**25  # XLA's constant for Hopper
-_LEAST_PRODUCT = 100  # elements of rows x columns x summed, up to which XLA's GPU compiler writes its own loops
+_LEAST_PRODUCT = 100  # of rows x columns x summed, up to which XLA's GPU compiler writes loops for float32 and wider
 
 Formula = Callable[[ShardBytes], float]
 
@@ -96,9 +96,14 @@ def _is_drawn_by_hardware(equation: Equation) -> bool:
     return "rbg" in str(equation.inputs[0].dtype)
 
 
-def _until_all_have_settled(shards: ShardBytes) -> float:
-    """A loop of 25 numbers per element, in float32 at least."""
-    return 25 * max(4, shards.itemsize) * shards.whole / shards.itemsize
+def _until_all_have_settled(numbers: float) -> Formula:
+    """A loop of so many numbers per element, in float32 at least, to which both operands are widened."""
+
+    def formula(shards: ShardBytes) -> float:
+        elements, width = shards.whole / shards.itemsize, max(4, shards.itemsize)
+        return elements * width * (numbers + 2 * (shards.itemsize < width))
+
+    return formula
 
 
 def _singular_vectors(shards: ShardBytes) -> float:
@@ -109,6 +114,22 @@ def _singular_vectors(shards: ShardBytes) -> float:
     k = min(rows, columns)
     vectors = rows * rows + columns * columns if shards.equation.params["full_matrices"] else k * (rows + columns)
     return copied(shards) + shards.operands[0] * vectors / (rows * columns)
+
+
+def _singular_vectors_on_gpu(shards: ShardBytes) -> float:
+    """Of small matrices cuSOLVER makes all vectors, and of those up to 1,024 rows where only values are wanted."""
+    rows, columns = shards.equation.inputs[0].shape[-2:]
+    most, matrices = max(rows, columns), shards.operands[0] / (rows * columns)  # bytes of one element of each
+    if shards.equation.params["compute_uv"]:
+        return copied(shards) + (max(shards.whole, matrices * most**2) if most <= 32 else shards.whole)
+    vectors = matrices * (rows**2 + columns**2) if most <= 1024 else 0.0
+    return copied(shards) + shards.operands[0] + vectors
+
+
+def _factored_in_place(shards: ShardBytes) -> float:
+    """cuSOLVER factors a copy, and is given a pointer to each matrix."""
+    rows, columns = shards.equation.inputs[0].shape[-2:]
+    return copied(shards) + 8 * shards.operands[0] / (rows * columns * shards.itemsize)
 
 
 def _solved(shards: ShardBytes) -> float:
@@ -145,10 +166,20 @@ def _widened_product(shards: ShardBytes) -> float:
 
 
 def _groups_apart(shards: ShardBytes) -> float:
-    """Of a `ragged_dot`: the tokens once per group, zeros where they belong to another."""
+    """Of a `ragged_dot`: the tokens once per group, zeros where they belong to another; the groups' matrices, in order.
+
+    The gradient of the matrices has tokens on both sides. Narrow numbers are widened to float32.
+    """
     equation = shards.equation
     groups = equation.inputs[2].shape[-1]
-    return shards.operands[0] * groups
+    has_matrices = bool(equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+    tokens, others = (
+        size * max(1.0, 4 / value.dtype.itemsize) if jnp.issubdtype(value.dtype, jnp.floating) else size
+        for value, size in zip(equation.inputs[:2], shards.operands, strict=False)
+    )
+    made = equation.outputs[0].dtype.itemsize
+    widened = shards.whole * 4 / made if made < 4 and has_matrices else 0.0
+    return groups * tokens + (others if has_matrices else groups * others) + widened
 
 
 def _of_cublas(shards: ShardBytes) -> float:
@@ -171,7 +202,8 @@ def _of_cublas(shards: ShardBytes) -> float:
     )
     multiplied = math.sqrt(left * right * made / batches**3)  # rows x columns x summed
     is_with_vector = min(rows, columns) < 1.5  # XLA multiplies elementwise
-    return 0.0 if is_with_vector or multiplied <= _LEAST_PRODUCT else _CUBLAS_BYTES
+    is_small = multiplied <= _LEAST_PRODUCT and tensors[-1].dtype.itemsize >= 4
+    return 0.0 if is_with_vector or is_small else _CUBLAS_BYTES
 
 
 def _solved_in_place(shards: ShardBytes) -> float:
@@ -189,14 +221,29 @@ def _overwritten_spectrum(shards: ShardBytes) -> float:
 def _sorted(shards: ShardBytes) -> float:
     """Of what keeps the largest elements, where there is no call for it: the operand and its positions, sorted."""
     equation = shards.equation
-    aggregates = equation.params.get("aggregate_to_topk", True)
-    is_called = equation.primitive == "top_k" and equation.inputs[0].dtype == np.float32
-    return 0.0 if is_called or not aggregates else shards.operands[0] * (1 + 4 / equation.inputs[0].dtype.itemsize)
+    if not equation.params.get("aggregate_to_topk", True):
+        return 0.0
+    return shards.operands[0] * (1 + 4 / equation.inputs[0].dtype.itemsize)
+
+
+def _sorted_on_cpu(shards: ShardBytes) -> float:
+    """XLA's CPU backend has a call for `top_k` in float32."""
+    is_called = shards.equation.primitive == "top_k" and shards.equation.inputs[0].dtype == np.float32
+    return 0.0 if is_called else _sorted(shards)
+
+
+def _sorted_on_gpu(shards: ShardBytes) -> float:
+    """XLA's GPU backend has a kernel that keeps few of many elements (xla/backends/gpu: `TopKSpecializer`)."""
+    equation = shards.equation
+    operand, params = equation.inputs[0], equation.params
+    axis = params["axis"] if equation.primitive == "top_k" else params["reduction_dimension"]
+    is_called = operand.dtype in (np.float32, jnp.bfloat16) and operand.shape[axis] >= 1024 and params["k"] <= 16
+    return 0.0 if is_called else _sorted(shards)
 
 
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
-        "approx_top_k": _sorted,
+        "approx_top_k": _sorted_on_cpu,
         "cholesky": copied,
         "dot_general": _widened_product,
         "eig": copied_and_results,
@@ -205,7 +252,9 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "geqrf": copied,
         "hessenberg": copied,
         "householder_product": copied,
-        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled),
+        "igamma": _until_all_have_settled(27),
+        "igamma_grad_a": _until_all_have_settled(39),
+        "igammac": _until_all_have_settled(25),
         "lu": copied,
         "lu_pivots_to_permutation": lambda shards: 2 * shards.whole,
         "ormqr": lambda shards: copied(shards) + copied(shards, -1),
@@ -221,21 +270,24 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "schur": copied,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
-        "top_k": _sorted,
+        "top_k": _sorted_on_cpu,
         "triangular_solve": _solved,
         "tridiagonal": copied,
         "tridiagonal_solve": lambda shards: 2 * shards.whole,
     },
     "gpu": {
+        "approx_top_k": _sorted_on_gpu,
+        "cholesky": _factored_in_place,
         "dot_general": _of_cublas,
         "fft": _overwritten_spectrum,
+        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled(13.5)),
         "lu": copied,
         "qr": lambda shards: shards.results[0],
         "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
         "regularized_incomplete_beta": lambda shards: 27 * shards.whole / shards.itemsize,
         "sort": copied,
-        "svd": copied_and_results,
-        "top_k": _sorted,
+        "svd": _singular_vectors_on_gpu,
+        "top_k": _sorted_on_gpu,
         "triangular_solve": _solved_in_place,
     },
     "tpu": {  # of what does not lie in the chip's own memory
@@ -250,7 +302,8 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
         "cholesky": 2,
         "random_gamma": 23,
         **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 5),
-        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta", "rng_bit_generator"), 9),
+        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 16),
+        **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
     },
 }
 _OF_LOOPS_OVER_ROWS = {"gather": 5, "scatter": 10}

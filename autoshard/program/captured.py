@@ -38,6 +38,7 @@ class CapturedArray:
 
     array: Any  # a jax.Array or NumPy array
     line: Source | None  # the innermost line of the user that reads the array first
+    constant: int | None = None  # its place among the constants of the step's own jaxpr; None: it is one of a body too
 
     @property
     def type(self) -> str:
@@ -65,8 +66,18 @@ def with_captured(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[CapturedArray
     jaxpr = found.closed.jaxpr
     invars = [*jaxpr.invars[count:], *jaxpr.invars[:count]]
     jaxpr = jaxpr.replace(invars=invars, debug_info=jaxpr.debug_info)
-    captured = tuple(CapturedArray(search.arrays[key], search.lines.get(key)) for key in found.keys)
+    places = _places(closed, found.closed)
+    captured = tuple(CapturedArray(search.arrays[key], search.lines.get(key), places.get(key)) for key in found.keys)
     return ClosedJaxpr(jaxpr, found.closed.consts), captured
+
+
+def _places(closed: ClosedJaxpr, taking: ClosedJaxpr) -> dict[Hashable, int]:
+    """The constants of a jaxpr: identity -> place. None are known where a body in it has got more operands."""
+    equations = zip(equations_of(closed.jaxpr), equations_of(taking.jaxpr), strict=True)
+    if any(len(one.invars) != len(other.invars) for one, other in equations):
+        return {}
+    keys = list(map(identity_of, closed.consts))
+    return {key: place for place, key in enumerate(keys) if keys.count(key) == 1}
 
 
 def identity_of(array: Any) -> Hashable:

@@ -129,6 +129,22 @@ class ModuleArguments:
         """Whether an array stands in several variables, as in those of a module and its clone."""
         return len(set(map(id, self.arrays))) < len(self.arrays)
 
+    @property
+    def inside(self) -> frozenset[int]:
+        """Indices of the arrays that modules hold."""
+        sizes = (item.num_leaves for item in self._values.children())
+        flags = itertools.chain(*([graph is not None] * size for graph, size in zip(self._graphs, sizes, strict=True)))
+        return frozenset(i for i, is_inside in enumerate(without(list(flags), self._static)) if is_inside)
+
+    def beside(self, arrays: Sequence[Any]) -> Arguments:
+        """The arguments with these arrays outside of modules, and the caller's modules as they are."""
+        values = jax.tree.unflatten(self._values, with_static(arrays, self._static, self._values.num_leaves))
+        items = zip(self._graphs, self._items, values, strict=True)
+        given: Arguments = jax.tree.unflatten(
+            self._tree, [value if graph is None else item for graph, item, value in items]
+        )
+        return given
+
     def tree(self) -> Tree:
         """The arguments as their author sees them: each module by itself, variables that it shares included."""
         static = {place for place, _ in self._static}

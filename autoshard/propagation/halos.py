@@ -6,8 +6,8 @@ says which rows, in a way that holds for any number of devices. `hops` says whic
 >>> rows = Rows(dim=0, factor="i", before=1, after=1, first=0, last=32)
 >>> for hop in hops(rows, size=32, pieces=4):
 ...     print(hop)
-Hop(start=7, stop=8, at=0, pairs=((0, 1), (1, 2), (2, 3)))
-Hop(start=0, stop=1, at=9, pairs=((1, 0), (2, 1), (3, 2)))
+Hop(start=7, stop=8, pairs=((0, 1), (1, 2), (2, 3)), at=0)
+Hop(start=0, stop=1, pairs=((1, 0), (2, 1), (3, 2)), at=9)
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic
 
 from autoshard.layout import MeshShape, shards
-
-Factor = TypeVar("Factor", str, int)  # a rule's have names, those of a group numbers
+from autoshard.propagation.shifts import Factor, Permute, Shift
 
 HALO_SHARE = 1 / 4  # of a shard, at most: a device that receives more had better have another part of the work
 
@@ -37,23 +36,35 @@ class Rows(Generic[Factor]):
     wraps: bool = False  # whether the rows go on at the other end of the array
     padding: tuple[int, int] = (0, 0)  # of the window, on what a device has read
 
+    def renamed(self, factor: int) -> Rows[int]:
+        return Rows(self.dim, factor, self.before, self.after, self.first, self.last, self.wraps, self.padding)
+
+    def permutes(self, size: int, pieces: int) -> Sequence[Permute]:
+        return hops(self, size, pieces)
+
+    def read(self, size: int, pieces: int) -> int:
+        """Rows that one device has in the end."""
+        return size // pieces + self.before + self.after
+
 
 @dataclass(frozen=True)
 class Reach(Generic[Factor]):
     """What a device reads of one operand, dim by dim: the rows of later dims are those of what earlier dims brought."""
 
     operand: int
-    rows: tuple[Rows[Factor], ...]
+    rows: tuple[Rows[Factor] | Shift[Factor], ...]
+
+    @property
+    def halos(self) -> tuple[Rows[Factor], ...]:
+        """Those that we exchange ourselves."""
+        return tuple(rows for rows in self.rows if isinstance(rows, Rows))
 
 
 @dataclass(frozen=True)
-class Hop:
-    """One collective_permute: rows of a device's shard that another device reads."""
+class Hop(Permute):
+    """One collective_permute of a halo."""
 
-    start: int  # of the sender's shard
-    stop: int
     at: int  # where the rows stand in what the receiver reads
-    pairs: tuple[tuple[int, int], ...]  # (sender, receiver)
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ def hops(rows: Rows, size: int, pieces: int) -> list[Hop]:
                 pairs.append((sender, device))
         if pairs:
             start, stop = min(starts), max(stops)
-            found.append(Hop(start - distance * shard, stop - distance * shard, start - begin, tuple(pairs)))
+            found.append(Hop(start - distance * shard, stop - distance * shard, tuple(pairs), start - begin))
     return found
 
 
@@ -112,21 +123,21 @@ def transfers(
             pieces = shards(split, mesh)
             if pieces == 1:
                 continue
-            so_far = (*so_far, rows)
-            if so_far in brought:
-                local[rows.dim] += rows.before + rows.after
-                continue
-            brought.add(so_far)
-            others = math.prod(local[: rows.dim]) * math.prod(local[rows.dim + 1 :])
-            for hop in hops(rows, local[rows.dim] * pieces, pieces):
-                same = (*so_far[1:-1], rows.dim, hop.start, hop.stop, hop.pairs)
-                found.append(Transfer(reach.operand, split, (hop.stop - hop.start) * others, same))
-            local[rows.dim] += rows.before + rows.after
+            so_far, size = (*so_far, rows), local[rows.dim] * pieces
+            if so_far not in brought:
+                brought.add(so_far)
+                others = math.prod(local[: rows.dim]) * math.prod(local[rows.dim + 1 :])
+                for permute in rows.permutes(size, pieces):
+                    same = (*so_far[1:-1], rows.dim, permute.start, permute.stop, permute.pairs)
+                    found.append(Transfer(reach.operand, split, permute.rows * others, same))
+            local[rows.dim] = rows.read(size, pieces)
     return found
 
 
 def are_small(reaches: Sequence[Reach[Factor]], sizes: Sequence[Sequence[int]], pieces: Mapping[Factor, int]) -> bool:
     """Whether what devices receive is little against their shards, along every dim that is split.
+
+    What XLA's partitioner shifts is as large as it is.
 
     Args:
         reaches: of a rule.
@@ -134,15 +145,17 @@ def are_small(reaches: Sequence[Reach[Factor]], sizes: Sequence[Sequence[int]], 
         pieces: factor -> into how many pieces it is split.
     """
     return all(
-        size % count == 0
-        and shard + rows.before + rows.after > 0
-        and sum(hop.stop - hop.start for hop in hops(rows, size, count)) <= HALO_SHARE * shard
+        isinstance(rows, Shift)
+        or (
+            size % count == 0
+            and rows.read(size, count) > 0
+            and sum(hop.rows for hop in hops(rows, size, count)) <= HALO_SHARE * (size // count)
+        )
         for reach in reaches
         for rows in reach.rows
         for count in [pieces.get(rows.factor, 1)]
         if count > 1
         for size in [sizes[reach.operand][rows.dim]]
-        for shard in [size // count]
     )
 
 
@@ -150,14 +163,10 @@ def renamed(reaches: Sequence[Reach[str]], number: Mapping[str, int]) -> tuple[R
     """The reaches of a rule in the factors of a group."""
     found = []
     for reach in reaches:
-        rows = [_renamed(one, number[one.factor]) for one in reach.rows if one.factor in number]
+        rows = [one.renamed(number[one.factor]) for one in reach.rows if one.factor in number]
         if rows:
             found.append(Reach(reach.operand, tuple(rows)))
     return tuple(found)
-
-
-def _renamed(rows: Rows[str], factor: int) -> Rows[int]:
-    return Rows(rows.dim, factor, rows.before, rows.after, rows.first, rows.last, rows.wraps, rows.padding)
 
 
 def window_rows(

@@ -49,6 +49,7 @@ class Builder:
     step: MicrobatchedStep
     names: Names
     roles: Roles
+    apart: frozenset[int] = frozenset()  # equations before the loop that no program makes itself
     types: dict[Key, Any] = field(default_factory=dict)  # of all inputs and outputs so far
 
     @cached_property
@@ -56,7 +57,7 @@ class Builder:
         """Equations before the loop that read nothing, as counts and zeros: every program makes them itself."""
         found: set[int] = set()
         for i, eqn in enumerate(self.step.equations):
-            if self.step.proof.places[i] is not Known.BEFORE or eqn.effects:
+            if self.step.proof.places[i] is not Known.BEFORE or eqn.effects or i in self.apart:
                 continue
             if all(self.step.makers.get(var) in found for var in variables(eqn.invars)):
                 found.add(i)

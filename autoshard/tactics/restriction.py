@@ -262,11 +262,11 @@ class _Restriction:
                 yield from self._edge(i, copies, reader, moved)
         for group, work in zip(self.roles.groups, self.roles.work, strict=True):
             node = formulation.group_node(group)
-            for k, made in enumerate(group.made):
+            for k, made in enumerate(group.outputs):
                 moved = self._moved(made.value.id, work)
                 readers = formulation.readers[made.value.id]
                 shared = formulation.shared.get(made.value.id)
-                leaves = formulation.priced[group.index].leaves[k]
+                leaves = formulation.priced[group.index].output_layouts[k]
                 if shared is None:
                     for reader in readers:
                         yield from self._edge(node, leaves, reader, moved)

@@ -12,7 +12,7 @@ from programs import f32, formulated, random_choices, round_topology
 
 import autoshard
 from autoshard.model.formulation import Formulation
-from autoshard.model.partitioner import products
+from autoshard.model.partitioner import products, reshards
 from autoshard.model.partitioner.choosing import as_given
 from autoshard.solver import solve
 from autoshard.solver.verify import verify
@@ -32,7 +32,7 @@ def left(formulation: Formulation, choice) -> dict:
     found = {}
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
         strategy = priced.strategies[choice[formulation.group_node(group)]]
-        found |= {made.value.id: layout for made, layout in zip(group.made, strategy.leaves, strict=True)}
+        found |= {made.value.id: layout for made, layout in zip(group.outputs, strategy.output_layouts, strict=True)}
     return found
 
 
@@ -44,12 +44,12 @@ def assert_followed(formulation: Formulation, layouts) -> None:
     assert (solution.bound, solution.status) == (0.0, "feasible")
     found = left(formulation, solution.choice)
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
-        given = [layouts.get(made.value.id) for made in group.made]
+        given = [layouts.get(made.value.id) for made in group.outputs]
         can = any(
-            all(want in (None, got) for want, got in zip(given, strategy.leaves, strict=True))
+            all(want in (None, got) for want, got in zip(given, strategy.output_layouts, strict=True))
             for strategy in priced.strategies
         )
-        for made, want in zip(group.made, given, strict=True):
+        for made, want in zip(group.outputs, given, strict=True):
             assert not can or want is None or found[made.value.id] == want, (str(group.equations[-1]), want)
 
 
@@ -72,7 +72,7 @@ def test_nothing_given_is_the_cheapest_without_a_limit():
 def test_what_no_strategy_leaves_is_free():
     """8 rows are not split by x and y over columns of 6: the group does its best."""
     formulation = formulated(forward, X, W, V, mesh=PLANE, topology=TOPOLOGY)
-    product = formulation.groups[0].made[0].value.id
+    product = formulation.groups[0].outputs[0].value.id
     assert_followed(formulation, {product: ((), ("x", "y"))})
     free = as_given(formulation, {}, {})
     assert as_given(formulation, {product: ((), ("x", "y"))}, {}).cost == pytest.approx(free.cost)
@@ -81,18 +81,18 @@ def test_what_no_strategy_leaves_is_free():
 def test_operands_are_read_as_said():
     formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS, 1: WHOLE, 2: WHOLE})
     product = formulation.groups[0]
-    layouts = {product.made[0].value.id: COLUMNS}
+    layouts = {product.outputs[0].value.id: COLUMNS}
     wants = {(product.equations[0].index, 0): WHOLE, (product.equations[0].index, 1): COLUMNS}
     choice = as_given(formulation, layouts, wants).choice
     strategy = formulation.priced[0].strategies[choice[formulation.group_node(product)]]
-    assert strategy.wants == (WHOLE, COLUMNS)
+    assert strategy.operand_layouts == (WHOLE, COLUMNS)
 
 
 def test_a_layout_that_is_not_followed_is_caught(monkeypatch):
     monkeypatch.setattr("autoshard.model.partitioner.choosing._agreeing", lambda given, found: len(given))
     formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS})
     with pytest.raises(AssertionError):
-        assert_followed(formulation, {formulation.groups[0].made[0].value.id: COLUMNS})
+        assert_followed(formulation, {formulation.groups[0].outputs[0].value.id: COLUMNS})
 
 
 # Batches of products, as XLA for CPU compiles them: left [8, 32, 64], right [8, 64, 16], result [8, 32, 16].
@@ -160,6 +160,35 @@ def test_what_is_joined_along_a_split_dim_goes_aside():
     shardings = {"in_shardings": (P(None, "y"), P(None, "y")), "out_shardings": P(None, "y")}
     found = autoshard.evaluate(joined, *arguments, mesh=mesh_of(PLANE), **shardings).verify()
     assert found.collectives_agree and {kind for kind, _ in found.actual} == {"all_to_all"}, str(found)
+
+
+# Slices and pads of a split dim: rows of 32, into so many.
+SHIFTS = {
+    "second half": (lambda x: jax.lax.slice(x, (16, 0), (32, 3)), 8),
+    "every other row": (lambda x: jax.lax.slice(x, (8, 0), (32, 3), (2, 1)), 4),
+    "rows from far away": (lambda x: jax.lax.slice(x, (24, 0), (32, 3)), 8),
+    "nearly everything": (lambda x: jnp.pad(x, ((31, 33), (0, 0))), 4),
+    "padded before": (lambda x: jnp.pad(x, ((16, 0), (0, 0))), 8),
+    "gates of an LSTM": (lambda x: sum(jnp.split(x, 4)), 8),
+}
+
+
+def assert_shifts_as_compiled(name):
+    function, pieces = SHIFTS[name]
+    rows, mesh = P("x"), mesh_of({"x": pieces})
+    found = autoshard.evaluate(function, f32(32, 3), mesh=mesh, in_shardings=(rows,), out_shardings=rows).verify()
+    assert found.collectives_agree and found.actual, str(found)
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_slices_and_pads_of_a_split_dim_send_rows(name):
+    assert_shifts_as_compiled(name)
+
+
+def test_rows_that_are_not_sent_are_caught(monkeypatch):
+    monkeypatch.setattr(reshards, "with_shifts", lambda equation, rule, *_: rule)
+    with pytest.raises(AssertionError):
+        assert_shifts_as_compiled("second half")
 
 
 def test_muon_under_fsdp_moves_what_jit_moves():

@@ -15,9 +15,11 @@ import numpy as np
 
 from autoshard.layout import Layout, MeshShape, even_axes, evened
 from autoshard.model.partitioner.placed import Split
+from autoshard.model.partitioner.shifts import as_slices, with_shifts
 from autoshard.model.partitioner.splits import split_of
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
+from autoshard.propagation import rule_of
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Rule, dimwise
 
@@ -80,9 +82,15 @@ class _Rewriting:
     places: list[int] = field(default_factory=list)  # equation of the program -> its place here
 
     def add(self, equation: Equation, rule: Rule) -> None:
+        self.places.append(len(self.equations))
+        for one in as_slices(equation):
+            self.add_operation(one, rule if one is equation else rule_of(one))
+
+    def add_operation(self, equation: Equation, rule: Rule) -> None:
         inputs = [self.read(x, equation) if isinstance(x, Value) else x for x in equation.inputs]
         operands = [self.layouts.get(x.id) if isinstance(x, Value) else None for x in inputs]
         results = [self.layouts[made.id] for made in equation.outputs]
+        rule = with_shifts(equation, rule, operands, results, self.mesh)
         split = split_of(equation, rule, operands, results, self.mesh)
         wants = [self.layout(dims, split, rule) for dims in rule.operands]
         fuses = _may_fuse(equation, rule)
@@ -93,7 +101,6 @@ class _Rewriting:
                 inputs[i] = self.resharded(x, want, equation)
         read = {i: want for i, want in enumerate(wants) if want is not None and operands[i] is not None}
         self.wants |= {(len(self.equations), i): want for i, want in read.items()}
-        self.places.append(len(self.equations))
         self.append(replace(equation, inputs=tuple(inputs)), rule)
         if not facts_of(equation.primitive).is_boundary and not rule.given:
             for made, dims in zip(equation.outputs, rule.results, strict=True):

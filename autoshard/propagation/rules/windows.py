@@ -78,7 +78,7 @@ def _convolution(
     builder = RuleBuilder(operands, [result])
     if batch_groups > 1:
         builder.factor(batch_groups, [(0, batch), (1, kernel_out)], [(0, out_channels)])
-    samples = builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
+    batch_factor = builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
     reaches: list[Rows[str]] = []
     summed = []
     for dim, kernel_dim, out_dim, moved in zip(spatial, window, out_spatial, moves, strict=True):
@@ -104,7 +104,7 @@ def _convolution(
     builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
     per_group = result[out_channels] // (feature_groups * batch_groups)
     builder.factor(per_group, [(1, kernel_out)], [(0, out_channels)])
-    return builder.build([Reach(0, tuple(reaches))] if reaches else [], summed, samples)
+    return builder.build([Reach(0, tuple(reaches))] if reaches else [], summed, batch_factor)
 
 
 def _rows(
@@ -153,8 +153,8 @@ def pooling(equation: Equation) -> Rule:
         if factor in found.permutation
     ]
     known = tuple(rows for rows in reaches if rows is not None)
-    samples = next((dim[0] for dim in found.operands[0][:1] if dim[0] not in found.permutation), None)
-    return replace(found, reaches=(Reach(0, known),) if known else (), samples=samples)
+    batch_factor = next((dim[0] for dim in found.operands[0][:1] if dim[0] not in found.permutation), None)
+    return replace(found, reaches=(Reach(0, known),) if known else (), batch_factor=batch_factor)
 
 
 @rule("select_and_scatter")
@@ -188,8 +188,8 @@ def _scattered(equation: Equation, array: int, windows: int) -> Rule:
     if not rows:
         return built
     reaches = Reach(array, tuple(one for one, _ in rows)), Reach(windows, tuple(one for _, one in rows))
-    samples = next((dim[0] for dim in built.results[0][:1] if dim[0] not in built.permutation), None)
-    return replace(built, reaches=reaches, alike=alike, samples=samples)
+    batch_factor = next((dim[0] for dim in built.results[0][:1] if dim[0] not in built.permutation), None)
+    return replace(built, reaches=reaches, alike=alike, batch_factor=batch_factor)
 
 
 def _scattered_rows(
@@ -269,5 +269,5 @@ def _is_small(dim: int, found: list[Read], sources: Sequence[Shape], size: int) 
     if pieces is None:
         return False
     rows = {_rows_of(read, dim, "") for read in found if sources[read.source][dim:][:1] == (size,)}
-    most = max((sum(hop.stop - hop.start for hop in hops(one, size, pieces)) for one in rows), default=size)
+    most = max((sum(hop.rows for hop in hops(one, size, pieces)) for one in rows), default=size)
     return most <= _REACH_SHARE * size
