@@ -82,7 +82,8 @@ __all__ = [
 
 # Imported when they are first asked for, since they take JAX, which the solver starts in half the time without.
 _HOMES = {
-    "autoshard.api": ("autoshard", "evaluate", "plan", "propagate", "verify"),
+    # Plans with stages are of kinds of their own, which `Plan.load` knows once they are imported.
+    "autoshard.api": ("Plan", "autoshard", "evaluate", "plan", "propagate", "verify"),
     "autoshard.cache": ("CacheWarning",),
     "autoshard.compiled.memory_check": ("MemoryWarning",),
     "autoshard.frontiers": ("Frontier", "fewest_devices", "frontier", "largest_batch"),
@@ -93,7 +94,6 @@ _HOMES = {
     "autoshard.report.difference": ("Difference",),
     "autoshard.report.explanation": ("Explanation",),
     "autoshard.together.planning": ("plan_together",),
-    "autoshard.user_plan": ("Plan",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

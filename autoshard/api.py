@@ -21,6 +21,7 @@ from autoshard.meshes.places import Place, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.one_jit.function import OneJitFunction
+from autoshard.one_jit.plan import OneJitPlan
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.kinds import PADDED
 from autoshard.planning import checked_rules, described, lowered
@@ -235,7 +236,7 @@ def autoshard(
     request = None if is_automatic else PipelineRequest.of(pipeline)
     if pipeline is not None:
         others = {"pad": pad, "plan": plan, "like": like, "mesh": mesh if isinstance(mesh, str) else None}
-        check_combination("pipeline=", options, others, refines=is_automatic)
+        check_combination("pipeline=", options, others, refines=is_automatic, takes_uneven=is_automatic)
     given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
     check_given(given, shared, options, pad)
     options = replace(options, like=shared)
@@ -243,6 +244,8 @@ def autoshard(
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         if isinstance(given, PipelinePlan):
             return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=given.request, given=given)
+        if isinstance(given, OneJitPlan):
+            return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=given.asked, given=given)
         if request is not None and request.backend == "one_jit":
             return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if request is not None:

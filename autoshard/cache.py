@@ -39,7 +39,7 @@ class CacheWarning(UserWarning):
 def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
     """The key of a plan: equal in any process if the same plan would be made."""
     rule_texts = [
-        (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.beside))
+        (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.open_axes))
         for rule in rules
     ]
     said = (*versions(), program.fingerprint, rule_texts, *said_by(options))

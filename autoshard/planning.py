@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import find, keep, key_of
-from autoshard.compiled.memory_check import MemoryWarning, within_limit
+from autoshard.compiled.memory_check import MemoryWarning, is_over, over_limit_error, within_limit
 from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
@@ -50,7 +50,6 @@ from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.cutoff import Cutoff, CutoffReached
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
-from autoshard.solver.verify import fits
 from autoshard.specs import check_agrees, check_annotations, fixed_layouts, wished_layouts
 from autoshard.tactics import restricted
 from autoshard.user_plan import Comparison, Plan
@@ -91,10 +90,11 @@ def checked(
             way, or no plan is found.
 
     Raises:
+        MemoryLimitError: by XLA's account no plan fits in the limit that the user set.
         ProcessError: another process is about to run something else, has failed or ended.
 
     Warns:
-        MemoryWarning: by XLA's account the plan does not fit.
+        MemoryWarning: by XLA's account no plan fits in the memory of the devices, or the user's plan in the limit.
     """
     if group is not None:
         rules = checked_rules(program, dict(options.mesh.shape))
@@ -117,7 +117,9 @@ def checked(
             if options.cache is not None and (group is None or group.leads):
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
-    if plan.compiled_peak is not None and not fits(plan.compiled_peak, options.memory):
+    if is_over(plan, options.memory):
+        if options.is_memory_given and before is not None:
+            raise over_limit_error(plan, options.memory)
         warnings.warn(f"{plan.name}: {plan.warnings[-1]}", MemoryWarning, stacklevel=5)
     return plan
 
@@ -261,7 +263,7 @@ def formulated(
         options.topology,
         memory=options.memory,
         fixed={**wished, **program.ordered_arguments, **fixed},
-        beside=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
+        open_axes=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=_backend(options),
     )
     if is_too_large(program, mesh_shape) and not options.tactics:

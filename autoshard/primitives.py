@@ -144,18 +144,16 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("tridiagonal_solve", Work.TRIDIAGONAL_SOLVE, overwrites=True, runs_on_shards=True),
     # opaque.py
     **_rows(
-        """addupdate after_all bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
-        bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract
-        bcsr_fromdense bcsr_todense buffer_callback call_exported call_hi_primitive check compute_on coo_fromdense
-        coo_matmat coo_matvec coo_spmm coo_spmv coo_todense core_map create_linear create_token csr_fromdense
-        csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cudnn_fusion custom_fusion custom_lin
-        custom_partitioning dce_sink dim_as_value dimension_size dot_product_attention_bwd
+        """addupdate after_all bcoo_dot_general bcsr_dot_general buffer_callback call_exported call_hi_primitive check
+        compute_on coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense core_map create_linear
+        create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cudnn_fusion custom_fusion
+        custom_lin custom_partitioning dce_sink dim_as_value dimension_size dot_product_attention_bwd
         dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
         dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-        dot_product_attention_fwd_wrapper einshape_lo freeze fused_call fusible get
-        global_array_to_host_local_array host_local_array_to_global_array inspect_sharding mosaic_gpu_p mpmd_map
-        new_ref pallas_call pin platform_index rnn_bwd rnn_fwd run_scoped run_state shape_assertion spsolve stage
-        swap todense tpu_custom_call unpin unreachable""",
+        dot_product_attention_fwd_wrapper einshape_lo freeze fused_call fusible get global_array_to_host_local_array
+        host_local_array_to_global_array inspect_sharding mosaic_gpu_p mpmd_map new_ref pallas_call pin platform_index
+        rnn_bwd rnn_fwd run_scoped run_state shape_assertion spsolve stage swap todense tpu_custom_call unpin
+        unreachable""",
         Work.UNKNOWN,
     ),
     **_rows("ffi_call", Work.UNKNOWN, runs_on_shards=True),

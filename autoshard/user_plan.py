@@ -307,6 +307,8 @@ class Plan(PlanData):
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """The state that `init_fn` makes, born as the plan has it: no device ever holds more than its shards.
 
+        Of a plan with stages, each array is born on the devices of the stage that keeps it.
+
         >>> model_state = plan.init(model.init, jax.random.key(0), tokens)  # doctest: +SKIP
 
         Which of the plan's arguments the result is for follows from its keys, shapes and dtypes. It may be one

@@ -147,7 +147,7 @@ def by_hand(run: Run, mesh: jax.sharding.Mesh, query: Any, key: Any, value: Any)
 
     def call(of: Any, operands: Any, results: Any) -> Callable:
         rule = of.call_rule([x.shape for x in operands], [x.shape for x in results], ())
-        return Call(of, (), (), rule).on_mesh(run, mesh)
+        return Call(of, (), (), None, rule).on_mesh(run, mesh)
 
     @jax.custom_vjp
     def attended(query: Any, key: Any, value: Any) -> jax.Array:

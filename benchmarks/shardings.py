@@ -40,6 +40,7 @@ MEGATRON: dict[str, dict[str, int]] = {
         "query/kernel": -2, "key/kernel": -2, "value/kernel": -2, "out/kernel": -3,
         "Conv_*/kernel": -1, "Conv_*/bias": -1, "ConvTranspose_*/kernel": -1, "ConvTranspose_*/bias": -1,
     },
+    "dropless": {"swish": -1, "up": -1, "down": -2},  # by hidden unit: rows are sorted by expert
     "gnn": {"edge/up": -1, "edge/bias": -1, "edge/down": -2, "node/up": -1, "node/bias": -1, "node/down": -2},
     "gpt": TRANSFORMER | {"token/embedding": -2, "head/kernel": -1},  # both by vocabulary
     "llama": ATTENTION | {"gate": -1, "up": -1, "down": -2},
@@ -76,12 +77,17 @@ MEGATRON: dict[str, dict[str, int]] = {
 # How the batch lies where its sequence is split too, an image's height standing for one. A MoE has its tokens in
 # groups already: more groups, not shorter ones, split its sequence, and all-to-alls take them to the experts. An LSTM
 # and a Mamba are left out: their sequence is what they loop over. So is a graph, which has none.
-SEQUENCE = {"diffusion": P("data", "model"), "gpt": P("data", "model"), "llama": P("data", "model"),
-            "mixtral": P("data", "model"), "moe": P(ALL), "resnet": P("data", "model"), "unet": P("data", "model"),
+SEQUENCE = {"diffusion": P("data", "model"), "dropless": P("data", "model"), "gpt": P("data", "model"),
+            "llama": P("data", "model"), "mixtral": P("data", "model"), "moe": P(ALL),
+            "resnet": P("data", "model"), "unet": P("data", "model"),
             "vit": P("data", "model")}  # fmt: skip
 
 # The arrays of the state that are an expert's, by the end of their path; the dim of experts is the third from last.
-EXPERTS = {"mixtral": ("experts/swish", "experts/up", "experts/down"), "moe": ("up", "down")}
+EXPERTS = {
+    "dropless": ("swish", "up", "down"),
+    "mixtral": ("experts/swish", "experts/up", "experts/down"),
+    "moe": ("up", "down"),
+}
 
 # How values inside the step lie, by the names of their dims (`named` in tests/models/model.py): parallelism -> name ->
 # axes. Dims without a name, and those that are not here, are whole.

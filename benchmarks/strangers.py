@@ -19,7 +19,7 @@ links of the machine cost nothing, so that all that can be split is split. Four 
 - The peak within 20%, or within one page of 4 KiB.
 - The compiled peak within the tightest limit under which the plan would be made (`Backend.usable`), but for one page.
   A program over it is planned anew with that limit, and its compiled program checked. What counts is the plan that
-  comes of this. If none is made, nothing runs over its limit.
+  comes of this. If there is a `MemoryLimitError` instead, nothing runs over its limit.
 - On TPU, seconds within a factor of two of XLA's own estimate, of programs of which XLA estimates every operation. On
   GPU, where XLA has no estimate, of our roofline.
 
@@ -112,7 +112,6 @@ class Row:
     peak: int = 0  # bytes
     usable: float = 1.0  # share of a limit that a plan may be predicted to fill
     checked_peak: int | None = None  # bytes after the check of compiled programs; None: not needed, or nothing runs
-    warned: bool = False  # whether the check says that the plan is over
     predicted_seconds: float = 0.0
     seconds: float | None = None  # None: the compiler has no estimate
     unestimated: tuple[str, ...] = ()  # the operations of which it has none
@@ -134,8 +133,7 @@ class Row:
         if abs(self.predicted_peak - self.peak) > max(PEAK_WITHIN * self.peak, PAGE_BYTES):
             found["peak"] = f"{self.predicted_peak} predicted, {self.peak} bytes compiled"
         if self.checked_peak is not None and self.checked_peak - PAGE_BYTES > self.limit:
-            said = "said so" if self.warned else "not said"
-            found["limit"] = f"{self.limit:.0f} allowed, {self.checked_peak} bytes after the check; {said}"
+            found["limit"] = f"{self.limit:.0f} allowed, {self.checked_peak} bytes after the check"
         if (
             self.applies("seconds")
             and not 1 / SECONDS_WITHIN <= self.predicted_seconds / self.seconds <= SECONDS_WITHIN
@@ -298,16 +296,12 @@ def compared(row: Row, fn: Callable, shapes: tuple) -> Row:
 def checked(row: Row, fn: Callable, shapes: tuple, options: Mapping[str, Any]) -> Row:
     """The row of a program that is over its limit, with what the check of compiled programs makes of it."""
     from autoshard import MemoryLimitError, autoshard
-    from autoshard.compiled.memory_check import MemoryWarning
 
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            made = autoshard(fn, memory=row.limit, **options).plan(*shapes)
-        except MemoryLimitError:
-            return row
-    warned = any(issubclass(one.category, MemoryWarning) for one in said)
-    return replace(row, checked_peak=made.compiled_peak, warned=warned)
+    try:
+        made = autoshard(fn, memory=row.limit, **options).plan(*shapes)
+    except MemoryLimitError:
+        return row
+    return replace(row, checked_peak=made.compiled_peak)
 
 
 def by_kind(traffic: Mapping[tuple[str, tuple[str, ...]], int | None]) -> dict[str, int | None]:
@@ -452,9 +446,9 @@ def page(rows: Sequence[Row], chosen: str = "") -> str:
         cells = [f"{100 * figures[bar][0] / figures[bar][1]:.1f}%" if bar in figures else "" for bar in BARS]
         lines.append(f"| {machine} | {sum(row.outcome == 'compared' for row in of)} | {' | '.join(cells)} |")
     over = collections.Counter(row.machine for row in rows if row.is_over)
-    warned = collections.Counter(row.machine for row in rows if "limit" in row.misses and row.warned)
+    refused = collections.Counter(row.machine for row in rows if row.is_over and row.checked_peak is None)
     lines += ["", "Over their limit before the check of compiled programs: " + _counts(over) + "."]
-    lines += ["", "Over it after the check, with a `MemoryWarning` that says so: " + _counts(warned) + "."]
+    lines += ["", "No plan within it, which a `MemoryLimitError` says: " + _counts(refused) + "."]
     unknown = collections.Counter(row.machine for row in rows if row.outcome == "compared" and row.unestimated)
     lines += ["", "With operations of which XLA has no estimate: " + _counts(unknown) + "."]
     others = collections.Counter((row.machine, row.outcome) for row in rows if row.outcome != "compared")
@@ -490,8 +484,9 @@ def print_kinds(rows: Sequence[Row], most: int) -> None:
         outcomes = collections.Counter(row.outcome for row in of)
         if not of:
             continue
-        over, warned = sum(row.is_over for row in of), sum("limit" in row.misses and row.warned for row in of)
-        print(f"\n{machine}: {dict(outcomes)}, {over} over before the check, {warned} warned of after it")
+        over = [row for row in of if row.is_over]
+        refused = sum(row.checked_peak is None for row in over)
+        print(f"\n{machine}: {dict(outcomes)}, {len(over)} over before the check, {refused} refused by it")
         for bar, (within, total) in shares(of).items():
             print(f"  {bar}: {within} of {total}, {within / total:.1%}")
             kinds = collections.defaultdict(list)

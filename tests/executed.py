@@ -146,12 +146,15 @@ class Alone:
 
     def annotations(self, strategy: Strategy) -> Annotations:
         (equation,), scatter = self.program.equations, scatter_of(self.group, strategy)
-        wants = {(use.value.id, use.operand): want for use, want in zip(self.group.uses, strategy.wants, strict=True)}
+        wants = {
+            (use.value.id, use.operand): want
+            for use, want in zip(self.group.uses, strategy.operand_layouts, strict=True)
+        }
         by_value = {value: want for (value, _), want in wants.items()}
         operands = [(i, x.id) for i, x in enumerate(equation.inputs) if isinstance(x, Value)]
         return Annotations(
             homes={value.id: by_value.get(value.id, ((),) * len(value.shape)) for value in self.program.arguments}
-            | {made.value.id: layout for made, layout in zip(self.group.made, strategy.leaves, strict=True)},
+            | {made.value.id: layout for made, layout in zip(self.group.outputs, strategy.output_layouts, strict=True)},
             copies={},
             wants={(equation.index, i): wants.get((value, i), by_value[value]) for i, value in operands},
             scatters={} if scatter is None else {equation.index: scatter},
@@ -217,7 +220,7 @@ def _run_one(alone: Alone, strategy: Strategy, mesh: Mesh) -> list | Exception:
 
 
 def _compared(results: list | Exception, expected: list, strategy: Strategy) -> tuple[str, str]:
-    text = f"{dict(strategy.assignment)} {[finish.kind for finish in strategy.finishes]} -> {strategy.leaves}"
+    text = f"{dict(strategy.assignment)} {[finish.kind for finish in strategy.finishes]} -> {strategy.output_layouts}"
     if isinstance(results, Exception):
         return text, f"{type(results).__name__}: {str(results).splitlines()[0]}"
     try:

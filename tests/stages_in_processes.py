@@ -66,9 +66,15 @@ def trained(step, mesh, schedule, chunks=1, stages=None, **options):
     return fn, losses_of(fn, step)
 
 
-def losses_of(fn, step):
+def losses_of(fn, step, *, is_born=False):
+    """
+    Args:
+        is_born: whether the weights are made where the plan has them.
+    """
     weights, x, y = arrays()
     weights = list(weights) if step is unrolled else weights
+    if is_born:
+        weights = fn.plan(weights, x, y).init(lambda: jax.tree.map(jnp.asarray, weights))
     found = []
     for _ in range(STEPS):
         weights, value, *_ = fn(weights, x, y)
@@ -84,6 +90,16 @@ def stages_of_neighbours(count):
 def stacks_are_copied(count):
     """Each process has two stages, so that the stack of weights is put together in every step."""
     return trained(scanned, mesh_of(stage=2, data=count), "interleaved_1f1b", chunks=2)[1]
+
+
+def in_lockstep(count):
+    """A stage per process, all in one program; again by the plan as a file has it, with weights born there."""
+    mesh, pipeline = mesh_of(stage=count, data=2), {"stages": count, "microbatches": MICROBATCHES, "backend": "one_jit"}
+    fn = autoshard.autoshard(scanned, mesh=mesh, pipeline=pipeline)
+    expected = losses_of(fn, scanned)
+    read = autoshard.Plan.loads(fn.plan(*arrays()).dumps(), mesh)
+    again = losses_of(autoshard.autoshard(scanned, mesh=mesh, plan=read), scanned, is_born=True)
+    return [float(one) for one in expected] if again == expected else [expected, again]
 
 
 def two_ways(count):
@@ -124,4 +140,5 @@ def after_a_failure(fn, expected, here, count):
     except autoshard.StageError as error:
         text = str(error)
     runtime.runnable = before
-    return expected, text, time.monotonic() - begin, losses_of(fn, unrolled) == expected
+    seconds = time.monotonic() - begin
+    return expected, text, seconds, losses_of(fn, unrolled) == losses_of(fn, unrolled, is_born=True) == expected

@@ -21,18 +21,29 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 LABELS = np.arange(16) % 8
 
 
+class Layer(nnx.Module):
+    """What is scanned over: its own stream of random numbers is stacked, too."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(jnp.tanh(self.linear(x)))
+
+
 class Net(nnx.Module):
-    """Batch statistics, dropout, layers under scan and remat, and an embedding that is tied to the head."""
+    """Batch statistics, layers with dropout under scan and remat, and an embedding that is tied to the head."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.layers = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.split(2))
+        self.layers = nnx.vmap(Layer)(rngs.split(2))
         self.embed = nnx.Embed(8, 8, rngs=rngs)
         self.head = self.embed
 
     def __call__(self, x):
-        run = nnx.scan(nnx.remat(lambda layer, x: jnp.tanh(layer(x))), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        run = nnx.scan(nnx.remat(lambda layer, x: layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         return self.head.attend(run(self.layers, self.dropout(self.norm(x))))
 
 
@@ -339,6 +350,35 @@ def test_references_to_arrays_are_refused():
 def test_verify_reads_what_nnx_jit_compiles():
     found = autoshard.verify(nnx.jit(sgd), linear(), X, mesh=mesh_of(SHAPE))
     assert found.actual_peak > 0 and "Give verify autoshard(fn, ...) instead" in str(found)
+
+
+@pytest.mark.parametrize("pad, remark", [("batch", "11 rows has 16"), ("auto", "from 257 to 264")])
+def test_dims_that_do_not_divide_are_padded(pad, remark):
+    """Modules among the arguments stay the caller's, with what the step changes in them."""
+    mesh, rows = {"x": 8}, {"batch": 11, "auto": 7}[pad]
+    how = {"mesh": mesh_of(mesh), "topology": slow_chips(mesh)}
+
+    def step(model, metrics, batch):
+        def loss_of(model):
+            logits = model(batch["x"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), logits
+
+        (loss, logits), gradients = nnx.value_and_grad(loss_of, has_aux=True)(model)
+        metrics.update(loss=loss, logits=logits, labels=batch["label"])
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), gradients))
+        return logits
+
+    def arguments():
+        metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+        return nnx.Linear(8, 257, rngs=nnx.Rngs(0)), metrics, {"x": X[:rows], "label": LABELS[:rows]}
+
+    whole = {"batch/**": P()} if pad == "auto" else None  # so that classes are the dim that is worth splitting
+    padded, plain = autoshard.autoshard(step, pad=pad, fixed=whole, **how), nnx.jit(step)
+    ours, theirs = arguments(), arguments()
+    for _ in range(2):
+        np.testing.assert_allclose(padded(*ours), plain(*theirs), rtol=2e-4, atol=1e-5)
+    assert_same(ours, theirs)
+    assert any(remark in one for one in padded.plan(*ours).warnings)
 
 
 def test_metadata_of_variables_is_a_wish():

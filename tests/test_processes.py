@@ -35,6 +35,7 @@ WORK = [
     "plans_are_equal",
     "replanned_to_fit",
     "loads_its_rows",
+    "takes_a_typed_key",
     "plans_together",
     "two_of_them",
     "documented",
@@ -126,6 +127,7 @@ ALONE = {
     "plan_on_the_first_alone": lambda w, b: step(w, jnp.cos(b)),
     "replanned_to_fit": lambda w, b: step(w, jnp.abs(b)),
     "loads_its_rows": lambda w, b: step(w, b * 2),
+    "takes_a_typed_key": lambda w, b: step(w, b * jax.random.uniform(jax.random.key(0))),
     "two_of_them": step,
     "tries_again": lambda w, b: step(w, b / 3),
     "works_after_errors": lambda w, b: step(w, 1 - b),
@@ -200,7 +202,7 @@ def test_processes_run_stages_of_their_own(outcomes):
     assert len({one["value"][1] for one in found}) == 1
 
 
-STAGES = ["a_shared_stage_fails", "stages_of_neighbours", "stacks_are_copied", "two_ways"]
+STAGES = ["a_shared_stage_fails", "in_lockstep", "stages_of_neighbours", "stacks_are_copied", "two_ways"]
 
 
 @pytest.mark.slow

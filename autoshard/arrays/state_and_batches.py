@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -24,15 +24,49 @@ _LISTED = 5  # arrays or parts that a message names at most
 def init(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """What `init_fn` makes, each array made as the plan has it among its arguments; see `Plan.init`."""
     with _without_explicit_axes():
-        made, given, rebuilt = initialiser(plan, init_fn, args)
-        return rebuilt(made(*given))
+        return initialiser(plan, init_fn, args)()
 
 
-def initialiser(
-    plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]
-) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
-    """A jitted function that makes the arrays of the result where they shall lie, its arguments, and the way from
-    these arrays to the result."""
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """A jitted function that makes some arrays of a state on the devices where they shall lie."""
+
+    numbers: tuple[int, ...]  # of these arrays among all
+    jitted: Any
+    given: tuple[Any, ...]  # what it takes
+    types: tuple[Any, ...] = field(repr=False)  # ShapeDtypeStructs with shardings, of what it returns
+
+    def __call__(self) -> list[jax.Array]:
+        devices = self.types[0].sharding.mesh.devices.flat
+        if any(device.process_index == jax.process_index() for device in devices):
+            made: list[jax.Array] = self.jitted(*self.given)
+            return made
+        # Other processes make these arrays; this one holds them without shards.
+        return [
+            jax.make_array_from_single_device_arrays(one.shape, one.sharding, [], dtype=one.dtype) for one in self.types
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Initialiser:
+    """Makes a state where a plan has it. A plan without stages has all arrays on the same devices, and so one maker."""
+
+    makers: tuple[Maker, ...]
+    rebuilt: Callable[[Sequence[Any]], Any] = field(repr=False)  # from all arrays to what `init_fn` returns
+
+    def __call__(self) -> Any:
+        arrays: dict[int, jax.Array] = {}
+        for maker in self.makers:
+            arrays |= zip(maker.numbers, maker(), strict=True)
+        return self.rebuilt([arrays[number] for number in range(len(arrays))])
+
+
+def initialiser(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]) -> Initialiser:
+    """What makes the arrays of the result where they shall lie.
+
+    A jitted function has one set of devices, and arrays of a plan with stages lie on several. So there is a function
+    per set, from which the compiler drops whatever is made for others.
+    """
     mesh = _devices_of(plan)
     leaves, structure = jax.tree.flatten(tuple(args))
     traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
@@ -50,16 +84,35 @@ def initialiser(
         said[:] = [tree, [keys for keys, _ in found]]
         return [leaf for _, leaf in found]
 
-    given = [_on_mesh(leaves[i], mesh) for i in traced]
-    shapes = jax.eval_shape(arrays_of, *given)
+    def given_on(mesh: Any) -> tuple[Any, ...]:
+        return tuple(_on_mesh(leaves[i], mesh) for i in traced)
+
+    shapes = jax.eval_shape(arrays_of, *given_on(mesh))
     tree, keys = said
     wanted = [Leaf(path, one.shape, str(one.dtype)) for path, one in zip(keys, shapes, strict=True)]
     indices = _found(plan, wanted, "init_fn makes", Leaf.is_like, state_first=True)
+    types = [
+        jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=plan.flat_in_shardings[i])
+        for one, i in zip(shapes, indices, strict=True)
+    ]
+    by_devices: dict[tuple[Any, ...], list[int]] = {}
+    for number, one in enumerate(types):
+        by_devices.setdefault(tuple(one.sharding.mesh.devices.flat), []).append(number)
+
+    def maker(numbers: Sequence[int]) -> Maker:
+        own = tuple(types[number] for number in numbers)
+
+        def some(*given: Any) -> list[Any]:
+            arrays = arrays_of(*given)
+            return [arrays[number] for number in numbers]
+
+        jitted = jax.jit(some, out_shardings=[one.sharding for one in own])
+        return Maker(tuple(numbers), jitted, given_on(with_auto_axes(own[0].sharding.mesh)), own)
 
     def rebuilt(arrays: Sequence[Any]) -> Any:
         return jax.tree.unflatten(tree, [arrays[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in made])
 
-    return jax.jit(arrays_of, out_shardings=[plan.flat_in_shardings[i] for i in indices]), given, rebuilt
+    return Initialiser(tuple(map(maker, by_devices.values())), rebuilt)
 
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | complex | float | int  # what `jax.jit` returns as arrays

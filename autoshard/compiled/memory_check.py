@@ -15,6 +15,7 @@ from typing import TypeVar
 import jax
 
 from autoshard.compiled.collectives import peak_bytes
+from autoshard.errors import MemoryLimitError
 from autoshard.plans.plan import PlanData
 from autoshard.report.units import bytes_text
 from autoshard.solver.verify import fits
@@ -29,7 +30,11 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 
 class MemoryWarning(UserWarning):
-    """The compiled program of a plan needs more memory than the limit, and so do those of plans made to hold less."""
+    """The compiled program of a plan needs more memory than the limit, and so do those of plans made to hold less.
+
+    It is of a limit that the user did not set, the memory of the devices, or of a plan that the user gave. A plan over
+    a limit that the user set is a `MemoryLimitError` instead.
+    """
 
 
 def within_limit(
@@ -74,6 +79,17 @@ def within_limit(
         if faster is not None and peak is not None and fits(peak, limit):
             tried = [(faster, peak)]
     return _with_figures(tried, limit) if tried else plan
+
+
+def is_over(plan: PlanData, limit: float) -> bool:
+    """Whether a plan that has been held against the limit is over it."""
+    return plan.compiled_peak is not None and not fits(plan.compiled_peak, limit)
+
+
+def over_limit_error(plan: PlanData, limit: float) -> MemoryLimitError:
+    """What a user reads who set a limit that no compiled program keeps, that of the leanest plan included."""
+    assert plan.compiled_peak is not None, "it has been compiled"
+    return MemoryLimitError(f"{plan.name}: {plan.warnings[-1]}", budget=limit, needed=plan.compiled_peak)
 
 
 def _compiled_peak(compiled: Callable[[AnyPlan], jax.stages.Compiled], plan: AnyPlan) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import sys
@@ -18,10 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from autoshard.compiled.collectives import equation_of, peak_bytes, read_collectives, source_lines
 from autoshard.compiled.schedule import Schedule, schedule_of
 from autoshard.errors import MeshError
+from autoshard.layout import local_shape
 from autoshard.mesh.chips import chip_of
 from autoshard.mesh.collectives import Collective
 from autoshard.mesh.targets import compiler_options
 from autoshard.mesh.topology import Topology
+from autoshard.model.xla.backends import backend_of
+from autoshard.model.xla.tiles import padded_size
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
@@ -161,7 +165,13 @@ def without_dropped(predicted: Prediction, found: CompiledProgram, arguments: Se
     """
     shardings = jax.tree.leaves(found.program.input_shardings[0], is_leaf=lambda one: one is None)
     pairs = zip(arguments, shardings, strict=False)
-    spared = sum(one.local_bytes for one, sharding in pairs if sharding is None and not one.on_host)
+    mesh, tile = dict(found.mesh.shape), backend_of(found.mesh).tile
+
+    def padded_bytes(one: PlacedArray) -> int:
+        shape = local_shape(one.shape, one.layout, mesh)
+        return one.local_bytes * padded_size(shape, tile) // max(1, math.prod(shape))
+
+    spared = sum(padded_bytes(one) for one, sharding in pairs if sharding is None and not one.on_host)
     return replace(predicted, peak_bytes=predicted.peak_bytes - spared)
 
 

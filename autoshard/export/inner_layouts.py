@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,16 +77,18 @@ class InnerLayouts:
 
 def why_none(program: Program) -> str:
     """Why a program has no table: the jaxpr that was planned is not the one that JAX makes of the step. "": it has."""
-    if program.captured:
-        return "the step closes over large arrays; pass them as arguments"
+    if None in program.constant_places:
+        return "calls inside the step close over large arrays; pass them as arguments"
     if program.microbatches > 1:
         return "the step runs in microbatches"
     if program.stacked:
         return "the step computes stacks of matrices where it was written matrix by matrix"
     if program.types is not None:
         return "the step is a program of explicit mode"
-    if program.changes is not None:
-        return "the step takes nnx modules; split them (nnx.split), and plan a step of their states"
+    if program.changes is not None and not program.changes.keeps_graphs:
+        return "the step adds variables to its nnx modules, or takes some away"
+    if program.changes is not None and program.changes.static:
+        return "its nnx modules hold what is no array"
     if program.in_tree.static:
         return "the step takes leaves that are no arrays; part them (eqx.partition), and plan a step of the arrays"
     return ""
@@ -105,19 +108,30 @@ class _Table:
         self.program, self.plan, self.mesh = program, plan, dict(plan.mesh.shape)
         self.annotations = plan.annotations
         self.pins = constraints_of(program, plan.annotations)
+        self.has_modules = program.changes is not None  # `nnx.jit` gets no shardings, so the table has all of them
         self.left: list[str] = []
 
     def rows(self) -> Iterator[Row]:
-        for i, value in enumerate(self.program.own_arguments):
-            yield Row(("argument", i), "", value.name, **self.made([value]))
-        for i, value in enumerate(self.program.constants):
-            yield Row(("constant", i), **self.made([value]))
+        for i, (value, placed) in enumerate(zip(self.program.own_arguments, self.plan.arguments, strict=True)):
+            said = self.made([value])
+            if self.has_modules and placed.layout:
+                said["makes"] = {0: (placed.layout,)}
+            yield Row(("argument", i), "", value.name, **said)
+        large = self.program.arguments[len(self.program.own_arguments) :]
+        for place, value in zip(self.program.constant_places, large, strict=True):
+            home = self.home(value)
+            row = self.made([value])
+            yield Row(("constant", place), "", value.name, **{**row, "makes": {0: (home,)} if home else {}})
+        others = (i for i in itertools.count() if i not in self.program.constant_places)
+        for place, value in zip(others, self.program.constants, strict=False):
+            yield Row(("constant", place), **self.made([value]))
         for equation in self.program.equations:
             yield self.row(equation)
         for i, (result, placed) in enumerate(zip(self.program.results, self.plan.results, strict=True)):
             home = self.home(result)
-            if home and home != placed.layout:
-                yield Row(("result", i), "", placed.name, reads={0: (False, self.chain(home, placed.layout))})
+            if home and (home != placed.layout or self.has_modules):
+                chain = self.chain(home, placed.layout) if home != placed.layout else (home,)
+                yield Row(("result", i), "", placed.name, reads={0: (False, chain)})
 
     def row(self, equation: Equation) -> Row:
         line, name = str(equation.source or ""), equation.primitive

@@ -21,6 +21,7 @@ from autoshard.export.containers import Expression, Line, UnwritableError, expre
 from autoshard.export.inner_layouts import InnerLayouts, inner_layouts, why_none
 from autoshard.export.logical_axes import Names, logical_axes
 from autoshard.export.logical_rules import FLAX_SHARDINGS, flax_rules, names_text
+from autoshard.export.modules_code import CONSTRAIN_MODULES, CONSTRAINED_MODULES
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
 from autoshard.lower import reduce_scatter, xla_faults
@@ -184,9 +185,11 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     if keyword.paths:
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
         trees.insert(1, _Trees("keyword_shardings", says, keyword, *given, "keywords"))
-    table = None if program is None else inner_layouts(program, plan)
+    why = _why_no_table(program, style)
+    table = None if program is None or why else inner_layouts(program, plan)
+    takes_modules = table is not None and program is not None and program.changes is not None
     wraps = explicit and plan.axis_types is None  # a step of explicit mode needs no other one around it
-    pasted = _PASTED if table is not None and table.rows else ()
+    pasted = _PASTED if table is not None and (table.rows or takes_modules) else ()
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
@@ -196,15 +199,16 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     else:
         putting = _TYPES_ON.format(types=_types(plan)) if explicit or plan.axis_types else _SHARDINGS_ON
     parts = [
-        _docstring(plan, program, table, trees, wraps),
-        _imports(modules, pasted),
+        _docstring(plan, program, table, trees, wraps, why),
+        _imports(modules, pasted) + "\nfrom flax import nnx" * takes_modules,
         *(one.text() for one in trees),
-        _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
+        CONSTRAINED_MODULES if takes_modules else _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
         _EXPLICIT.format(inner="constrained(step, mesh)" if table is not None else "step") if wraps else "",
         f"def _table():\n{table.text()}" if table is not None and pasted else "",
         putting,
         _NODE if needs_node else "",
         *(map(_source_of, pasted) if pasted else [_AUTO_MESH]),
+        CONSTRAIN_MODULES if takes_modules else "",
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
@@ -229,7 +233,12 @@ def _types(plan: PlanData) -> str:
 
 
 def _docstring(
-    plan: PlanData, program: Program | None, table: InnerLayouts | None, trees: Sequence[_Trees], wraps: bool
+    plan: PlanData,
+    program: Program | None,
+    table: InnerLayouts | None,
+    trees: Sequence[_Trees],
+    wraps: bool,
+    why: str,
 ) -> str:
     mesh, donated = dict(plan.mesh.shape), _donated(program)
     donating = f", donate_argnums={donated}" if donated else ""
@@ -241,6 +250,8 @@ def _docstring(
     ]
     if wraps:
         lines += [f"    step = jax.jit(explicit(step, mesh){donating})", ""]
+    elif table is not None and program is not None and program.changes is not None:
+        lines += [f"    step = nnx.jit(constrained(step, mesh){donating})", ""]
     else:
         lines += [
             f"    step = jax.jit({step}, in_shardings={given[0]},",
@@ -248,17 +259,26 @@ def _docstring(
             "",
         ]
     if table is None:
-        why = "the plan comes from a file and knows no step; bind it to one" if program is None else why_none(program)
         lines += [f"Layouts of inner values are left out: {why}."]
     else:
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
     lines += [
-        f"The step closes over {one.name}: pass it as an argument, to be laid as {spec_text(one.layout)}."
+        f"The step closes over {one.name}: pass it as an argument, to be laid as {spec_text(one.layout)}, so that no "
+        "device holds it whole."
         for one in plan.captured
     ]
     text = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
     return f'"""{text}\n"""\n'
+
+
+def _why_no_table(program: Program | None, style: Style) -> str:
+    """Why the code leaves inner layouts out; "" where it has them."""
+    if program is None:
+        return "the plan comes from a file and knows no step; bind it to one"
+    if style == "explicit" and program.changes is not None:
+        return "the step takes nnx modules, which are not arrays with types"
+    return why_none(program)
 
 
 def _donated(program: Program | None) -> tuple[int, ...]:

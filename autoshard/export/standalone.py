@@ -77,16 +77,35 @@ def constrain(step: Callable[..., Any], mesh: Mesh | AbstractMesh, table: Table,
 
     @functools.wraps(step)
     def constrained(*args: Any, **keywords: Any) -> Any:
-        closed, result = jax.make_jaxpr(step, static_argnums=static, return_shape=True)(*args, **keywords)
-        if len(closed.jaxpr.eqns) != table.equations:
-            raise ValueError(
-                f"{step} has {len(closed.jaxpr.eqns)} operations, it had {table.equations} when it was planned.\n"
-                "Plan it anew and write this code anew, or leave `constrained` out."
-            )
+        shapes = [arg if i in static else jax.tree.map(without_mesh, arg) for i, arg in enumerate(args)]
+        named = jax.tree.map(without_mesh, keywords)
+        closed, result = jax.make_jaxpr(step, static_argnums=static, return_shape=True)(*shapes, **named)
         leaves = jax.tree.leaves(([arg for i, arg in enumerate(args) if i not in static], keywords))
-        return jax.tree.unflatten(jax.tree.structure(result), _Run(auto_mesh(mesh), table).results(closed, leaves))
+        return jax.tree.unflatten(jax.tree.structure(result), constrained_results(closed, leaves, mesh, table))
 
     return constrained
+
+
+def without_mesh(array: Any) -> Any:
+    """An array's shape and dtype if its type names a mesh: derivatives of such arrays are other equations in JAX."""
+    type_ = jax.typeof(array)
+    if not isinstance(getattr(type_, "sharding", None), NamedSharding) or type_.sharding.mesh.empty:
+        return array
+    return jax.ShapeDtypeStruct(type_.shape, type_.dtype, weak_type=type_.weak_type)
+
+
+def constrained_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | AbstractMesh, table: Table) -> list[Any]:
+    """The flat results of a step's jaxpr, run with the constraints of a table.
+
+    Raises:
+        ValueError: it is not the step that was planned.
+    """
+    if len(closed.jaxpr.eqns) != table.equations:
+        raise ValueError(
+            f"the step has {len(closed.jaxpr.eqns)} operations, it had {table.equations} when it was planned.\n"
+            "Plan it anew and write this code anew, or leave `constrained` out."
+        )
+    return _Run(auto_mesh(mesh), table).results(closed, leaves)
 
 
 class _Run:

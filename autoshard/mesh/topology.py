@@ -46,12 +46,14 @@ class Topology:
     flops: Mapping[str, float]  # dtype name -> FLOP/s of one device
     cache: Cache | None = None  # what the first bytes of an operation go through instead of memory
     uneven: tuple[Unevenness, ...] = ()  # how devices differ; the figures above are those of the slowest and smallest
+    host_bandwidth: float | None = None  # bytes/s of one device to its host's memory, and as much back; None: unknown
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "links", dict(self.links))
         object.__setattr__(self, "flops", {dtype: float(rate) for dtype, rate in self.flops.items()})
         numbers = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
         numbers |= {f"flops[{dtype!r}]": rate for dtype, rate in self.flops.items()}
+        numbers |= {} if self.host_bandwidth is None else {"host_bandwidth": self.host_bandwidth}
         for name, number in numbers.items():
             if not number > 0:
                 raise MeshError(f"a topology's {name} must be more than 0, not {number!r}")
@@ -65,6 +67,7 @@ class Topology:
                 frozenset(self.flops.items()),
                 self.cache,
                 self.uneven,
+                self.host_bandwidth,
             )
         )
 
@@ -217,7 +220,9 @@ class Topology:
         for axis, spans in parts.items():
             spans = [(devices, link) for devices, link in spans if devices > 1]
             links[axis] = Link.join(spans) if spans else chip.link
-        return cls(links, chip.memory_bytes, chip.memory_bandwidth, chip.flops, chip.cache)
+        return cls(
+            links, chip.memory_bytes, chip.memory_bandwidth, chip.flops, chip.cache, host_bandwidth=chip.host_bandwidth
+        )
 
 
 def _link(fields: Mapping[str, Any]) -> Link:

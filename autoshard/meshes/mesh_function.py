@@ -221,7 +221,7 @@ def _is_same_on_every_mesh(program: Program) -> bool:
         return False
     if any(equation.primitive in _OF_MESHES for equation in program.equations):
         return False
-    return not any(rule.given or rule.beside for rule in rules_for(program))
+    return not any(rule.given or rule.open_axes for rule in rules_for(program))
 
 
 def _text(shape: MeshShape) -> str:

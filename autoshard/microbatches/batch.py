@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ from autoshard.microbatches.rows import Microbatches
 from autoshard.program.paths import slashed
 from autoshard.program.tracing import TracedStep
 
+_ATTEMPTS = 6  # to find the batch: a step is traced again for each
+
 
 def batch_of(traced: TracedStep, count: int, groups: int = 1) -> Microbatches:
     """The batch of a step: the first dim of the arrays that are no state.
@@ -25,6 +29,35 @@ def batch_of(traced: TracedStep, count: int, groups: int = 1) -> Microbatches:
     Raises:
         MicrobatchError: no argument has rows, or there are too few, or they do not divide.
     """
+    dims = _first_dims(traced, count)
+    batch = _ranked_sizes(traced, dims)[0]
+    return _split(traced, [i for i, size in dims.items() if size == batch], batch, count, groups)
+
+
+def _candidates(traced: TracedStep, count: int, groups: int) -> Iterator[Microbatches]:
+    """What may be the batch, the likeliest first.
+
+    Frozen weights are no state either. Where they have as many rows as the batch, one of the arguments with such rows
+    is taken to have none, the one of the most arrays first. Then come other sizes.
+
+    Raises:
+        MicrobatchError: there is no batch, or the likeliest does not divide and no other does.
+    """
+    dims = _first_dims(traced, count)
+    sizes = _ranked_sizes(traced, dims)
+    fitting = [size for size in sizes if size % (count * groups) == 0]
+    if not fitting:
+        batch_of(traced, count, groups)
+    for size in fitting:
+        rows = [i for i, one in dims.items() if one == size]
+        yield _split(traced, rows, size, count, groups)
+        arrays = Counter(traced.paths[i][:2] for i in rows)
+        for argument, _ in arrays.most_common() if len(arrays) > 1 else ():
+            yield _split(traced, [i for i in rows if traced.paths[i][:2] != argument], size, count, groups)
+
+
+def _first_dims(traced: TracedStep, count: int) -> dict[int, int]:
+    """Argument -> its first dim, of those that are no state."""
     avals = traced.closed.in_avals
     dims = {i: aval.shape[0] for i, aval in enumerate(avals) if i not in traced.carried and _may_have_rows(aval)}
     if not dims:
@@ -32,14 +65,26 @@ def batch_of(traced: TracedStep, count: int, groups: int = 1) -> Microbatches:
             f"microbatches={count}: no argument has a batch; all arrays are state, which the step returns anew, or "
             "scalars.\nPass the batch as an argument of its own, with its rows along the first dim."
         )
+    return dims
+
+
+def _ranked_sizes(traced: TracedStep, dims: Mapping[int, int]) -> list[int]:
+    """Sizes that the batch may have, the likeliest first."""
     agreeing, elements = Counter[int](), Counter[int]()
     for argument in {traced.paths[i][:2] for i in dims}:
         sizes = {size for i, size in dims.items() if traced.paths[i][:2] == argument}
         agreeing.update(sizes if len(sizes) == 1 else ())
     for i, size in dims.items():
-        elements[size] += math.prod(avals[i].shape)
-    batch = max(elements, key=lambda size: (agreeing[size], elements[size]))
-    rows = {i: 0 for i, size in dims.items() if size == batch}
+        elements[size] += math.prod(traced.closed.in_avals[i].shape)
+    return sorted(elements, key=lambda size: (agreeing[size], elements[size]), reverse=True)
+
+
+def _split(traced: TracedStep, arguments: Sequence[int], batch: int, count: int, groups: int) -> Microbatches:
+    """
+    Raises:
+        MicrobatchError: the rows do not divide.
+    """
+    rows = dict.fromkeys(arguments, 0)
     if batch % (count * groups):
         name = slashed(traced.paths[min(rows)][1:])
         fitting = [divisor for divisor in range(1, batch + 1) if batch % divisor == 0]
@@ -81,8 +126,24 @@ def traced_in_part(traced: TracedStep, count: int, groups: int = 1) -> tuple[Clo
             f"microbatches={count}: the step says in types of explicit mode how its arrays lie, and those of a "
             "microbatch would differ.\nUse a mesh of Auto axes: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
         )
-    split = batch_of(traced, count, groups)
-    types = [
+    refusal: MicrobatchError | None = None
+    for split in itertools.islice(_candidates(traced, count, groups), _ATTEMPTS):
+        try:
+            return traced.again(tuple(_types(traced, split))), split
+        except Exception as error:  # whatever the step does with fewer rows
+            if refusal is None:
+                refusal = MicrobatchError(
+                    f"microbatches={count}: the step takes a batch of {split.batch} rows, but not one of {split.rows}: "
+                    f"{error}\nUse fewer microbatches, or write the step for any number of rows."
+                )
+                refusal.__cause__ = error
+    assert refusal is not None, "there is a candidate"
+    raise refusal
+
+
+def _types(traced: TracedStep, split: Microbatches) -> list[Any]:
+    """The types of arguments with the rows of one microbatch."""
+    return [
         jax.ShapeDtypeStruct(
             (split.rows, *aval.shape[1:]) if i in split.dims else aval.shape, aval.dtype, weak_type=aval.weak_type
         )
@@ -90,11 +151,3 @@ def traced_in_part(traced: TracedStep, count: int, groups: int = 1) -> tuple[Clo
         else aval
         for i, aval in enumerate(traced.closed.in_avals)
     ]
-    try:
-        part = traced.again(tuple(types))
-    except Exception as error:  # whatever the step does with fewer rows
-        raise MicrobatchError(
-            f"microbatches={count}: the step takes a batch of {split.batch} rows, but not one of {split.rows}: "
-            f"{error}\nUse fewer microbatches, or write the step for any number of rows."
-        ) from error
-    return part, split

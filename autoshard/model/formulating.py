@@ -83,7 +83,7 @@ def formulate(
     *,
     memory: float | None = None,
     fixed: Mapping[int, Layout] | None = None,
-    beside: Mapping[int, frozenset[str]] | None = None,
+    open_axes: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
     moves_views: bool = False,
     offered: OptionSet | None = None,
@@ -97,7 +97,7 @@ def formulate(
         topology: what the machine costs.
         memory: bytes per device that may be in use at any point; None for no limit.
         fixed: argument index -> layout that it must have.
-        beside: argument index -> mesh axes that may split it further than is fixed.
+        open_axes: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
         moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
         offered: the strategies and homes among which is chosen; None: all.
@@ -132,7 +132,7 @@ def formulate(
         groups,
         fixed=fixed or {},
         backend=backend,
-        beside=beside or {},
+        open_axes=open_axes or {},
         moves_views=moves_views,
     )
     prices = make_prices(steps=None if offered is None else offered.steps_by_rank)
@@ -150,12 +150,12 @@ class _Formulator:
         prices: Prices,
         fixed: Mapping[int, Layout],
         backend: Backend,
-        beside: Mapping[int, frozenset[str]],
+        open_axes: Mapping[int, frozenset[str]],
         moves_views: bool,
         *,
         counts_memory: bool = True,
     ):
-        self.beside, self.moves_views, self.counts_memory = beside, moves_views, counts_memory
+        self.open_axes, self.moves_views, self.counts_memory = open_axes, moves_views, counts_memory
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
         self.priced = [prices.group(group) for group in groups]
         self.costs: list[np.ndarray] = []
@@ -166,7 +166,7 @@ class _Formulator:
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
-        self.start = {made.value.id: group.point for group in groups for made in group.made}
+        self.start = {made.value.id: group.point for group in groups for made in group.outputs}
         returned = {value.id for value in program.results if isinstance(value, Value)}
         self.unread = {value.id for value in program.values if not program.reads[value.id]} - returned
         self.looped = looped(program)
@@ -174,8 +174,8 @@ class _Formulator:
     def formulation(self, memory: float | None) -> Formulation:
         first_group = len(self.program.arguments)
         for group, priced in zip(self.groups, self.priced, strict=True):
-            for i, use in enumerate(group.uses):
-                self.readers[use.value.id].append(Reader(first_group + group.index, priced.wants[i], group, use))
+            for use, layouts in zip(group.uses, priced.operand_layouts, strict=True):
+                self.readers[use.value.id].append(Reader(first_group + group.index, layouts, group, use))
         homes = self._homes()
         for argument, result in self.program.carried.items():
             value = self.program.results[result]
@@ -225,7 +225,7 @@ class _Formulator:
                     f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
                     f"with its axes in the order of the mesh {dict(mesh)}"
                 )
-            if axes := self.beside.get(index):
+            if axes := self.open_axes.get(index):
                 homes, fixed = [home for home in homes if without_axes(home, axes) == fixed], None
         readers = self.readers[value.id]
         # a home that elementwise readers like is among the options
@@ -340,8 +340,8 @@ class _Formulator:
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
         for group, priced in zip(self.groups, self.priced, strict=True):
-            for i, made in enumerate(group.made):
-                self._add_value(first_group + group.index, group, made.value, priced.leaves[i], outputs, in_place)
+            for made, layouts in zip(group.outputs, priced.output_layouts, strict=True):
+                self._add_value(first_group + group.index, group, made.value, layouts, outputs, in_place)
 
     def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
         readers = self.readers[value.id]
@@ -353,6 +353,7 @@ class _Formulator:
             strategies=self._strategies(group),
             lifetime=held,
             left=self.prices.arrays.sizes(value, leaves),
+            returned=self.prices.arrays.returned_sizes(value, leaves),
             is_result=value.id in outputs,
             in_place=value.id in in_place,
             points=self.start,
@@ -365,7 +366,8 @@ class _Formulator:
             return
         narrow = narrow_groups(readers, value, self.prices.widths)
         apart = self._copies_apart(leaves, readers, narrow)
-        holder, wants = self._connect_readers(readers, value, narrow, apart, group.point if group.repeated else None)
+        computed_again = group.point if group.is_recomputed else None
+        holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)
         alone = readers[0].copied_for if len(readers) == 1 else None
         table = self.prices.table(value, leaves, wants, alone)
         if apart:
@@ -394,20 +396,20 @@ class _Formulator:
         kept, stored = output.has_buffer, output.is_stored
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
-        made = group.point if group.repeated else None
+        made = group.point if group.is_recomputed else None
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
     def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
         """Whether its one reader writes a result over it; an elementwise one, over the first operand that it can."""
         group = readers[0].group
-        if len(readers) > 1 or group is None or group.repeated:
+        if len(readers) > 1 or group is None or group.is_recomputed:
             return False
         if group.equations[0].primitive in self.backend.fusion.overwritten_by:
             changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
-            return next((x is value for x in changed if x.bytes == group.made[0].value.bytes), False)
+            return next((x is value for x in changed if x.bytes == group.outputs[0].value.bytes), False)
         if not (self.backend.fusion.overwrites_operands and group.fuses):
             return False
-        made = {one.value.bytes for one in group.made}
+        made = {one.value.bytes for one in group.outputs}
         operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
         return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
 

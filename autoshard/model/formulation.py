@@ -168,10 +168,10 @@ class Formulation:
         Args:
             moved: (value, node that reads it) where a copy is read that is made as soon as the value is.
         """
-        last = [group.last for group in self.groups]
+        last = [group.last_point for group in self.groups]
         for group in reversed(self.groups):
-            if group.repeated:
-                readers = ((made.value.id, reader) for made in group.made for reader in self.readers[made.value.id])
+            if group.is_recomputed:
+                readers = ((made.value.id, reader) for made in group.outputs for reader in self.readers[made.value.id])
                 again = (last[r.group.index] for value, r in readers if r.group and (value, r.node) not in moved)
                 last[group.index] = max(again, default=group.point)
         return last

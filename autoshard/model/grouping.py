@@ -39,12 +39,12 @@ class _Draft:
     splittable: frozenset[int]
     reduction: frozenset[int]
     given: dict[int, tuple[str, ...]]  # factor -> the mesh axes that the user says
-    beside: frozenset[str]  # mesh axes that may split given factors further
+    open_axes: frozenset[str]  # mesh axes that may split given factors further
     operands: dict[int, list[FactorDims]]  # equation index -> dims of its operands
     results: dict[int, list[FactorDims]]  # equation index -> dims of its results
     fuses: bool  # whether elementwise producers may join
     reaches: tuple[Reach[int], ...]  # what devices read beyond their shards
-    samples: int | None  # the factor along which no window moves
+    batch_factor: int | None  # the factor along which no window moves
 
 
 def groups_of(
@@ -67,13 +67,13 @@ def groups_of(
     needed_outside = {value.id for value in program.results if isinstance(value, Value)}
     groups = _joined(program, rules, readers, scattered, needed_outside, backend, mesh or {})
     home = {equation.index: group for group in groups for equation in group.equations}
-    makers = {made.value.id: group for group in groups for made in group.made}
+    makers = {made.value.id: group for group in groups for made in group.outputs}
     staying = _staying(program, needed_outside)
     once = read_once(program)
     hoisted = hoisted_sums(program, once, home) if backend.sums.hoists else {}
     summed = summed_products(program, once, home) if backend.sums.adds_first else {}
-    users = [[home[r.index] for made in group.made for r, _ in readers[made.value.id]] for group in groups]
-    aside, late = _leading_to_results(program, groups, users)
+    users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
+    unneeded, late = _leading_to_results(program, groups, users)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
     again = recomputation(program, groups, users, needed_outside | scattered, backend)
@@ -81,20 +81,20 @@ def groups_of(
     return [
         replace(
             group,
-            hoisted=hoisted.get(i),
-            summed=summed[i][0] if i in summed else None,
+            hoisted_all_reduces=hoisted.get(i),
+            accumulator=summed[i][0] if i in summed else None,
             summands=summed[i][1] if i in summed else 1,
-            aside=aside[i],
-            late=late[i],
-            ends=ends[i],
+            feeds_no_state=unneeded[i],
+            feeds_only_results=late[i],
+            handed_on_at=ends[i],
             point=points[i],
-            folded=again.folded[i],
-            repeated=again.repeated[i],
-            sunk=again.sunk[i],
+            is_folded=again.folded[i],
+            is_recomputed=again.repeated[i],
+            is_sunk=again.sunk[i],
             ends_product=_ends_product(group, readers, home, makers),
-            copied=_is_copied(group, needed_outside),
+            is_copy=_is_copied(group, needed_outside),
             passes_before=_passes_before(group, staying, makers),
-            last=last[i],
+            last_point=last[i],
         )
         for i, group in enumerate(groups)
     ]
@@ -137,7 +137,7 @@ def _ends_product(group: Group, readers: _Readers, home: Mapping[int, Group], ma
 
 def _is_copied(group: Group, needed_outside: Set[int]) -> bool:
     """Whether a group that computes nothing has to write a result: a view of an argument, or what repeats an array."""
-    if not group.only_moves or not any(made.value.id in needed_outside for made in group.made):
+    if not group.only_moves or not any(made.value.id in needed_outside for made in group.outputs):
         return False
     return group.broadcasts or all(use.value.from_outside for use in group.uses)
 
@@ -156,7 +156,7 @@ def _passes_before(group: Group, staying: Set[int], makers: Mapping[int, Group])
     operand = group.equations[0].inputs[0]
     while isinstance(operand, Value) and operand.id not in staying:
         maker = makers.get(operand.id)
-        if maker is None or maker.fills:
+        if maker is None or maker.is_fill:
             return int(maker is not None)
         if not maker.is_view:
             return 0
@@ -167,23 +167,23 @@ def _passes_before(group: Group, staying: Set[int], makers: Mapping[int, Group])
 def _leading_to_results(
     program: Program, groups: Sequence[Group], users: Sequence[Sequence[Group]]
 ) -> tuple[list[bool], list[bool]]:
-    """`Group.aside` and `Group.late` of each group."""
+    """`Group.feeds_no_state` and `Group.feeds_only_results` of each group."""
     carried = {id(program.results[result]) for result in program.carried.values()}
-    aside, late = [False] * len(groups), [False] * len(groups)
+    unneeded, late = [False] * len(groups), [False] * len(groups)
     for group in reversed(groups):
         read = users[group.index]
-        aside[group.index] = all(user is group or aside[user.index] for user in read) and not any(
-            id(made.value) in carried for made in group.made
+        unneeded[group.index] = all(user is group or unneeded[user.index] for user in read) and not any(
+            id(made.value) in carried for made in group.outputs
         )
-        decides = not read and any(made.value.trips > 1 for made in group.made)  # whether a loop goes on
+        decides = not read and any(made.value.trips > 1 for made in group.outputs)  # whether a loop goes on
         late[group.index] = not decides and all(user is group or (user.fuses and late[user.index]) for user in read)
-    return aside, late
+    return unneeded, late
 
 
 def _last_runs(
     groups: Sequence[Group], users: Sequence[Sequence[Group]], points: Sequence[int], repeated: Sequence[bool]
 ) -> list[int]:
-    """`Group.last` of each group."""
+    """`Group.last_point` of each group."""
     last = list(points)
     for group in reversed(groups):
         if repeated[group.index]:
@@ -204,12 +204,12 @@ def _new_draft(equation: Equation, rule: Rule) -> _Draft:
         splittable=frozenset(number[factor] for factor in (rule.splittable | rule.exchanged) - kept),
         reduction=frozenset(number[factor] for factor in rule.reduction | rule.summed if factor in number),
         given={number[factor]: axes for factor, axes in rule.given.items() if factor in number},
-        beside=rule.beside,
+        open_axes=rule.open_axes,
         operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
         results={equation.index: [_renamed(dims, number) for dims in rule.results]},
         fuses=_is_elementwise(equation, rule),
         reaches=renamed(rule.reaches, number),
-        samples=number.get(rule.samples) if rule.samples is not None else None,
+        batch_factor=number.get(rule.batch_factor) if rule.batch_factor is not None else None,
     )
 
 
@@ -295,7 +295,7 @@ def _mapping(rule: Rule, read_as: list[FactorDims]) -> dict[str, int] | None:
 
 
 def _ends(groups: Sequence[Group], readers: _Readers, home: Mapping[int, Group], last: int) -> list[int | None]:
-    """`Group.ends` of each group, for a program of `last` equations."""
+    """`Group.handed_on_at` of each group, for a program of `last` equations."""
     ends: list[int | None] = [None] * len(groups)
     for group in reversed(groups):
         ends[group.index] = _end(group, readers, home, ends, last)
@@ -305,9 +305,9 @@ def _ends(groups: Sequence[Group], readers: _Readers, home: Mapping[int, Group],
 def _end(
     group: Group, readers: _Readers, home: Mapping[int, Group], ends: Sequence[int | None], last: int
 ) -> int | None:
-    """`Group.ends`, once all later groups have theirs."""
+    """`Group.handed_on_at`, once all later groups have theirs."""
     found: set[int | None] = set()
-    for made in group.made:
+    for made in group.outputs:
         for reader, operand in readers[made.value.id]:
             if reader.primitive == "scan_stack" or (reader.primitive == "scan_carry" and operand == 1):
                 assert reader.loop is not None, "boundaries of loops know theirs"
@@ -327,10 +327,10 @@ def _points(groups: Sequence[Group], ends: Sequence[int | None]) -> list[int]:
     available: dict[int, int] = {}  # value -> the point from which it is there
     for group in groups:
         point = group.equations[-1].index
-        if (ends[group.index] is not None and group.fuses) or group.stacks or not group.uses:
+        if (ends[group.index] is not None and group.fuses) or group.is_stack or not group.uses:
             point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
         points.append(point)
-        available.update((made.value.id, point + 1) for made in group.made)
+        available.update((made.value.id, point + 1) for made in group.outputs)
     return points
 
 
@@ -340,7 +340,7 @@ def _group_of(
     """The group of a draft that no equation joins any more: with what it reads from outside, and what others read."""
     equations = tuple(reversed(draft.equations))
     inside = {output.id for equation in equations for output in equation.outputs}
-    seen, uses, made = set(), [], []
+    seen, uses, outputs = set(), [], []
     for equation in equations:
         for operand, value in enumerate(equation.inputs):
             if isinstance(value, Value) and (value.id not in inside or equation.primitive == "scan_carry"):
@@ -351,7 +351,7 @@ def _group_of(
         for output, dims in zip(equation.outputs, draft.results[equation.index], strict=True):
             outside = any(home[reader.index] is not draft for reader, _ in readers[output.id])
             if outside or output.id in needed_outside or len(equations) == 1:
-                made.append(GroupOutput(output, dims))
+                outputs.append(GroupOutput(output, dims))
     return Group(
         index=index,
         equations=equations,
@@ -359,12 +359,12 @@ def _group_of(
         splittable=draft.splittable,
         reduction=draft.reduction,
         given=draft.given,
-        beside=draft.beside,
+        open_axes=draft.open_axes,
         operands=draft.operands,
         results=draft.results,
         fuses=draft.fuses,
         uses=tuple(uses),
-        made=tuple(made),
+        outputs=tuple(outputs),
         reaches=draft.reaches,
-        samples=draft.samples,
+        batch_factor=draft.batch_factor,
     )

@@ -31,7 +31,7 @@ class Use:
 
 @dataclass(frozen=True)
 class GroupOutput:
-    """One value that a group makes and others read."""
+    """One value that a group makes, and that other groups or the caller read."""
 
     value: Value
     dims: FactorDims
@@ -50,28 +50,28 @@ class Group:
     splittable: frozenset[int]
     reduction: frozenset[int]
     given: Mapping[int, tuple[str, ...]]  # factor -> the mesh axes that the user says
-    beside: frozenset[str]  # mesh axes that may split given factors further, where no others may
+    open_axes: frozenset[str]  # mesh axes that may split given factors further, where no others may
     operands: Mapping[int, list[FactorDims]]  # equation index -> dims of its operands
     results: Mapping[int, list[FactorDims]]  # equation index -> dims of its results
     fuses: bool  # whether elementwise producers may join
     uses: tuple[Use, ...]
-    made: tuple[GroupOutput, ...]
+    outputs: tuple[GroupOutput, ...]  # what others read of it
     reaches: tuple[Reach[int], ...] = ()  # of its one equation: what devices read beyond their shards
-    samples: int | None = None  # the factor along which no window moves
-    hoisted: int | None = None  # how often its result is all_reduced, if a loop only adds it up, in the layout it is in
-    summed: int | None = None  # of a product: the value that XLA adds it and others up to before it reduces the sum
-    summands: int = 1  # how many products these are
-    aside: bool = False  # whether it leads to results alone that take no argument's place: a loss
-    late: bool = False  # whether what it makes goes into results only, through nothing but elementwise groups
-    ends: int | None = None  # the point at which the program is over, if late, or the loop that hands on all it makes
+    batch_factor: int | None = None  # of windows: the factor along which none moves
+    hoisted_all_reduces: int | None = None  # how many per step finish its sum, if a loop only adds it up, as it lies
+    accumulator: int | None = None  # of a product: id of the sum that XLA adds it and others to, before it reduces it
+    summands: int = 1  # how many products the accumulator adds up
+    feeds_no_state: bool = False  # whether only results depend on it that take no argument's place: a loss
+    feeds_only_results: bool = False  # whether its outputs go into results only, through elementwise groups alone
+    handed_on_at: int | None = None  # if only results read it, or only what a loop hands on: the last point of these
     point: int = 0  # the program point at which it runs
-    folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
-    repeated: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
-    sunk: bool = False  # whether it is repeated inside a loop that it stands before
+    is_folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
+    is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
+    is_sunk: bool = False  # whether it is recomputed inside a loop that it stands before
     ends_product: bool = False  # whether it is elementwise, and alone reads a product: one operation makes both
-    copied: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
+    is_copy: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
     passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
-    last: int = 0  # the last point at which it runs: later than `point` if its readers run it again
+    last_point: int = 0  # the last point at which it runs: later than `point` if its readers run it again
 
     @property
     def only_moves(self) -> bool:
@@ -98,24 +98,24 @@ class Group:
         return self.equations[0].primitive == "idle"
 
     @property
-    def enters(self) -> bool:
+    def enters_loop(self) -> bool:
         """Whether it hands a loop what that only reads."""
         return self.equations[0].primitive in ("scan_const", "scan_slice")
 
     @property
-    def stacks(self) -> bool:
+    def is_stack(self) -> bool:
         """Whether it writes what a loop's body makes into the loop's result, in place."""
         return self.equations[0].primitive == "scan_stack"
 
     @property
-    def fills(self) -> bool:
+    def is_fill(self) -> bool:
         """Whether it repeats a number or counts: XLA makes it as it is wanted, wherever it is wanted."""
         return self.only_moves and self.reads_numbers
 
     @property
     def broadcasts(self) -> bool:
         """Whether what it makes repeats something smaller."""
-        size = math.prod(self.made[0].value.shape)
+        size = math.prod(self.outputs[0].value.shape)
         widest = {e.primitive for e in self.equations if any(math.prod(made.shape) == size for made in e.outputs)}
         smaller = all(math.prod(use.value.shape) < size for use in self.uses)
         return smaller and all(facts_of(name).relabels and name != "iota" for name in widest)
@@ -134,12 +134,12 @@ class Group:
     def can_wait(self) -> bool:
         """Whether it reduces something, for nothing but gradients or a loss."""
         if self.contracts:
-            return self.ends is not None
-        return self.aside and self.trips == 1 and bool(self.reduction)
+            return self.handed_on_at is not None
+        return self.feeds_no_state and self.trips == 1 and bool(self.reduction)
 
     @property
-    def picks(self) -> int:
-        """How many arrays per result are gathered of a reduction that cannot be all_reduced; 0 if it can.
+    def gathers_per_output(self) -> int:
+        """How many arrays per output are gathered of a reduction that cannot be all_reduced; 0 if it can.
 
         Of positions XLA gathers the values, too.
         """
@@ -175,7 +175,7 @@ class Group:
 
     def finish_trips(self, kind: str) -> int:
         """How often per step a collective finishes its result."""
-        return self.trips if self.hoisted is None or kind != "all_reduce" else self.hoisted
+        return self.trips if self.hoisted_all_reduces is None or kind != "all_reduce" else self.hoisted_all_reduces
 
     @property
     def trips(self) -> int:

@@ -28,9 +28,9 @@ def check_host_memory(
         ConflictError: an array in the host's memory, where nothing is resharded, is said to lie in two ways.
     """
     made: list[tuple[Value, Sequence[Layout], list[str]]] = [
-        (one.value, priced.leaves[i], _said(group, priced.leaves[i]))
+        (one.value, priced.output_layouts[i], _said(group, priced.output_layouts[i]))
         for group, priced in groups
-        for i, one in enumerate(group.made)
+        for i, one in enumerate(group.outputs)
     ]
     made += [(value, layouts, [fixed] if fixed else []) for value, layouts, fixed in arguments]
     for value, layouts, said in made:

@@ -27,8 +27,8 @@ Nothing more is held for two kinds of values:
 - On GPU, an operand that an elementwise group writes its result over, if no other group reads the operand.
 
 `memory_terms.py` counts what depends on the options that are chosen: slices and collectives. A value is not stored if
-XLA computes it again inside each of its readers (`Group.repeated`). Then what it is computed from is held until the
-last reader. Values inside a group are never stored.
+XLA computes it again inside each of its readers (`Group.is_recomputed`). Then what it is computed from is held until
+the last reader. Values inside a group are never stored.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def use_span(group: Group, use: Use, last: int | None = None) -> Span:
             return start, end
         if equation.primitive == "scan_carry":  # what goes in becomes the loop's own buffer
             return (end - 1, end) if use.operand == 1 else (start, start)
-    return group.point, (group.last if last is None else last) + 1
+    return group.point, (group.last_point if last is None else last) + 1
 
 
 def made_at(group: Group, equation: Equation, output: int) -> int:
@@ -92,9 +92,9 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
 
 def repeats(group: Group) -> list[Use]:
     """The operands that XLA writes out at the full size of the product, ahead of the reduction it is folded into."""
-    if not group.folded:
+    if not group.is_folded:
         return []
-    size = math.prod(group.made[0].value.shape)
+    size = math.prod(group.outputs[0].value.shape)
     return [use for use in group.uses if 1 < math.prod(use.value.shape) < size]
 
 
@@ -106,9 +106,9 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Lifet
     start = made_at(group, producer, producer.outputs.index(value))
     if producer.primitive == "scan_carry" and value is producer.outputs[0]:
         return Lifetime(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
-    if producer.primitive in _SEEN_THROUGH or group.repeated:
+    if producer.primitive in _SEEN_THROUGH or group.is_recomputed:
         return Lifetime(None, used, stored=False)
-    if used and group.fills:
+    if used and group.is_fill:
         return Lifetime(None, used, stored=True)
     is_start = bool(users) and all(_is_start(use) for _, use in users)
     return Lifetime((start, max(start, used[0]) if used else start + 1), used, stored=True, is_start=is_start)
@@ -164,7 +164,7 @@ def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, 
 
 
 def _makers(groups: Sequence[Group]) -> dict[int, Group]:
-    return {made.value.id: group for group in groups for made in group.made}
+    return {made.value.id: group for group in groups for made in group.outputs}
 
 
 def _used_beside(
@@ -207,10 +207,10 @@ def _used_beside(
 def _gradient(update: Group | None, maker: dict[int, Group]) -> Group | None:
     """The largest reduction that ends in an update."""
     found: list[Group] = []
-    queue = [update] if update is not None and update.late and update.fuses else []
+    queue = [update] if update is not None and update.feeds_only_results and update.fuses else []
     while queue:
         group = queue.pop()
         for producer in (maker.get(use.value.id) for use in group.uses):
-            if producer is not None and producer.late:
+            if producer is not None and producer.feeds_only_results:
                 (queue if producer.fuses else found).append(producer)
-    return max(found, key=lambda group: group.made[0].value.bytes, default=None)
+    return max(found, key=lambda group: group.outputs[0].value.bytes, default=None)

@@ -84,9 +84,9 @@ class HeldArgument:
         own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
         yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, for_all, for_narrow))
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
-            made = gradient.made[0].value
+            made = gradient.outputs[0].value
             alone = [
-                0 if strategy.finishes else arrays.local_bytes(made, strategy.leaves[0])
+                0 if strategy.finishes else arrays.local_bytes(made, strategy.output_layouts[0])
                 for strategy in self.strategies(gradient)
             ]
             yield HeldBytes(self.nodes(gradient), (start, end), np.array(alone))
@@ -102,6 +102,7 @@ class HeldOutput:
     strategies: tuple[Strategy, ...]
     lifetime: Lifetime
     left: np.ndarray  # bytes per strategy, in the layout it is left in
+    returned: np.ndarray  # the same if it is a result
     is_result: bool  # whether it takes no argument's place, and so has a buffer of its own all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
     points: Mapping[int, int]  # value id -> the point that makes it
@@ -128,12 +129,14 @@ class HeldOutput:
     def least_bytes(self) -> int:
         """Bytes that it takes as a temporary at least."""
         is_number = math.prod(self.value.shape) == 1 and not (self.group.is_idle or self.lifetime.is_start)
-        return self.prices.backend.number_bytes if is_number else 0
+        if not is_number or (self.lifetime.used is None and self.group.reads_numbers):
+            return 0  # what is made of numbers, and only says which branch runs, stays in a register
+        return self.prices.backend.number_bytes
 
     @cached_property
     def unfinished(self) -> np.ndarray:
         """Bytes per strategy of the unreduced result, which stands beside the finished one until it is reduced."""
-        widths = tuple(self.prices.widths.summed(made.value) for made in self.group.made)
+        widths = tuple(self.prices.widths.summed(made.value) for made in self.group.outputs)
 
         def unfinished_bytes(strategies: tuple[Strategy, ...]) -> np.ndarray:
             return np.array([self._unfinished(strategy) for strategy in strategies])
@@ -143,7 +146,7 @@ class HeldOutput:
     @cached_property
     def waits(self) -> np.ndarray:
         """Per strategy, whether it is reduced with all others at the end: combined reductions wait for the last one."""
-        if self.group.ends is None:
+        if self.group.handed_on_at is None:
             return np.zeros(len(self.strategies), bool)
         combined = self.left < self.prices.backend.combining.below_bytes
         return self.prices.memo.once(are_all_reduced, self.strategies) & combined
@@ -153,12 +156,12 @@ class HeldOutput:
         """Bytes of all operands together, per strategy."""
         values = [use.value for use in self.group.uses]
         local_bytes = self.prices.arrays.local_bytes
-        return np.array([sum(map(local_bytes, values, strategy.wants)) for strategy in self.strategies])
+        return np.array([sum(map(local_bytes, values, strategy.operand_layouts)) for strategy in self.strategies])
 
     @property
     def is_first(self) -> bool:
         """Whether it is the first that its group makes: what the group holds once is counted with it."""
-        return self.value is self.group.made[0].value
+        return self.value is self.group.outputs[0].value
 
     def with_halos(self, strategy: Strategy) -> int:
         """Bytes of the halos under a strategy, and of the operands that they are put around for a window."""
@@ -167,7 +170,7 @@ class HeldOutput:
             return received
         uses = {halo.use for halo in strategy.halos}
         local_bytes = self.prices.arrays.local_bytes
-        return received + sum(local_bytes(self.group.uses[use].value, strategy.wants[use]) for use in uses)
+        return received + sum(local_bytes(self.group.uses[use].value, strategy.operand_layouts[use]) for use in uses)
 
     def _unfinished(self, strategy: Strategy) -> int:
         sizes = self.prices.finish_bytes(self.group, strategy)
@@ -250,10 +253,20 @@ def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield HeldBytes(argument.node, _around(loops), np.where(bare, sizes, 0))
 
 
+@of_arguments
+def complex_parts(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """The real and the imaginary part of a complex number, each a number by itself, while it is used."""
+    number_bytes = argument.prices.backend.number_bytes
+    if number_bytes and argument.uses and argument.value.shape == () and argument.value.dtype.kind == "c":
+        span = _around(list(itertools.starmap(use_span, argument.uses)))
+        usage = np.full(len(argument.options), 2 * number_bytes)
+        yield HeldBytes(argument.node, span, usage, may_be_on_chip=False)
+
+
 @of_outputs
 def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
-    end = output.group.ends
+    end = output.group.handed_on_at
     if end is not None:
         runs_last = output.prices.backend.sums.runs_last and output.group.can_wait
         start = end - 1 if runs_last else output.group.point
@@ -304,9 +317,17 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             yield HeldBytes(output.node, span, usage, may_be_on_chip=output.may_be_on_chip)
-        if numbers := sum(numbers_of(name, one) for one in group.equations):
+        known = _known_keys(group)
+        drawn = (one for one in group.equations if one.inputs and id(one.inputs[0]) not in known)
+        if numbers := sum(numbers_of(name, one) for one in drawn):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False)
+
+
+def _known_keys(group: Group) -> set[int]:
+    """The keys in a group that are made of a number in the program: XLA knows their words."""
+    seeded = (one for one in group.equations if one.primitive == "random_seed")
+    return {id(one.outputs[0]) for one in seeded if not any(isinstance(value, Value) for value in one.inputs)}
 
 
 def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:
@@ -346,7 +367,7 @@ def regions(output: HeldOutput) -> Iterator[HeldBytes]:
 def results(output: HeldOutput) -> Iterator[HeldBytes]:
     """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program."""
     if output.is_result:
-        yield HeldBytes(output.node, (0, output.end), output.left, in_heap=False)
+        yield HeldBytes(output.node, (0, output.end), output.returned, in_heap=False)
 
 
 @of_reads
@@ -363,11 +384,11 @@ def sources_of_late_sums(read: ReadValue) -> Iterator[HeldBytes]:
         return
     reader, last = max(waiting, key=lambda one: one[1].point)
     summed = output.prices.memo.once(are_finished, read.strategies(last))
-    end = last.ends if last.ends is not None else output.end
+    end = last.handed_on_at if last.handed_on_at is not None else output.end
     value, is_stored = output.value, output.lifetime.stored
     for source in [value] if is_stored else output.prices.instead.get(value.id, ()):
         if source.shape == value.shape and not source.from_outside:
-            start = read.used[1] if is_stored else output.group.last + 1
+            start = read.used[1] if is_stored else output.group.last_point + 1
             yield HeldBytes(reader.node, (start, end - 1), output.prices.arrays.sizes(source, reader.wants) * summed)
 
 

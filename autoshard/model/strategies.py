@@ -31,7 +31,7 @@ class Finish:
 
     kind: str  # ALL_REDUCE, REDUCE_SCATTER, or ALL_GATHER of what all devices found, of which each picks
     axes: tuple[str, ...]
-    made: int  # which of the group's results
+    output: int  # which of the group's outputs
     elements: int  # of the collective's result on one device
     groups: IndexGroups | None = None  # of the one axis that it runs over, if not all along it talk to each other
 
@@ -55,8 +55,8 @@ class Strategy:
     """One way to split a group."""
 
     assignment: tuple[tuple[int, tuple[str, ...]], ...]  # factor -> mesh axes, in mesh order; unsplit factors left out
-    wants: tuple[Layout, ...]  # per use of the group
-    leaves: tuple[Layout, ...]  # per made value
+    operand_layouts: tuple[Layout, ...]  # per use of the group
+    output_layouts: tuple[Layout, ...]  # per output of the group
     finishes: tuple[Finish, ...]
     halos: tuple[Halo, ...] = ()
     run: Run | None = None  # of a call of an operation: what computes it on shards
@@ -84,7 +84,7 @@ def strategies_of(
     unique: dict[tuple, Strategy] = {}
     for assignment in _assignments(group, mesh, choices):
         wants = _layouts([use.dims for use in group.uses], assignment, group, mesh)
-        leaves = _layouts([made.dims for made in group.made], assignment, group, mesh)
+        leaves = _layouts([made.dims for made in group.outputs], assignment, group, mesh)
         if wants is None or leaves is None:
             continue
         frozen = tuple(sorted(assignment.items()))
@@ -98,8 +98,8 @@ def strategies_of(
 def _assignments(group: Group, mesh: MeshShape, choices: Choices) -> Iterator[dict[int, tuple[str, ...]]]:
     given = group.given_on(mesh)
     taken = {axis for axes in given.values() for axis in axes}
-    left = [axis for axis in mesh if axis not in taken and (axis in group.beside or not group.beside)]
-    factors = sorted(group.splittable if group.beside else group.splittable - given.keys())
+    left = [axis for axis in mesh if axis not in taken and (axis in group.open_axes or not group.open_axes)]
+    factors = sorted(group.splittable if group.open_axes else group.splittable - given.keys())
     if group.reaches and _is_shared_out(group, mesh):
         factors = [factor for factor in factors if factor not in group.windows]
     for choice in choices(group, left, factors):
@@ -115,7 +115,7 @@ def _assignments(group: Group, mesh: MeshShape, choices: Choices) -> Iterator[di
 
 def _is_shared_out(group: Group, mesh: MeshShape) -> bool:
     """Whether all axes can split the samples: then no device needs a halo."""
-    return group.samples is not None and group.sizes[group.samples] % math.prod(mesh.values()) == 0
+    return group.batch_factor is not None and group.sizes[group.batch_factor] % math.prod(mesh.values()) == 0
 
 
 def _has_small_halos(group: Group, assignment: Mapping[int, tuple[str, ...]], mesh: MeshShape) -> bool:
@@ -162,10 +162,11 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         yield leaves, ()
         return
     elements = [
-        math.prod(local_shape(made.value.shape, layout, mesh)) for made, layout in zip(group.made, leaves, strict=True)
+        math.prod(local_shape(made.value.shape, layout, mesh))
+        for made, layout in zip(group.outputs, leaves, strict=True)
     ]
-    if group.picks:
-        found = [i for i in range(len(group.made)) for _ in range(group.picks)]
+    if group.gathers_per_output:
+        found = [i for i in range(len(group.outputs)) for _ in range(group.gathers_per_output)]
         gathers = [axes for _, axes in partial]
         if folds_by_hand(group.equations[0]):  # over all of them at once
             split = {axis for axes in gathers for axis in axes}
@@ -177,9 +178,9 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         return
     yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
     by_hand = group.sums_locally(assignment)
-    if len(group.made) != 1 or not (by_hand or backend.scatters.from_all_reduces):
+    if len(group.outputs) != 1 or not (by_hand or backend.scatters.from_all_reduces):
         return
-    (layout,), (local,), shape = leaves, elements, group.made[0].value.shape
+    (layout,), (local,), shape = leaves, elements, group.outputs[0].value.shape
     if not local:
         return
     for scattered_factor, axes in partial:

@@ -13,7 +13,7 @@ def made_of_state(program: Program, groups: Sequence[Group]) -> set[int]:
     found = {program.arguments[i].id for i in program.state}
     for group in groups:
         if group.uses and not group.reduction and found.issuperset(use.value.id for use in group.uses):
-            found.update(made.value.id for made in group.made)
+            found.update(made.value.id for made in group.outputs)
     return found
 
 
@@ -21,6 +21,6 @@ def entering_loops(groups: Sequence[Group], weights: Set[int]) -> set[int]:
     """What loops read, and the weights that this is made of."""
     found: set[int] = set()
     for group in reversed(groups):
-        if group.enters or any(made.value.id in found and made.value.id in weights for made in group.made):
+        if group.enters_loop or any(made.value.id in found and made.value.id in weights for made in group.outputs):
             found.update(use.value.id for use in group.uses)
     return found

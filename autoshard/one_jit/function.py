@@ -3,74 +3,32 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.decorated import Parameters, PlannedStep, Result, ShardedFunction
-from autoshard.errors import ArgumentError, MemoryLimitError, MeshError, PlanError
+from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import as_function
-from autoshard.layout import Layout, shards
 from autoshard.lower import Lowering, Step
-from autoshard.mesh.collectives import Collective
-from autoshard.mesh.links import Link
-from autoshard.one_jit.lockstep import Lockstep
-from autoshard.one_jit.uniform import UniformStages, uniform_stages
+from autoshard.one_jit.plan import OneJitPlan, OneJitPlanner, StagesOnMesh, of_data
+from autoshard.one_jit.uniform import uniform_stages
 from autoshard.one_jit.whole_step import WholeStep
 from autoshard.options import Options
-from autoshard.plans.annotations import Annotations
-from autoshard.plans.plan import PlacedArray, PlanData
-from autoshard.plans.prediction import Prediction
+from autoshard.planning import bound_plan
+from autoshard.plans.plan import PlanData
+from autoshard.processes.agreement import Claims, check_alike
 from autoshard.program import Program, context
 from autoshard.replanning.planner import Planner
-from autoshard.report.units import bytes_text
-from autoshard.specs import fixed_layouts
-from autoshard.stage_planning.planned_stage import stage_memory
 from autoshard.stages.cutting import CuttableStep
-from autoshard.stages.planning import StagePlanner
-from autoshard.stages.programs import LOOP, Key
+from autoshard.stages.plan_source import PlanSource
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.sub_meshes import stage_axis
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
-
-_ORDER = {"B": 0, "F": 1, "W": 2, "after": 3, "before": 4}  # of the programs of a stage: who says how arguments lie
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class OneJitPlan(Plan):
-    """How a step in equal stages lies, and what its program is predicted to take."""
-
-    def dumps(self) -> str:
-        """
-        Raises:
-            PlanError: always: files of plans have no such program.
-        """
-        self._refuse("saved")
-
-    def explain(self, path: str) -> Any:
-        """
-        Raises:
-            PlanError: always.
-        """
-        self._refuse("explained")
-
-    def what_if(self, **wish: Any) -> Plan:
-        """
-        Raises:
-            PlanError: always.
-        """
-        self._refuse("planned again under a wish")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise PlanError(
-            f"the plan of {self.name} is for stages in one program (backend='one_jit'), and cannot be {what}.\n"
-            "Its arguments' shardings can be written as code: plan.to_code()."
-        )
 
 
 class OneJitStep(Step):
@@ -117,7 +75,19 @@ class OneJitLowering(Lowering):
 class OneJitFunction(ShardedFunction[Parameters, Result]):
     """A function that runs in equal stages, in lockstep, as one program."""
 
-    def __init__(self, fn: Any, *, options: Options, jit_keywords: Mapping[str, Any], request: PipelineRequest) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        *,
+        options: Options,
+        jit_keywords: Mapping[str, Any],
+        request: PipelineRequest,
+        given: OneJitPlan | None = None,
+    ) -> None:
+        """
+        Args:
+            given: the plan to run by.
+        """
         if options.microbatches != 1:
             raise ArgumentError(
                 "pipeline= and microbatches= both say in how many parts the batch runs.\n"
@@ -125,146 +95,69 @@ class OneJitFunction(ShardedFunction[Parameters, Result]):
             )
         # What a step says of layouts is said of the whole mesh, which no stage has.
         super().__init__(fn, options=replace(options, ignore_constraints=True), jit_keywords=jit_keywords)
-        if self._group is not None:
-            raise MeshError(
-                "pipeline: backend='one_jit' runs in one process as yet, and the mesh has devices of several.\n"
-                "Leave backend= out: stages as programs of their own run on several processes."
-            )
-        sizes = list(options.mesh.shape.items())
-        self._axis, size = sizes[stage_axis(options.mesh, request.stages)]
-        if size != request.stages:
-            raise MeshError(
-                f"pipeline: backend='one_jit' has a stage per device along a mesh axis; stages={request.stages}, and "
-                f"{self._axis!r} has {size} devices.\nUse stages={size}, or a mesh with an axis of {request.stages}."
-            )
-        self._request = request
+        self._request, self._given_stages = request, given
+        self._axis = _axis_of(options.mesh, request.stages)
+        self._offers: dict[str, tuple[Claims, Plan]] = {}  # by fingerprints of programs: what processes agree on
 
     def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:
         program, request = traced.program(Variant()), self._request
+        if self._given_stages is not None:
+            self._given_stages.bound_to(program)  # before it is cut: another step may have no such stages
         with jax.sharding.use_abstract_mesh(traced.mesh):
             step = CuttableStep.of(traced.step, request.microbatches, program.carried, program.name)
             stages = uniform_stages(step, request.stages)
-        plan = _plan(stages, program, options, self._axis, self._jit_keywords)
-        if plan.predicted.peak_bytes > options.memory * options.backend.usable:
-            raise MemoryLimitError(
-                f"pipeline: {program.name} is predicted to hold {bytes_text(plan.predicted.peak_bytes)} per device, "
-                f"and {bytes_text(options.memory)} are there.\nUse more stages or more memory.",
-                budget=options.memory,
-                needed=plan.predicted.peak_bytes / options.backend.usable,
-            )
-        whole = WholeStep(stages, self._axis)
-        lowering = OneJitLowering(program, plan, self._jit_keywords, whole=whole)
-        planner = Planner.of(program, options, self._jit_keywords, is_given=True)
-        return PlannedStep(replace(plan, lowering=lowering), program, context(), planner)
+        here = StagesOnMesh(stages, program, options, self._axis, self._jit_keywords)
+
+        def bound(plan: Plan) -> Plan:
+            assert isinstance(plan, OneJitPlan), "its key says what was asked for"
+            made = bound_plan(plan, program, options)
+            return of_data(made, plan.asked, plan.programs)
+
+        source = PlanSource(options, self._jit_keywords, self._group, self._given_stages)
+        plan, claims = source.plan(program, f"{request}", here.plan, bound)
+        if claims is not None:
+            self._offers[program.fingerprint] = claims, plan
+        return PlannedStep(
+            self._lowered(plan, here),
+            program,
+            context(),
+            Planner.of(program, options, self._jit_keywords, is_given=True),
+        )
+
+    def _lowered(self, plan: Plan, here: StagesOnMesh) -> Plan:
+        """The plan, which can be run and asked."""
+
+        def under(options: Options) -> Plan:
+            other = replace(here, options=options, axis=_axis_of(options.mesh, here.stages.count), known=())
+            return self._lowered(other.plan(), other)
+
+        assert isinstance(plan, OneJitPlan), "its key says what was asked for"
+        here = replace(here, known=plan.programs)
+        whole = WholeStep(here.stages, here.axis, here.by_program)
+        lowering = OneJitLowering(here.program, plan, self._jit_keywords, whole=whole)
+        return replace(plan, lowering=lowering, planner=OneJitPlanner(here, under))
 
     def _checked(self, compiled: PlannedStep) -> PlannedStep:
-        """As it is: the compiler's own account is in `plan.verify()`."""
-        return compiled
+        """As it is: the compiler's own account is in `plan.verify()`. Processes are held against each other first."""
+        if self._group is not None:
+            check_alike(self._group, *self._offers[compiled.program.fingerprint])
+            self._group.round += 1
+        made = replace(compiled, is_checked=True)
+        for key in [key for key, one in self._compiled.items() if one is compiled]:
+            self._compiled[key] = made
+        return made
 
 
-def _plan(
-    stages: UniformStages, program: Program, options: Options, axis: str, jit_keywords: Mapping[str, Any]
-) -> OneJitPlan:
-    """How arrays lie, by the plans of the programs of each stage on the other axes, and what the ticks take."""
-    programs, sizes = stages.programs, dict(options.mesh.shape)
-    part = {name: 1 if name == axis else size for name, size in sizes.items()}
-    mesh = AbstractMesh(tuple(part.values()), tuple(part), axis_types=(AxisType.Auto,) * len(part))
-    fixed = fixed_layouts(program, options.fixed, part)
-    own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
-    plans = StagePlanner(programs, options, own, program.donated, jit_keywords).plans([mesh] * programs.stages)
-    laid: dict[Key, Layout] = {}
-    for one, plan in sorted(zip(programs.programs, plans, strict=True), key=lambda pair: _ORDER[pair[0].kind]):
-        arrays = zip((*one.inputs, *one.outputs), (*plan.arguments, *plan.results), strict=True)
-        for key, array in arrays:
-            laid.setdefault(key, array.layout)
-    piece_of = {piece.argument: Key("piece", n) for n, piece in reversed(list(enumerate(programs.pieces)))}
+def _axis_of(mesh: Mesh | AbstractMesh, stages: int) -> str:
+    """The mesh axis that has a device per stage.
 
-    def placed(name: str, value: Any, key: Key | None, is_stack: bool) -> PlacedArray:
-        layout = laid.get(key, ((),) * len(value.shape)) if key is not None else ((),) * len(value.shape)
-        if is_stack:
-            layout = ((axis,), *layout[1:])
-        parts = math.prod(shards(axes, sizes) for axes in layout)
-        size = math.prod(value.shape) * int(getattr(value.dtype, "itemsize", 4))
-        return PlacedArray(name, tuple(value.shape), str(value.dtype), layout, size // parts)
-
-    arguments = tuple(
-        placed(value.name, value, piece_of.get(i, Key("argument", i)), i in piece_of)
-        for i, value in enumerate(program.own_arguments)
-    )
-    captured = tuple(placed(value.name, value, None, False) for value in program.arguments[len(arguments) :])
-    taken = {result: argument for argument, result in program.carried.items()}
-
-    def result(number: int, name: str, value: Any) -> PlacedArray:
-        if number in taken:
-            like = arguments[taken[number]]
-            return replace(like, name=name)
-        keys = programs.results[number]
-        keys = keys if isinstance(keys, tuple) else ()
-        return placed(name, value, keys[0] if keys else None, len(keys) == stages.count)
-
-    named = zip(program.result_names, program.results, strict=True)
-    results = tuple(result(number, name, value) for number, (name, value) in enumerate(named))
-    predicted = _predicted(stages, plans, axis, options.topology.links[axis])
-    data = PlanData(
-        name=program.name,
-        mesh=options.mesh,
-        fingerprint=program.fingerprint,
-        arguments=arguments,
-        results=results,
-        carried=program.carried,
-        predicted=predicted,
-        status="feasible",
-        bound=0.0,
-        cost=predicted.step_seconds,
-        memory=options.memory,
-        warnings=(),
-        annotations=Annotations({}, {}, {}),
-        argument_tree=program.in_tree,
-        result_tree=program.out_tree,
-        captured=captured,
-    )
-    remark = (
-        f"{stages.count} stages run in lockstep over {axis!r}: {programs.microbatches} microbatches take "
-        f"{programs.microbatches + 2 * (stages.count - 1)} ticks, each of one forward and one backward pass."
-    )
-    return OneJitPlan(**{one.name: getattr(data, one.name) for one in fields(PlanData)}, remark=remark)
-
-
-def _predicted(stages: UniformStages, plans: Sequence[Plan], axis: str, link: Link) -> Prediction:
-    """What the program takes: ticks of one F and one B of a stage in the middle and of both ends, and what comes once.
-
-    Of stages 1 to S, which work at a time, the first stands for all.
+    Raises:
+        MeshError: there is none.
     """
-    programs, counted = stages.programs, {stages.first, 1, stages.last}
-    ticks = programs.microbatches + 2 * (stages.count - 1)
-    own = [
-        (ticks if one.kind in LOOP else 1, plan.predicted)
-        for one, plan in zip(programs.programs, plans, strict=True)
-        if one.stage in counted
-    ]
-    memory = {stage: stage_memory(programs, plans, stage) for stage in counted}
-    held = sum(one.fixed for one in memory.values()) + max(one.working for one in memory.values())
-    held += (2 * stages.count - 1) * (memory[1].microbatch + memory[stages.first].microbatch)
-    # Every tick sends what stages hand to each other; XLA runs that before the next tick.
-    ports = Lockstep(stages, axis).passed
-    by_name = {one.name: plan for one, plan in zip(programs.programs, plans, strict=True)}
-    sizes = [
-        by_name[f"{kind} of stage 1"].results[port.number].local_bytes for kind in ("F", "B") for port in ports[kind]
-    ]
-    sent = ticks * sum((link.latency + size / link.one_way() for size in sizes), 0.0)
-    permutes = tuple(
-        Collective("collective_permute", (axis,), ticks * size, ticks, "", "what stages hand on") for size in sizes
-    )
-    return Prediction(
-        step_seconds=sum(count * one.step_seconds for count, one in own) + sent,
-        compute_seconds=sum(count * one.compute_seconds for count, one in own),
-        communication_seconds=sum(count * one.communication_seconds for count, one in own) + sent,
-        exposed_seconds=sum(count * one.exposed_seconds for count, one in own) + sent,
-        peak_bytes=math.ceil(held),
-        collectives=permutes
-        + tuple(
-            replace(found, count=found.count * count, bytes=found.bytes * count)
-            for count, one in own
-            for found in one.collectives
-        ),
-    )
+    axis, size = list(mesh.shape.items())[stage_axis(mesh, stages)]
+    if size != stages:
+        raise MeshError(
+            f"pipeline: backend='one_jit' has a stage per device along a mesh axis; stages={stages}, and "
+            f"{axis!r} has {size} devices.\nUse stages={size}, or a mesh with an axis of {stages}."
+        )
+    return axis

@@ -28,6 +28,7 @@ import numpy as np
 
 from autoshard.errors import StageError
 from autoshard.jaxprs import Var, scan_counts
+from autoshard.one_jit.loop_ends import LoopEnds, with_loop_ends
 from autoshard.stages.cutting import CuttableStep, cut
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.roles import Roles
@@ -193,20 +194,21 @@ def uniform_stages(step: CuttableStep, count: int) -> UniformStages:
     trips = work[loop]
     if trips % count:
         raise refused(step.name, f"stages={count} do not divide the {trips} layers of the loop")
-    each = trips // count
-    boundaries = [Origin(loop, s * each) for s in range(count)] + [Origin(loop + 1)]
-    made = UniformStages(cut(step, boundaries, pins=functools.partial(_pins, loop=loop, each=each, count=count)), count)
+    each, ends = trips // count, with_loop_ends(step, loop)
+    boundaries = [Origin(ends.loop, s * each) for s in range(count)] + [Origin(ends.loop + 1)]
+    pins = functools.partial(_pins, ends=ends, each=each, count=count)
+    made = UniformStages(cut(ends.step, boundaries, pins=pins, are_alike=True), count)
     assert made.ports is not None
     made.check_ends()
     return made
 
 
-def _pins(roles: Roles, origins: Sequence[Origin], loop: int, each: int, count: int) -> dict[int, int]:
+def _pins(roles: Roles, origins: Sequence[Origin], ends: LoopEnds, each: int, count: int) -> dict[int, int]:
     """The stages of the backward pass: its loops' parts beside those of the forward loop, the rest at both ends.
 
     What reads the last carry of the backward loop belongs to the first stage, what reads nothing of it to the last.
     """
-    owners = {i for i, first in roles.stacks.items() if origins[first].equation == loop}
+    owners = {i for i, first in roles.stacks.items() if origins[first].equation == ends.loop}
     scans = {i for i in roles.backward if i in owners}
     found: dict[int, int] = {}
     of_loop, at_start = set[Var](), set[Var]()  # made of what the backward loop makes; of its last carry
@@ -216,6 +218,12 @@ def _pins(roles: Roles, origins: Sequence[Origin], loop: int, each: int, count: 
             found[i] = 1 + origins[i].trip // each
             of_loop |= set(made)
             at_start |= set(made[: scan_counts(roles.step.equations[i])[1]]) if found[i] == 1 else set()
+        elif origins[i].equation in ends.backward_entrances:
+            found[i] = count + 1
+        elif origins[i].equation in ends.backward_exits:
+            found[i] = 0
+            of_loop |= set(made)
+            at_start |= set(made)
         elif read & at_start:
             found[i] = 0
             at_start |= set(made)

@@ -36,6 +36,7 @@ class Implementation:
     seconds: Callable[..., float] | None = None  # of a device's own work; None: that of the traced function
     bytes: Callable[..., float] | None = None  # beside operands and results; None: those of the traced function
     local_backward: Callable[..., Any] | None = None  # None: the derivative of `local` as JAX takes it
+    turns: int | None = None  # of the loops of unknown length in `local`, as prices count them; None: as everywhere
 
     def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Says how the gradient is computed on shards; used as a decorator.
@@ -118,6 +119,7 @@ class Operation:
         where: Callable[..., bool] | None = None,
         seconds: Callable[..., float] | None = None,
         bytes: Callable[..., float] | None = None,
+        turns: int | None = None,
     ) -> Callable[[Callable[..., Any]], Implementation]:
         """Adds a distributed implementation; used as a decorator of its local function.
 
@@ -134,6 +136,7 @@ class Operation:
                 what the device's own work takes, collectives left out. A derivative that JAX takes of it takes twice
                 as long. By default the traced function is priced.
             bytes: the same arguments without the topology: what the device holds beside operands and results.
+            turns: how often loops of unknown length in it are counted. By default as `trips=` counts such loops.
 
         Raises:
             RuleError: no role is given, or the name is taken.
@@ -143,7 +146,7 @@ class Operation:
             raise RuleError(f"an implementation of {self.name} splits some factor: splits={{'ring': 'q k'}}")
 
         def added(local: Callable[..., Any]) -> Implementation:
-            made = Implementation(name or local.__name__, local, roles, where, seconds, bytes)
+            made = Implementation(name or local.__name__, local, roles, where, seconds, bytes, turns=turns)
             if any(one.name == made.name for one in self.implementations):
                 raise RuleError(f"{self.name} already has an implementation {made.name!r}")
             self.implementations.append(made)
@@ -257,9 +260,11 @@ class Operation:
             functools.wraps(self.function)(plain),
             rule_of,
             [
-                Implementation(one.name, by_hand(one.local_backward), one.splits, one.where)
+                Implementation(one.name, by_hand(one.local_backward), one.splits, one.where, turns=one.turns)
                 if one.local_backward is not None
-                else Implementation(one.name, one.local, one.splits, one.where, _twice(one.seconds, operands_in))
+                else Implementation(
+                    one.name, one.local, one.splits, one.where, _twice(one.seconds, operands_in), turns=one.turns
+                )
                 for one in self.implementations
             ],
             seconds=_twice(self.seconds, operands_in),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +35,27 @@ class Batch:
         return np.pad(leaf, more) if isinstance(leaf, np.ndarray) else jnp.pad(leaf, more)
 
 
-def batch_of(program: Program, shapes: Sequence[tuple[int, ...]], mesh: Mapping[str, int]) -> Batch | None:
+def batch_of(
+    program: Program,
+    shapes: Sequence[tuple[int, ...]],
+    mesh: Mapping[str, int],
+    in_modules: Collection[int] = (),
+) -> Batch | None:
     """The batch of a step, if the devices do not divide it.
 
     It is an argument whose arrays all have as many rows, and none of which is state. Of several the largest counts, and
     all arrays of such arguments that have as many rows are of the batch.
+
+    Args:
+        program: the step's.
+        shapes: of its flat arguments.
+        mesh: axis name -> devices.
+        in_modules: flat arguments that stand in nnx modules, which are state even where the step leaves them alone.
     """
     by_argument: dict[Any, list[int]] = defaultdict(list)
     for i, path in enumerate(program.in_tree.array_paths[: len(program.own_arguments)]):
         by_argument[path[:2]].append(i)
-    state = set(program.carried) | set(program.donated)
+    state = {*program.carried, *program.donated, *in_modules}
     found: dict[int, list[int]] = defaultdict(list)  # rows -> arrays
     for ours in by_argument.values():
         arrays = [i for i in ours if shapes[i]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,13 @@ import numpy as np
 
 from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
-from autoshard.errors import ArgumentError
 from autoshard.options import Options
 from autoshard.padding.batches import Batch, batch_of
+from autoshard.padding.flat_step import FlatStep, with_arrays
 from autoshard.padding.rewriting import PaddedProgram
 from autoshard.program import Program
-from autoshard.program.flattening import flattened
-from autoshard.program.signature import Arguments, join
-from autoshard.program.trees import Box, Tree
+from autoshard.program.flattening import FlatCall, flattened
+from autoshard.program.signature import Arguments
 from autoshard.user_plan import Plan
 
 
@@ -67,45 +65,28 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         """The padded arguments and the step that takes them; None if the devices divide the batch."""
         static, dynamic = self._static.split(args, kwargs)
         flat = flattened(dynamic)
-        if flat.structure.has_modules:
-            raise ArgumentError(
-                "pad='batch' takes no nnx modules: it would not see what the step changes in them.\n"
-                "Split them (nnx.split), and pass their states."
-            )
         key = static, tuple(map(type, static)), flat.structure, tuple(map(type_of, flat.arrays))
         if key not in self._padded:
-            self._padded[key] = self._made(args, kwargs, static, dynamic, flat.arrays)
+            self._padded[key] = self._made(args, kwargs, static, dynamic, flat)
         found = self._padded[key]
         if found is None:
             return None
         batch, step = found
         padded = [batch.pad(i, leaf) for i, leaf in enumerate(flat.arrays)]
-        positional, keyword = join(static, Tree.of(dynamic).unflattened(padded))
+        positional, keyword = with_arrays(static, dynamic, flat, padded)
         return positional, step, keyword, batch
 
     def _made(
-        self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments, leaves: Sequence[Any]
+        self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments, flat: FlatCall
     ) -> tuple[Batch, ShardedFunction[..., Any]] | None:
         program = super().trace(*args, **kwargs)
-        batch = batch_of(program, [tuple(np.shape(leaf)) for leaf in leaves], self._options.mesh.shape)
+        shapes = [tuple(np.shape(array)) for array in flat.arrays]
+        in_modules = () if flat.modules is None else flat.modules.inside
+        batch = batch_of(program, shapes, self._options.mesh.shape, in_modules)
         if batch is None:
             return None
-        tree = Tree.of(dynamic)
-        results: list[Box] = []
-
-        def flat(*arrays: Any) -> list[Any]:
-            positional, keyword = join(static, tree.unflattened(list(arrays)))
-            results[:] = [Box.of(self._fn(*positional, **keyword))]
-            return list(results[0].leaves)
-
-        small = jax.make_jaxpr(flat)(*(abstract(type_of(leaf)) for leaf in leaves))
-        sizes = [(leaf, batch.pad(i, abstract(type_of(leaf)))) for i, leaf in enumerate(leaves)]
-        large = jax.make_jaxpr(flat)(*(one for _, one in sizes))
-        padded, out_tree = PaddedProgram(program.name, small, large), results[0].tree
-
-        @functools.wraps(self._fn)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            arrays = flattened(self._static.split(args, kwargs)[1]).arrays
-            return out_tree.unflattened(padded(*arrays))
-
+        as_written = FlatStep(self._fn, self._static, static, dynamic)
+        large = as_written.traced([batch.pad(i, abstract(type_of(array))) for i, array in enumerate(flat.arrays)])
+        small = as_written.traced()
+        step = as_written.running(PaddedProgram(program.name, small, large))
         return batch, ShardedFunction(step, options=self._options, jit_keywords=self._given_keywords, given=self._given)

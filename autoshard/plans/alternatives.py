@@ -147,7 +147,7 @@ class _Problems:
         self.batch = sorted(set(range(len(program.arguments))).difference(self.state))
         self.of_state = _of_state(formulation)
         self.making = [  # the groups that make values of `of_state`
-            group for group in formulation.groups if any(made.value.id in self.of_state for made in group.made)
+            group for group in formulation.groups if any(made.value.id in self.of_state for made in group.outputs)
         ]
         self.meeting = [  # the groups in which weights meet activations
             group
@@ -205,7 +205,7 @@ class _Problems:
         """The state that meets activations, as it is or as what is made of it alone."""
         read = {use.value.id for group in self.meeting for use in group.uses} & self.of_state
         for group in reversed(self.making):
-            if any(made.value.id in read for made in group.made):
+            if any(made.value.id in read for made in group.outputs):
                 read.update(use.value.id for use in group.uses)
         return [i for i in self.state if self.value(i).id in read]
 
@@ -255,7 +255,9 @@ class _Problems:
             strategies = self.formulation.priced[group.index].strategies
             if not group.given:
                 allowed[self.formulation.group_node(group)] = [
-                    o for o, strategy in enumerate(strategies) if not any(any(strategy.wants[i]) for i in of_state)
+                    o
+                    for o, strategy in enumerate(strategies)
+                    if not any(any(strategy.operand_layouts[i]) for i in of_state)
                 ]
         return allowed
 
@@ -267,7 +269,7 @@ class _Problems:
     def row_strategies(self, group: Group) -> list[int]:
         def fits(strategy: Strategy) -> bool:
             finest = all(axes == self.finest(group.sizes[factor]) for factor, axes in strategy.assignment)
-            return finest and len(strategy.assignment) <= 1 and all(map(self.in_a_row, strategy.leaves))
+            return finest and len(strategy.assignment) <= 1 and all(map(self.in_a_row, strategy.output_layouts))
 
         strategies = self.formulation.priced[group.index].strategies
         return [o for o, strategy in enumerate(strategies) if group.given or fits(strategy)]
@@ -334,7 +336,7 @@ def _of_state(formulation: Formulation) -> set[int]:
         else:
             is_state = bool(group.uses) and not group.reduction and found.issuperset(use.value.id for use in group.uses)
         if is_state:
-            found.update(made.value.id for made in group.made)
+            found.update(made.value.id for made in group.outputs)
     return found
 
 

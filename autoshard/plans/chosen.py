@@ -48,7 +48,9 @@ class ChosenOptions:
         for group, priced in zip(formulation.groups, formulation.priced, strict=True):
             strategy = priced.strategies[choice[formulation.group_node(group)]]
             self.strategies.append(strategy)
-            self.homes |= {made.value.id: left for made, left in zip(group.made, strategy.leaves, strict=True)}
+            self.homes |= {
+                made.value.id: left for made, left in zip(group.outputs, strategy.output_layouts, strict=True)
+            }
         for value, shared in formulation.shared.items():
             layout = shared.layouts[choice[shared.node]]
             if layout != self.homes[value]:
@@ -64,9 +66,9 @@ class ChosenOptions:
 
     def stays(self, group: Group) -> bool:
         """Whether what a loop adds up is added up in the layout it is made in, all the way."""
-        if group.hoisted is None:
+        if group.hoisted_all_reduces is None:
             return True
-        readers = [(made.value, reader) for made in group.made for reader in self.formulation.readers[made.value.id]]
+        readers = [(made.value, reader) for made in group.outputs for reader in self.formulation.readers[made.value.id]]
         return all(self.want(r) == self.homes[v.id] and (r.group is None or self.stays(r.group)) for v, r in readers)
 
     def annotations(self) -> Annotations:
@@ -81,7 +83,7 @@ class ChosenOptions:
                                 wants[equation.index, operand] = self.want(reader)
         finished = zip(self.formulation.groups, self.scatters, strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
-        idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.made}
+        idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.outputs}
         homes = {value: home for value, home in self.homes.items() if value not in idle}
         implied = frozenset(self.implied())
         return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), implied, dict(self.runs()))
@@ -100,7 +102,7 @@ class ChosenOptions:
         for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
             sliced = {axis for finish in strategy.finishes if finish.kind == REDUCE_SCATTER for axis in finish.axes}
             if sliced and scatter is None:
-                (made,), (layout,) = group.made, strategy.leaves
+                (made,), (layout,) = group.outputs, strategy.output_layouts
                 yield made.value.id, tuple(tuple(axis for axis in axes if axis not in sliced) for axes in layout)
 
     def implied(self) -> Iterator[int]:
@@ -112,9 +114,9 @@ class ChosenOptions:
         """
         loose: dict[int, Sequence[Reader]] = {}  # values whose axes do not come from what they are made of
         for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
-            if group.is_boundary or group.hoisted is not None:
+            if group.is_boundary or group.hoisted_all_reduces is not None:
                 continue
-            for made in group.made:
+            for made in group.outputs:
                 value, readers = made.value.id, self.formulation.readers[made.value.id]
                 if not readers or any(self.want(reader) != self.homes[value] for reader in readers):
                     continue
@@ -141,7 +143,7 @@ class ChosenOptions:
     def is_split_by_others(self, group: Group, dims: FactorDims, apart_from: Container[int] = ()) -> bool:
         """Whether what a group reads, apart from these values, has all axes that split a tensor of these dims."""
         strategy = self.strategies[group.index]
-        wants = zip(group.uses, strategy.wants, strict=True)
+        wants = zip(group.uses, strategy.operand_layouts, strict=True)
         reads = [zip(use.dims, want, strict=True) for use, want in wants if use.value.id not in apart_from]
         split = {factor for factors, axes in itertools.chain(*reads) if axes for factor in factors}
         return strategy.axes.keys() & set(itertools.chain(*dims)) <= split
@@ -186,19 +188,19 @@ class ChosenOptions:
             hidden += seconds.hidden
             further_turns += seconds.total * (1 - 1 / group.guessed)
             for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
-                if group.summed is not None and finish.kind == "all_reduce":
-                    if (group.summed, finish.axes) in reduced_sums:
+                if group.accumulator is not None and finish.kind == "all_reduce":
+                    if (group.accumulator, finish.axes) in reduced_sums:
                         continue
-                    reduced_sums.add((group.summed, finish.axes))
+                    reduced_sums.add((group.accumulator, finish.axes))
                 reduced = group.equations[-1]
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
-                what = "results" if group.picks else "sums"
+                what = "results" if group.gathers_per_output else "sums"
                 turns = group.guessed if runs == group.trips else 1
                 why = f"partial {what} of {reduced.primitive}"
                 note(finish.kind, finish.axes, size, runs, turns, reduced.source, why)
             for halo, size in zip(strategy.halos, self.prices.halo_bytes(group, strategy), strict=True):
                 reader, received = group.uses[halo.use].equation, (group.uses[halo.use].value.id, halo.axes, halo.rows)
-                want = strategy.wants[halo.use]
+                want = strategy.operand_layouts[halo.use]
                 if (received, want) in halos:  # XLA merges equal collectives
                     continue
                 halos.add((received, want))
@@ -267,7 +269,7 @@ class ChosenOptions:
         """Seconds to reduce in every turn of loops what they do not add up in the layout it is made in."""
         total = 0.0
         for group in self.formulation.groups:
-            for made in group.made if group.hoisted is not None else ():
+            for made in group.outputs if group.hoisted_all_reduces is not None else ():
                 readers = self.formulation.readers.get(made.value.id, ())
                 home, shared = self.homes[made.value.id], self.copies.get(made.value.id)
                 moves = shared is not None or (len(readers) == 1 and self.want(readers[0]) != home)
@@ -277,8 +279,18 @@ class ChosenOptions:
     def host_bytes(self) -> int:
         replaced = aliased(self.program)
         results = (x for i, x in enumerate(self.program.results) if isinstance(x, Value) and i not in replaced)
-        held = [x for x in (*self.program.arguments, *results) if x.on_host]
+        own = dict.fromkeys([*results, *self.moved_to_hosts()])
+        held = [x for x in (*self.program.arguments, *own) if x.on_host]
         return sum(self.prices.arrays.shard_bytes(value, self.homes[value.id]) for value in held)
+
+    def moved_to_hosts(self) -> Iterator[Value]:
+        """What the step itself takes there, other than for the next step. A stack is there as a whole."""
+        ends = {x.id for x in self.program.results if isinstance(x, Value)}
+        stacks = (one for one in self.program.equations if one.primitive == "scan_stack")
+        stacked = {x.id for one in stacks for x in one.inputs if isinstance(x, Value)}
+        for equation in self.program.equations:
+            if equation.primitive in {"device_put", "scan_stack"}:
+                yield from (x for x in equation.outputs if x.on_host and x.id not in ends | stacked)
 
     def reshardings(self) -> Iterator[tuple[Value, Layout, Layout, Source | None, Readers]]:
         """Every resharding of the step: (value, from, to, the line that asks for it, whom the copy is for).
@@ -303,7 +315,7 @@ def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:
     stages = [finish for finish in strategy.finishes if finish.kind == REDUCE_SCATTER]
     if not stages or not group.sums_locally(strategy.axes):
         return None
-    (layout,) = strategy.leaves
+    (layout,) = strategy.output_layouts
     return Scatter(
         dim=next(dim for dim, axes in enumerate(layout) if stages[0].axes[0] in axes),
         stages=tuple((stage.axes, stage.groups) for stage in stages),

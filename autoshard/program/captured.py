@@ -38,6 +38,7 @@ class CapturedArray:
 
     array: Any  # a jax.Array or NumPy array
     line: Source | None  # the innermost line of the user that reads the array first
+    constant: int | None = None  # its place among the constants of the step's own jaxpr; None: it is one of a body too
 
     @property
     def type(self) -> str:
@@ -65,8 +66,18 @@ def with_captured(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[CapturedArray
     jaxpr = found.closed.jaxpr
     invars = [*jaxpr.invars[count:], *jaxpr.invars[:count]]
     jaxpr = jaxpr.replace(invars=invars, debug_info=jaxpr.debug_info)
-    captured = tuple(CapturedArray(search.arrays[key], search.lines.get(key)) for key in found.keys)
+    places = _places(closed, found.closed)
+    captured = tuple(CapturedArray(search.arrays[key], search.lines.get(key), places.get(key)) for key in found.keys)
     return ClosedJaxpr(jaxpr, found.closed.consts), captured
+
+
+def _places(closed: ClosedJaxpr, taking: ClosedJaxpr) -> dict[Hashable, int]:
+    """The constants of a jaxpr: identity -> place. None are known where a body in it has got more operands."""
+    equations = zip(equations_of(closed.jaxpr), equations_of(taking.jaxpr), strict=True)
+    if any(len(one.invars) != len(other.invars) for one, other in equations):
+        return {}
+    keys = list(map(identity_of, closed.consts))
+    return {key: place for place, key in enumerate(keys) if keys.count(key) == 1}
 
 
 def identity_of(array: Any) -> Hashable:
@@ -77,7 +88,7 @@ def identity_of(array: Any) -> Hashable:
 
 
 @dataclass(frozen=True)
-class _Capturing:
+class _CapturingJaxpr:
     """A jaxpr whose first inputs are arrays that it closed over."""
 
     closed: ClosedJaxpr
@@ -91,15 +102,15 @@ class _Search:
         self.arrays: dict[Hashable, Any] = {}
         self.lines: dict[Hashable, Source] = {}
         # Addresses of a jaxpr and its constants -> these, kept so that no other gets its address, and what was found.
-        self.known: dict[tuple[int, ...], tuple[ClosedJaxpr, _Capturing]] = {}
+        self.known: dict[tuple[int, ...], tuple[ClosedJaxpr, _CapturingJaxpr]] = {}
 
-    def closed(self, closed: ClosedJaxpr) -> _Capturing:
+    def closed(self, closed: ClosedJaxpr) -> _CapturingJaxpr:
         address = id(closed.jaxpr), *map(id, closed.consts)
         if address not in self.known:
             self.known[address] = closed, self.searched(closed)
         return self.known[address][1]
 
-    def searched(self, closed: ClosedJaxpr) -> _Capturing:
+    def searched(self, closed: ClosedJaxpr) -> _CapturingJaxpr:
         jaxpr, taken = closed.jaxpr, _Inputs(self)
         kept = [
             (var, const)
@@ -110,7 +121,7 @@ class _Search:
         rewritten = [self.equation(eqn, taken) for eqn in equations]
         outvars = [taken.read(atom, None) for atom in jaxpr.outvars]
         if not taken.vars:
-            return _Capturing(closed, ())
+            return _CapturingJaxpr(closed, ())
         jaxpr = jaxpr.replace(
             constvars=[var for var, _ in kept],
             invars=[*taken.vars.values(), *jaxpr.invars],
@@ -118,7 +129,7 @@ class _Search:
             eqns=rewritten,
             debug_info=jaxpr.debug_info,
         )
-        return _Capturing(ClosedJaxpr(jaxpr, [const for _, const in kept]), tuple(taken.vars))
+        return _CapturingJaxpr(ClosedJaxpr(jaxpr, [const for _, const in kept]), tuple(taken.vars))
 
     def equation(self, eqn: JaxprEqn, taken: _Inputs) -> JaxprEqn:
         line = source_of(eqn)
@@ -207,7 +218,7 @@ class _Inputs:
         return self.var(key)
 
 
-def _taking(found: _Capturing, keys: Sequence[Hashable], like: Sequence[Var]) -> ClosedJaxpr:
+def _taking(found: _CapturingJaxpr, keys: Sequence[Hashable], like: Sequence[Var]) -> ClosedJaxpr:
     """The jaxpr of a branch with an input for each of these arrays."""
     jaxpr, count = found.closed.jaxpr, len(found.keys)
     own = dict(zip(found.keys, jaxpr.invars, strict=False))

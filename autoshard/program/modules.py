@@ -35,14 +35,14 @@ def with_flat_modules(tree: Any) -> Any:
     return jax.tree.map(lambda node: _alone(node) if is_module(node) else node, tree, is_leaf=is_module)
 
 
-class _Hashed:
+class _CachedHash:
     """Something that is hashed once: the hash of a graph takes as long as taking its module apart."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Hashed) and self._value == other._value)
+        return self is other or (isinstance(other, _CachedHash) and self._value == other._value)
 
     @cached_property
     def _hash(self) -> int:
@@ -122,12 +122,28 @@ class ModuleArguments:
         self.arrays = without(leaves, self._static)
         # Equal for two calls that differ in the numbers of their arrays alone.
         kinds = tuple(type(leaf) for _, leaf in self._static)
-        self.structure: Hashable = _Hashed((self._tree, self._graphs, self._values, kinds, self._static))
+        self.structure: Hashable = _CachedHash((self._tree, self._graphs, self._values, kinds, self._static))
 
     @property
     def share_arrays(self) -> bool:
         """Whether an array stands in several variables, as in those of a module and its clone."""
         return len(set(map(id, self.arrays))) < len(self.arrays)
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """Indices of the arrays that modules hold."""
+        sizes = (item.num_leaves for item in self._values.children())
+        flags = itertools.chain(*([graph is not None] * size for graph, size in zip(self._graphs, sizes, strict=True)))
+        return frozenset(i for i, is_inside in enumerate(without(list(flags), self._static)) if is_inside)
+
+    def beside(self, arrays: Sequence[Any]) -> Arguments:
+        """The arguments with these arrays outside of modules, and the caller's modules as they are."""
+        values = jax.tree.unflatten(self._values, with_static(arrays, self._static, self._values.num_leaves))
+        items = zip(self._graphs, self._items, values, strict=True)
+        given: Arguments = jax.tree.unflatten(
+            self._tree, [value if graph is None else item for graph, item, value in items]
+        )
+        return given
 
     def tree(self) -> Tree:
         """The arguments as their author sees them: each module by itself, variables that it shares included."""

@@ -167,6 +167,8 @@ class Program:
     # Argument -> the PartitionSpec that flax keeps beside it; it may name axes that a mesh does not have.
     wishes: Mapping[int, PartitionSpec] = field(default_factory=dict, repr=False)
     changes: ModuleChanges | None = field(default=None, repr=False)  # to nnx modules among the arguments, if there are
+    # Per array of `captured`, its place among the constants of the step's own jaxpr; None: a body in it has it, too.
+    constant_places: tuple[int | None, ...] = field(default=(), repr=False)
 
     @cached_property
     def makers(self) -> Mapping[int, Equation]:

@@ -95,6 +95,7 @@ class Reader:
             values=tuple(self.values),
             arguments=arguments,
             captured=tuple(one.array for one, _ in self.captured),
+            constant_places=tuple(one.constant for one, _ in self.captured),
             constants=constants,
             results=results,
             result_names=tuple(replaced.get(i) or slashed(path) for i, path in enumerate(places.results)),

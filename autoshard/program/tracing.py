@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class TracedStep:
 
     closed: ClosedJaxpr
     paths: Sequence[tuple]  # of keys, one per flat argument: positional or keyword, which one, and below
-    carried: Collection[int]  # arguments whose place a result takes
+    carried: Mapping[int, int]  # argument -> the result that takes its place
     is_explicit: bool  # whether types of explicit mode say how arrays lie
     again: Callable[[Sequence[Any]], ClosedJaxpr]  # flat ShapeDtypeStructs -> the step traced for these
     read: Callable[[ClosedJaxpr], Program]  # a jaxpr from the same arguments to the same results -> its Program

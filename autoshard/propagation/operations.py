@@ -330,7 +330,7 @@ def _given(dims: Dims, rule: Rule, equation: Equation) -> StartingLayout:
     """What a rule says of a tensor each of whose dims is one factor."""
     layout = tuple(rule.given.get(dim[0], ()) if dim else () for dim in dims)
     free = frozenset(
-        i for i, dim in enumerate(dims) if dim and (dim[0] not in rule.given or (rule.beside and not layout[i]))
+        i for i, dim in enumerate(dims) if dim and (dim[0] not in rule.given or (rule.open_axes and not layout[i]))
     )
     return StartingLayout(layout, free, equation.outputs[0].id)
 

@@ -40,10 +40,10 @@ class Rule:
     need_replication: frozenset[str]  # must be whole on every device for the op (sort, fft, ...); propagates still
     permutation: frozenset[str]  # splitting costs communication of its own; strategies split those with a reach only
     given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # factor -> the mesh axes that the user says
-    beside: frozenset[str] = frozenset()  # mesh axes that may split given factors further, where no others may
+    open_axes: frozenset[str] = frozenset()  # mesh axes that may split given factors further, where no others may
     reaches: tuple[Reach[str], ...] = ()  # what devices read beyond their shards, where permutation factors are split
     summed: frozenset[str] = frozenset()  # permutation factors whose split leaves partial results, too
-    samples: str | None = None  # the factor along which no window moves: of the batch
+    batch_factor: str | None = None  # of windows: the factor along which none moves
     alike: Mapping[str, str] = field(default_factory=dict)  # factor -> the exchanged one that strategies split with it
 
     @cached_property
@@ -130,7 +130,9 @@ class RuleBuilder:
             self._results[tensor][dim] += (name,)
         return name
 
-    def build(self, reaches: Sequence[Reach[str]] = (), summed: Iterable[str] = (), samples: str | None = None) -> Rule:
+    def build(
+        self, reaches: Sequence[Reach[str]] = (), summed: Iterable[str] = (), batch_factor: str | None = None
+    ) -> Rule:
         return Rule(
             operands=tuple(map(tuple, self._operands)),
             results=tuple(map(tuple, self._results)),
@@ -140,7 +142,7 @@ class RuleBuilder:
             permutation=frozenset(self._kinds["permutation"]),
             reaches=tuple(reaches),
             summed=frozenset(summed),
-            samples=samples,
+            batch_factor=batch_factor,
         )
 
 

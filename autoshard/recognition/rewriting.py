@@ -8,7 +8,6 @@ would compute these anyway, so such an attention stays as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from autoshard.program.tracing import TracedStep
 from autoshard.recognition.arranging import Groups, arranged, combined, put_back
 from autoshard.recognition.bodies import Body, Tree, is_read
 from autoshard.recognition.editing import Editor, NotAvailable
+from autoshard.recognition.experts import with_experts
 from autoshard.recognition.matching import Weights, all_weights
 from autoshard.recognition.products import VALUE, Backward, Output, backwards, outputs
 from autoshard.recognition.small_arrays import UnknownEquation
@@ -31,22 +31,23 @@ MEMORY_SHARE = 1 / 8  # of all devices' memory that the logits of one attention 
 
 
 def with_operations(traced: TracedStep, memory: float) -> TracedStep:
-    """A traced step with its attentions as operations, where a large one is among them.
+    """A traced step with its dropless experts as operations, and with its attentions, where a large one is among them.
 
     No plan needs this. So a fault on the way is logged, and the step stays as it was (`batching/boundary.py`).
 
     Args:
         memory: bytes of all devices together.
     """
-    found = made_or_none("recognition of attention", lambda: recognized(traced.closed, memory * MEMORY_SHARE / 4))
-    if found is None:
+    found = _with_both(traced.closed, memory * MEMORY_SHARE / 4)
+    if found is traced.closed:
         return traced
+    return replace(traced, closed=found, again=lambda structs: _with_both(traced.again(structs), 1))
 
-    def again(structs: Sequence[Any]) -> ClosedJaxpr:
-        closed = traced.again(structs)
-        return made_or_none("recognition of attention", lambda: recognized(closed, 1)) or closed
 
-    return replace(traced, closed=found, again=again)
+def _with_both(closed: ClosedJaxpr, least: float) -> ClosedJaxpr:
+    """The jaxpr itself if there is nothing in it."""
+    closed = made_or_none("recognition of attention", lambda: recognized(closed, least)) or closed
+    return made_or_none("recognition of experts", lambda: with_experts(closed)) or closed
 
 
 def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:

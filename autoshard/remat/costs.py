@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.jaxprs import REMAT, JaxprEqn, Literal, aval_of, called_jaxpr, is_array, key_bytes
+from autoshard.jaxprs import REMAT, JaxprEqn, Literal, aval_of, called_jaxpr, is_array, key_bytes, on_host
 from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.host import host_seconds
 from autoshard.mesh.topology import Topology
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Value
@@ -51,6 +52,14 @@ def seconds_again(eqn: JaxprEqn, topology: Topology) -> float:
     equation = equation_of(eqn)
     dtype = max((value.dtype for value in equation.inputs), key=lambda one: getattr(one, "itemsize", 0), default=None)
     return compute_seconds(flops(equation), made, dtype, topology)
+
+
+def moving_seconds(aval: Any, runs: int, topology: Topology) -> float:
+    """Of taking an array to the host and back so often, on one device that has all of it; infinite if it stays."""
+    is_movable = is_array(aval) and key_bytes(aval) is None and not on_host(aval) and aval.shape
+    if topology.host_bandwidth is None or not is_movable:
+        return math.inf
+    return 2 * runs * host_seconds(bytes_of(aval), topology)
 
 
 def _sum(jaxpr: Any, topology: Topology) -> float:

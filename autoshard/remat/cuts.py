@@ -1,13 +1,14 @@
 """What a backward pass reads of a forward pass in, out what is best kept at every price of memory: pure Python.
 
 A value that the backward pass wants is kept, or computed again from values that are kept or computed again themselves.
-For a price of memory, in seconds per byte, the cheapest choice is a minimum cut (as in the min-cut rematerialisation of
-PyTorch's AOTAutograd; Goldberg's reduction of project selection). Its value nodes have two halves:
+A value that is kept lies in the memory of devices, or is moved to that of their hosts and back. For a price of memory,
+in seconds per byte, the cheapest choice is a minimum cut (as in the min-cut rematerialisation of PyTorch's AOTAutograd;
+Goldberg's reduction of project selection). Its value nodes have two halves:
 
     wanted(v)   v is there in the backward pass
     again(v)    v is computed again there
 
-    wanted(v) and not again(v)     costs  price * bytes(v)       v is kept
+    wanted(v) and not again(v)     costs  price * bytes(v)       v is kept, or moved if that costs less: moving(v)
     again(v), v made by e          needs  run(e)
     run(e)                         costs  seconds(e)             once for all results of e
     run(e), e reads u              needs  wanted(u)
@@ -44,16 +45,27 @@ class ForwardPass:
     reads: tuple[tuple[int, ...], ...]  # per equation: values
     seconds: tuple[float, ...]  # per equation, of running it again; infinite: it may not run again
     wanted: tuple[int, ...]  # values that the backward pass reads
+    moving: tuple[float, ...] = ()  # per value: seconds of moving it to the host and back; empty: none can be moved
+
+    def moving_seconds(self, v: int) -> float:
+        """Of taking a value to the host and back; infinite if it stays on devices."""
+        return self.moving[v] if self.moving else math.inf
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A choice of what is kept and what is computed again."""
+    """A choice of what is kept, on devices or their hosts, and what is computed again."""
 
     kept: frozenset[int]  # values
     again: frozenset[int]  # equations
-    bytes: float  # kept
-    seconds: float  # of what is computed again
+    bytes: float  # kept on devices
+    seconds: float  # of what is computed again, and of moving
+    moved: frozenset[int] = frozenset()  # values that are kept on hosts
+
+    @property
+    def on_devices(self) -> frozenset[int]:
+        """The values that are kept on devices."""
+        return self.kept - self.moved
 
 
 @functools.lru_cache(maxsize=256)  # layers look alike
@@ -63,7 +75,7 @@ def cuts(forward: ForwardPass) -> tuple[Cut, ...]:
     Each next one keeps fewer bytes and computes more seconds.
     """
     wanted = frozenset(forward.wanted)
-    most = _cut(wanted, frozenset(), forward)
+    most = _cut(wanted, frozenset(), frozenset(), forward)
     least = _cheapest(forward, math.inf)
     if least.bytes >= most.bytes:
         return (most,)
@@ -90,9 +102,9 @@ def chain(forward: ForwardPass) -> tuple[Cut, ...]:
     step = CLOSE * (corners[0].bytes - corners[-1].bytes)
     found = list[Cut]()
     for more, fewer in itertools.pairwise(corners):
-        between, at, left = list[Cut](), fewer, more.kept - fewer.kept
+        between, at, left = list[Cut](), fewer, more.on_devices - fewer.on_devices
         while more.bytes - at.bytes > step:
-            tried = {v: _keeping(at.kept | {v}, forward) for v in left}
+            tried = {v: _keeping(at.on_devices | {v}, fewer.moved, forward) for v in left}
             better = {v: cut for v, cut in tried.items() if cut.seconds < at.seconds and cut.bytes > at.bytes}
             if not better:
                 break
@@ -104,24 +116,30 @@ def chain(forward: ForwardPass) -> tuple[Cut, ...]:
     return (*found, corners[-1])
 
 
-def _keeping(kept: frozenset[int], forward: ForwardPass) -> Cut:
-    """These values kept, and beside them only what has to be."""
-    free = replace(forward, bytes=tuple(0.0 if v in kept else size for v, size in enumerate(forward.bytes)))
-    found = _cheapest(free, math.inf)
-    return _cut(found.kept, found.again, forward)
+def _keeping(kept: frozenset[int], movable: frozenset[int], forward: ForwardPass) -> Cut:
+    """These values kept on devices, and beside them only what has to be; of the others, these may be moved."""
+    free = tuple(0.0 if v in kept else size for v, size in enumerate(forward.bytes))
+    moving = tuple(one if v in movable else math.inf for v, one in enumerate(forward.moving))
+    found = _cheapest(replace(forward, bytes=free, moving=moving), math.inf)
+    return _cut(found.kept, found.again, found.moved, forward)
 
 
-def _cut(kept: Iterable[int], again: Iterable[int], forward: ForwardPass) -> Cut:
-    kept, again = frozenset(kept), frozenset(again)
-    return Cut(kept, again, math.fsum(forward.bytes[v] for v in kept), math.fsum(forward.seconds[e] for e in again))
+def _cut(kept: Iterable[int], again: Iterable[int], moved: Iterable[int], forward: ForwardPass) -> Cut:
+    kept, again, moved = frozenset(kept), frozenset(again), frozenset(moved)
+    seconds = math.fsum([*(forward.seconds[e] for e in again), *(forward.moving[v] for v in moved)])
+    return Cut(kept, again, math.fsum(forward.bytes[v] for v in kept - moved), seconds, moved)
 
 
 def _cheapest(forward: ForwardPass, price: float) -> Cut:
     """The choice of the least seconds and bytes; at an infinite price, the least bytes come first."""
     if math.isinf(price):  # a byte outweighs all seconds together
-        total = math.fsum(one for one in forward.seconds if math.isfinite(one))
+        total = math.fsum(one for one in (*forward.seconds, *forward.moving) if math.isfinite(one))
         least = min((one for one in forward.bytes if one > 0), default=1.0)
         price = (1.0 + total) / least
+
+    def keeping(v: int) -> float:
+        return min(price * forward.bytes[v], forward.moving_seconds(v))
+
     network = _Network()
     for v in set(forward.wanted):
         network.add("source", ("wanted", v), math.inf)
@@ -131,9 +149,9 @@ def _cheapest(forward: ForwardPass, price: float) -> Cut:
         v = waiting.popleft()
         e = forward.makers[v]
         if e is None or math.isinf(forward.seconds[e]):
-            network.add(("wanted", v), "sink", price * forward.bytes[v])
+            network.add(("wanted", v), "sink", keeping(v))
             continue
-        network.add(("wanted", v), ("run", e), price * forward.bytes[v])
+        network.add(("wanted", v), ("run", e), keeping(v))
         if e in run:
             continue
         run.add(e)
@@ -143,14 +161,16 @@ def _cheapest(forward: ForwardPass, price: float) -> Cut:
             if u not in seen:
                 seen.add(u)
                 waiting.append(u)
-    return _read(network.source_side(), forward)
+    return _read(network.source_side(), forward, price)
 
 
-def _read(side: set, forward: ForwardPass) -> Cut:
+def _read(side: set, forward: ForwardPass, price: float) -> Cut:
     """The choice that the source's side of a cut is."""
     again = {name[1] for name in side if name[0] == "run"}
     needed = {v for e in again for v in forward.reads[e]} | set(forward.wanted)
-    return _cut({v for v in needed if forward.makers[v] not in again}, again, forward)
+    kept = {v for v in needed if forward.makers[v] not in again}
+    moved = {v for v in kept if forward.moving_seconds(v) < price * forward.bytes[v]}
+    return _cut(kept, again, moved, forward)
 
 
 class _Network:

@@ -2,7 +2,8 @@
 
 So JAX writes the derivative of a scan: the forward pass stacks its *residuals*, and the backward pass reads a slice of
 each in every turn. A residual that is not stacked is computed again in that turn, of what is. No barrier is needed: XLA
-does not merge what two loops compute.
+does not merge what two loops compute. A residual may be stacked in the memory of hosts: each turn sends its slice there
+and fetches one.
 """
 
 from __future__ import annotations
@@ -108,6 +109,10 @@ class LoopPair(Residuals):
 
     # The choice.
 
+    @property
+    def runs(self) -> int:
+        return self.first.length
+
     @cached_property
     def values(self) -> tuple[Var, ...]:
         made = (var for eqn in self.forward for var in eqn.outvars)
@@ -131,9 +136,9 @@ class LoopPair(Residuals):
         )
 
     def bytes_again(self, cut: Cut) -> float:
-        """Of what the backward pass makes again and reads, in one turn."""
+        """Of what the backward pass makes again or fetches and reads, in one turn."""
         again = {var for e in cut.again for var in self.forward[e].outvars}
-        return sum(bytes_of(var.aval) for var in self.wanted if var in again)
+        return sum(bytes_of(var.aval) for var in {*again.intersection(self.wanted), *self.moved(cut)})
 
     def line_of(self, var: Var) -> str:
         """The user's line that makes a value."""
@@ -151,7 +156,9 @@ class LoopPair(Residuals):
         own = [(i, inside) for i, inside in enumerate(loop.stacked_inside) if loop.stacks[i] in self.others]
         ends: list[Atom] = [*loop.body.results[: loop.carries], *(inside for _, inside in own), *kept]
         equations = needed((*self.invariant, *self.forward), ends)
-        made = _scan(loop, env, equations, ends, {stack: var for var, stack in _stacks_of(loop)})
+        moved = frozenset(self.moved(cut))
+        away = frozenset(i for i, var in enumerate(kept, start=len(ends) - len(kept)) if var in moved)
+        made = _scan(loop, env, equations, ends, {stack: var for var, stack in _stacks_of(loop)}, sent=away)
         finals, stacks = made[: loop.carries], made[loop.carries :]
         found: dict[Var, Any] = dict(zip(loop.eqn.outvars[: loop.carries], finals, strict=True))
         found |= {loop.stacks[i]: stack for (i, _), stack in zip(own, stacks, strict=False)}
@@ -166,7 +173,7 @@ class LoopPair(Residuals):
         slices = {stack: var for var, stack in _stacks_of(loop) if stack not in from_first}
         slices |= {stack: var for var, stack in _stacks_of(self.first)}
         slices |= {self.stacked_anyhow.get(var, self.stack_of[var]): var for var in self.kept(cut)}
-        made = _scan(loop, env, equations, loop.body.results, slices)
+        made = _scan(loop, env, equations, loop.body.results, slices, fetched=frozenset(self.moved(cut)))
         return dict(zip(loop.eqn.outvars, made, strict=True))
 
     @cached_property
@@ -188,8 +195,16 @@ def _scan(
     equations: Sequence[JaxprEqn],
     ends: Sequence[Atom],
     slices: Mapping[Var, Var],
+    sent: frozenset[int] = frozenset(),
+    fetched: frozenset[Var] = frozenset(),
 ) -> list[Any]:
-    """A loop of other equations in the place of one, with its number of turns and its order."""
+    """A loop of other equations in the place of one, with its number of turns and its order.
+
+    Args:
+        slices: stack -> what each turn reads of it.
+        sent: which of the ends are stacked in the memory of hosts.
+        fetched: slices of such stacks.
+    """
     read = {var for eqn in equations for var in variables(eqn.invars)} | set(variables(ends))
     taken = [(stack, var) for stack, var in slices.items() if var in read]
     carried = variables(loop.carried)
@@ -203,10 +218,15 @@ def _scan(
 
         def turn(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
             known = constants | dict(zip(carried, carry, strict=True))
-            known |= dict(zip((var for _, var in taken), sliced, strict=True))
+            known |= {
+                var: jax.device_put(one, jax.memory.Space.Device) if var in fetched else one
+                for (_, var), one in zip(taken, sliced, strict=True)
+            }
             made = list(dict.fromkeys(variables(ends)))
             found = dict(zip(made, evaluated(equations, known, made), strict=True))
             results = [found[atom] if isinstance(atom, Var) else _full(atom) for atom in ends]
+            for i in sent:
+                results[i] = jax.device_put(results[i], jax.memory.Space.Host)
             return results[: loop.carries], results[loop.carries :]
 
         finals, stacks = jax.lax.scan(

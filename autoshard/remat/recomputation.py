@@ -10,18 +10,19 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoshard.jaxprs import ClosedJaxpr, aval_of, is_array, on_host
 from autoshard.mesh.topology import Topology
 from autoshard.remat.costs import seconds_again
-from autoshard.remat.cuts import Cut, chain
+from autoshard.remat.cuts import Cut, ForwardPass, chain
 from autoshard.remat.scope import SIZES, Block, Scope
 from autoshard.report.units import bytes_text
 
 LEAST_STEP = 0.04  # of the bytes between the first and the last level: two levels are at least so far apart
+EXPOSED = (0.1, 1.0)  # shares of transfers to hosts that choices are made by, as they run beside enough compute or not
 _NAMED = 6  # kept values that a remark names
 PASSES = 2  # over memory that a kept value takes: it is written, and read; what is computed again in less is not kept
 
@@ -32,9 +33,10 @@ class Level:
 
     cuts: tuple[Cut, ...]  # one per block
     size: int  # of the blocks outside of loops, as `Scope.blocks` has it
-    bytes: float  # kept, of whole arrays
-    seconds: float  # computed again per step, on one device
+    bytes: float  # kept on devices, of whole arrays
+    seconds: float  # computed again per step, or waiting for hosts, on one device
     held: float  # bytes kept, and those of the most that is made again at one time
+    moved: float = 0.0  # bytes kept on hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,25 +73,42 @@ class Recomputation:
             )
         return ""
 
-    @cached_property
+    @property
     def levels(self) -> tuple[Level, ...]:
+        """Those on devices, and behind them those that keep values on hosts."""
+        return (*self.levels_on_devices, *self.levels_on_hosts)
+
+    @cached_property
+    def levels_on_devices(self) -> tuple[Level, ...]:
         """The one that holds the most first; none if nothing is kept for a backward pass.
 
         What takes less time to compute again than to write and to read is never kept.
         """
         if not all(is_array(aval) and not on_host(aval) for aval in self.scope.closed.in_avals):
             return ()  # tokens, references and arrays in the host's memory are no arguments to trace with
-        found = [level for size in SIZES for level in self.levels_of(size)]
-        best, ordered = list[Level](), sorted(found, key=lambda level: (level.seconds, level.held))
-        for level in ordered:
-            if not best or level.held < best[-1].held:
-                best.append(level)
-        return _apart(best)
+        return _apart(_best(level for size in SIZES for level in self.levels_of(size)))
 
-    def levels_of(self, size: int) -> list[Level]:
-        """The levels for blocks of one size."""
+    @cached_property
+    def levels_on_hosts(self) -> tuple[Level, ...]:
+        """The levels that move values to the hosts' memory and back, the one that holds the most first.
+
+        None where no value can be moved. None holds as much as a level on devices that waits no longer.
+        """
+        if not self.levels_on_devices or self.topology.host_bandwidth is None:
+            return ()
+        found = [level for size in SIZES for share in EXPOSED for level in self.levels_of(size, share)]
+        ordered = _best([*self.levels_on_devices, *found])
+        return _apart([level for level in ordered if level.moved])
+
+    def levels_of(self, size: int, exposed: float | None = None) -> list[Level]:
+        """The levels for blocks of one size.
+
+        Args:
+            exposed: the share of transfers to hosts and back that something waits for, as it is taken for the choice;
+                None: nothing is moved.
+        """
         blocks = self.blocks[size]
-        chains = [chain(block.forward_pass) for block, _ in blocks]
+        chains = [chain(self.movable(block, exposed)) for block, _ in blocks]
         if not chains:
             return []
         price = PASSES / self.topology.memory_bandwidth
@@ -110,14 +129,34 @@ class Recomputation:
             found.append(self.level(size, chains, at))
         return found
 
+    def movable(self, block: Block, exposed: float | None) -> ForwardPass:
+        """What can be chosen of a block, with what of it can be moved to hosts."""
+        if exposed is None:
+            return block.forward_pass
+        moving = tuple(exposed * seconds for seconds in block.movable(self.topology))
+        return replace(block.forward_pass, moving=moving)
+
+    def seconds_of(self, block: Block, cut: Cut) -> float:
+        """Seconds of what a block computes again, and of waiting for transfers to hosts and back.
+
+        In loops, transfers run beside compute: those to hosts beside the forward pass, those back beside the backward
+        pass, which takes twice as long.
+        """
+        run = block.forward_pass.seconds
+        again = math.fsum(run[e] for e in cut.again)
+        one_way = math.fsum(block.movable(self.topology)[v] for v in cut.moved) / 2
+        beside = math.fsum(seconds for seconds in run if math.isfinite(seconds)) if block.runs > 1 else 0.0
+        return again + max(0.0, one_way - beside) + max(0.0, one_way - 2 * beside - again)
+
     def level(self, size: int, chains: Sequence[Sequence[Cut]], at: Sequence[int]) -> Level:
         chosen = tuple(cuts[i] for cuts, i in zip(chains, at, strict=True))
-        turns = (count for _, count in self.blocks[size])
-        seconds = math.fsum(count * cut.seconds for count, cut in zip(turns, chosen, strict=True))
+        pairs = zip(self.blocks[size], chosen, strict=True)
+        seconds = math.fsum(count * self.seconds_of(block, cut) for (block, count), cut in pairs)
         kept = math.fsum(cut.bytes for cut in chosen)
-        blocks = (block for block, _ in self.blocks[size])
+        blocks = [block for block, _ in self.blocks[size]]
         again = max(block.bytes_again(cut) for block, cut in zip(blocks, chosen, strict=True))
-        return Level(chosen, size, kept, seconds, kept + again)
+        moved = math.fsum(block.moved_bytes(cut) for block, cut in zip(blocks, chosen, strict=True))
+        return Level(chosen, size, kept, seconds, kept + again, moved)
 
     def cut_of(self, level: Level) -> dict[Block, Cut]:
         """Block -> what of it is kept."""
@@ -131,22 +170,33 @@ class Recomputation:
         """What a level does, in words."""
         values = defaultdict[str, float](float)
         for block, cut in self.cut_of(level).items():
+            moved = set(block.moved(cut))
             for var in block.kept(cut):
-                if (size := block.bytes_of_values[var]) > 0:
+                if var not in moved and (size := block.bytes_of_values[var]) > 0:
                     values[f"{block.line_of(var)} {aval_of(var).str_short(short_dtypes=True)}"] += size
         largest = sorted(values.items(), key=lambda one: -one[1])[:_NAMED]
         named = ", ".join(f"{name} ({bytes_text(size)})" for name, size in largest)
         more = f" and {len(values) - _NAMED} more" if len(values) > _NAMED else ""
+        away = f" {bytes_text(level.moved)} are moved to the hosts' memory and back." if level.moved else ""
         whole = sum(block.bytes_read for block in self.cut_of(level))
         return (
             f"remat='auto': the backward pass reads {bytes_text(whole)} of the forward pass. "
-            f"{bytes_text(level.bytes)} of these are kept: {named or 'nothing'}{more}. The rest is computed again, "
-            f"which is {level.seconds:.3g} s of work for one device."
+            f"{bytes_text(level.bytes)} of these are kept: {named or 'nothing'}{more}.{away} The rest is computed "
+            f"again, which is {level.seconds:.3g} s of work for one device."
         )
 
     def rewritten(self, level: Level) -> ClosedJaxpr:
         """The step, with what this level keeps."""
         return self.scope.rewritten(self.cut_of(level))
+
+
+def _best(levels: Iterable[Level]) -> list[Level]:
+    """The levels than which none takes as few seconds and holds less."""
+    best = list[Level]()
+    for level in sorted(levels, key=lambda level: (level.seconds, level.held)):
+        if not best or level.held < best[-1].held:
+            best.append(level)
+    return best
 
 
 def _apart(levels: Sequence[Level]) -> tuple[Level, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from functools import cached_property
 
-from autoshard.jaxprs import Var
+from autoshard.jaxprs import Var, aval_of
+from autoshard.mesh.topology import Topology
+from autoshard.remat.costs import moving_seconds
 from autoshard.remat.cuts import Cut, ForwardPass
 
 
@@ -22,9 +25,29 @@ class Residuals(ABC):
     def forward_pass(self) -> ForwardPass:
         """What can be chosen."""
 
+    @property
+    @abstractmethod
+    def runs(self) -> int:
+        """How often each value is made per step, wherever the block stands."""
+
+    def movable(self, topology: Topology) -> tuple[float, ...]:
+        """Per value, seconds of taking it to the host and back on one device; infinite if it stays or is free."""
+        return tuple(
+            moving_seconds(aval_of(var), self.runs, topology) if size > 0 else math.inf
+            for var, size in zip(self.values, self.forward_pass.bytes, strict=True)
+        )
+
     def kept(self, cut: Cut) -> list[Var]:
-        """What a cut keeps."""
+        """What a cut keeps, on devices or their hosts."""
         return [self.values[v] for v in sorted(cut.kept)]
+
+    def moved(self, cut: Cut) -> list[Var]:
+        """What of that lies on hosts."""
+        return [self.values[v] for v in sorted(cut.moved)]
+
+    def moved_bytes(self, cut: Cut) -> float:
+        """Of what a cut keeps on hosts."""
+        return math.fsum(self.forward_pass.bytes[v] for v in cut.moved)
 
     @cached_property
     def bytes_of_values(self) -> dict[Var, float]:

@@ -94,11 +94,15 @@ class ArgumentQuestion:
 
     def others(self, how_many: int, time_limit: float) -> tuple[PricedLayout, ...]:
         """The next best layouts, best first."""
-        homes = dict.fromkeys(option.home for option in self.formulation.arguments[self.argument])
-        ranked = sorted((rank, home) for home in homes if home != self.home and (rank := self.rank(home)) < math.inf)
-        best = [home for _, home in ranked[:how_many]]
+        best = self.best_homes(how_many)
         priced = filter(None, (self.priced(home, time_limit / len(best)) for home in best))
         return tuple(sorted(priced, key=lambda one: (not one.fits, one.step_seconds)))
+
+    def best_homes(self, how_many: int) -> list[Layout]:
+        """Other layouts, by the cheapest steps near the plan, memory left aside."""
+        homes = dict.fromkeys(option.home for option in self.formulation.arguments[self.argument])
+        ranked = sorted((rank, home) for home in homes if home != self.home and (rank := self.rank(home)) < math.inf)
+        return [home for _, home in ranked[:how_many]]
 
     def rank(self, home: Layout) -> float:
         """Seconds of the cheapest step near the plan in which the argument lies so, memory left aside."""
@@ -167,7 +171,7 @@ class ArgumentQuestion:
             *self.of_constraints(),
             *self.of_memory(),
             *self.of_readers(),
-            *indivisible_dims(self.value, self.formulation.mesh),
+            *self.indivisible(),
             *self.of_ties(others),
         ]
 
@@ -224,6 +228,10 @@ class ArgumentQuestion:
 
     def _home(self, value: Value) -> Layout | None:
         return self.plan.annotations.homes.get(value.id)
+
+    def indivisible(self) -> Iterator[str]:
+        """Dims that some axis does not divide."""
+        yield from indivisible_dims(self.value, self.formulation.mesh)
 
     def of_ties(self, others: Sequence[PricedLayout]) -> Iterator[str]:
         """Layouts that are as good, or better."""

@@ -31,12 +31,12 @@ def agreeing(formulation: Formulation, annotations: Annotations) -> dict[int, li
         seen = copies.get(value.id, home)
         found[i] = [o for o, kept in enumerate(options) if kept.home == home and kept.copy == seen]
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
-        made = tuple(homes.get(one.value.id) for one in group.made)
+        made = tuple(homes.get(one.value.id) for one in group.outputs)
         wants = tuple(annotations.wants.get((use.equation.index, use.operand)) for use in group.uses)
         found[formulation.group_node(group)] = [
             o
             for o, strategy in enumerate(priced.strategies)
-            if group.is_idle or (strategy.leaves == made and strategy.wants == wants)
+            if group.is_idle or (strategy.output_layouts == made and strategy.operand_layouts == wants)
         ]
     for id, shared in formulation.shared.items():
         layout = copies.get(id, homes.get(id))

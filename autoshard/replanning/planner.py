@@ -158,7 +158,7 @@ class Planner:
         asked = replace(
             Plan.of(made, comparison_of(other.program, rules, other.options, other.fixed)),
             memory=other.options.memory,
-            wish=Wish(_text_of(wish), plan.predicted),
+            wish=Wish(text_of_wish(wish), plan.predicted),
         )
         return replace(other, is_given=False).bound(lowered(other.program, asked, other.jit_keywords))
 
@@ -167,6 +167,22 @@ class Planner:
 
         Raises:
             ArgumentError: it is none that can be planned with.
+        """
+        options = self.options_under(wish)
+        asked = {path: options.fixed[path] for path in wish.get("fixed") or ()}
+        shape = dict(options.mesh.shape)
+        fixed = fixed_layouts(self.program, asked, shape)
+        kept = {i: layout for i, layout in self.fixed.items() if i not in fixed}
+        _check_axes(self.program, kept, shape)
+        patterns = {i: one for i, one in self.patterns.items() if i in kept}
+        patterns |= patterns_of(self.program, asked)
+        return replace(self, options=options, fixed=kept | fixed, patterns=patterns)
+
+    def options_under(self, wish: Mapping[str, Any]) -> Options:
+        """The options with a wish on top.
+
+        Raises:
+            ArgumentError: the wish is none that can be planned with.
         """
         known = {"fixed", "memory", "mesh", "topology", "time_limit", "tactics"}
         if unknown := sorted(wish.keys() - known):
@@ -190,7 +206,7 @@ class Planner:
             )
         place = asked if is_moved else old
         keeps_memory = wish.get("memory") is None and (old.is_memory_given or not is_moved)
-        options = replace(
+        return replace(
             place,
             memory=old.memory if keeps_memory else asked.memory,
             is_memory_given=old.is_memory_given or wish.get("memory") is not None,
@@ -202,13 +218,6 @@ class Planner:
             search=old.search,
             tactics=old.tactics if wish.get("tactics") is None else asked.tactics,
         )
-        shape = dict(options.mesh.shape)
-        fixed = fixed_layouts(self.program, asked.fixed, shape)
-        kept = {i: layout for i, layout in self.fixed.items() if i not in fixed}
-        _check_axes(self.program, kept, shape)
-        patterns = {i: one for i, one in self.patterns.items() if i in kept}
-        patterns |= patterns_of(self.program, asked.fixed)
-        return replace(self, options=options, fixed=kept | fixed, patterns=patterns)
 
     def fresh(self, formulation: Formulation) -> Solution:
         """The cheapest solution, sought among all choices."""
@@ -270,7 +279,7 @@ def _check_axes(program: Program, fixed: Mapping[int, Layout], mesh: MeshShape) 
             )
 
 
-def _text_of(wish: Mapping[str, Any]) -> str:
+def text_of_wish(wish: Mapping[str, Any]) -> str:
     """A wish as it is written."""
     said = {name: one for name, one in wish.items() if one is not None}
     return ", ".join(f"{name}={_option_text(one)}" for name, one in said.items()) or "the same again"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,13 +20,22 @@ from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
-from autoshard.stage_planning.space import SCHEDULES, SpaceRequest, microbatch_counts, planned_space
+from autoshard.stage_planning.space import SCHEDULES, PlannedSpace, SpaceRequest, microbatch_counts, planned_space
 from autoshard.stage_planning.sub_meshes import SubMeshShape
 from autoshard.stage_planning.unit_costs import UnitCut
-from autoshard.stage_search import SearchSettings, StageSearchResult, search_stages
+from autoshard.stage_search import (
+    PipelineChoice,
+    SearchSettings,
+    StageSearchResult,
+    StageSpace,
+    search_stages,
+    simulated,
+)
 from autoshard.stages.cutting import CuttableStep, cut
 
 PLANNED_EXACTLY = 2  # of the choices of the search: planned stage by stage until so many fit
+SEARCHES = 4  # at most, each on tables with more planned costs than the one before
+ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that are so near are not searched again
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ def choose_pipeline(
     found = planned_space(request)
     if found is None:
         return None
-    result = search_stages(found.space, settings)
+    found, result = search_planned(found, settings or SearchSettings())
     best: ExactPipeline | None = None
     fitting, refusal = 0, None
     for one in ([result.best] if result.best else []) + list(result.others):
@@ -160,6 +169,31 @@ def choose_pipeline(
         return None
     names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
     return ChosenPipeline(best, found.shapes, names, result)
+
+
+def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[PlannedSpace, StageSearchResult]:
+    """The best pipeline of a space, once the costs that it rests on are planned for its number of microbatches."""
+    for _ in range(SEARCHES - 1):
+        best = search_stages(found.space, replace(settings, gap_of_programs=1.0)).best  # nothing is proven yet
+        if best is None:
+            break
+        choice = best.choice
+        more = found.with_planned(choice.microbatches, {stage.table.shape.name for stage in choice.stages})
+        if more is None:
+            break
+        again = simulated(more.space, on_tables(choice, more.space))
+        is_near = again is not None and abs(again.seconds - best.seconds) <= ACCURATE * best.seconds
+        found = more
+        if is_near and again is not None and again.fits:
+            break
+    return found, search_stages(found.space, settings)
+
+
+def on_tables(choice: PipelineChoice, space: StageSpace) -> PipelineChoice:
+    """The same choice by the tables of another space of the same sub-meshes."""
+    tables = {(table.shape.name, table.variant): table for table in space.costs[choice.microbatches].tables}
+    stages = (replace(one, table=tables[one.table.shape.name, one.table.variant]) for one in choice.stages)
+    return replace(choice, stages=tuple(stages))
 
 
 def _seconds(pipeline: ExactPipeline | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,14 +21,18 @@ from autoshard.plans.chosen import prediction_of
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.program import Program
-from autoshard.solver.problem import InfeasibleError, Solution
+from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.runtime.budget import Budget
 from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stages.programs import LOOP, Key, StageProgram
 from autoshard.together.joint_problem import JointProblem
 
 LEANEST = 1.02  # of the least limit that some choice meets: with less, hardly a choice is left
 TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the problem, which does not count what reshardings hold
-SECONDS = 10.0  # that the search for one stage may take
+# Seconds of a quiet core that the search for one stage may take. Work counts, not the clock: a busy machine finds the
+# same tables. The clock ends a search only after so many times its work.
+WORK = 4.0
+_PATIENCE = 50.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def stage_cost(
     in_flight: float,
     *,
     gap: float = 0.0,
-    seconds: float = SECONDS,
+    work: float = WORK,
     or_leanest: bool = False,
 ) -> StageCost | None:
     """The cheapest way to shard a stage that fits with so many microbatches in flight; None if none was found.
@@ -117,15 +122,15 @@ def stage_cost(
         limit: bytes per device; None: as many as it takes.
         in_flight: microbatches.
         gap: that is good enough; 0: that of plans.
-        seconds: that the search may take.
+        work: s of a quiet core that the search may take.
         or_leanest: whether to take what holds about the least, where nothing fits.
     """
     for share in (1.0,) if limit is None else TIGHTER:
         joint = stage.problem(None if limit is None else limit * share, in_flight)
         try:
-            solution = solve_for_plan(joint.problem, gap=gap, time_limit=seconds)
+            solution = _solved(joint.problem, gap, work)
         except InfeasibleError as error:
-            return _leanest(stage, joint, error.needed, gap, seconds) if or_leanest else None
+            return _leanest(stage, joint, error.needed, gap, work) if or_leanest else None
         except SolverError:
             return None
         found = _cost(stage, joint.choices(solution.choice), solution)
@@ -134,13 +139,17 @@ def stage_cost(
     return None
 
 
-def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float, seconds: float) -> StageCost | None:
+def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float, work: float) -> StageCost | None:
     try:
         leaner = replace(joint.problem, limit=LEANEST * needed, checked=True)
-        solution = solve_for_plan(leaner, gap=gap, time_limit=seconds)
+        solution = _solved(leaner, gap, work)
     except SolverError:
         return None
     return _cost(stage, joint.choices(solution.choice), solution)
+
+
+def _solved(problem: Problem, gap: float, work: float) -> Solution:
+    return solve_for_plan(problem, gap=gap, budget=Budget(work, time.monotonic() + _PATIENCE * work))
 
 
 def _cost(stage: JointStage, choices: Sequence[Sequence[int]], solution: Solution) -> StageCost:

@@ -54,9 +54,9 @@ class CutStep:
     def cost(self, stage: int, where: SubMeshModel, in_flight: float, **effort: Any) -> StageCost | None:
         """One stage planned on a sub-mesh; `effort` are further keywords of `stage_cost`.
 
-        A stage is formulated once for each sub-mesh.
+        A stage is formulated once for each kind of sub-mesh.
         """
-        key = stage, tuple(where.mesh.shape.items())
+        key = stage, tuple(where.mesh.shape.items()), where.topology
         if key not in self._formulated:
             self._formulated[key] = formulated_stage(
                 self.of_stage(stage),

@@ -60,16 +60,32 @@ def exact_pipeline(
     made = facts.schedule
     cut = cut_at(choice.microbatches, [stage.first for stage in choice.stages[1:]], made.has_weight_tasks)
     planner = _StagePlanner(cut, backend)
+    numbers = range(len(choice.stages))
+    at = [shapes[stage.table.shape.name] for stage in choice.stages]
+    fastest = [planner.fastest(number, at[number]) for number in numbers]
+    found = _exact(space, choice, cut, fastest)
+    if found is not None and found.simulated.fits:
+        return found
+    # Each virtual stage of a device gets a part of its memory.
     limits = stage_limits(choice, facts)
-    costs: list[StageCost] = []
-    for number, stage in enumerate(choice.stages):
-        cost = planner.cost(number, shapes[stage.table.shape.name], stage_in_flight(facts, number), limits[number])
-        if cost is None:
+    leaner: list[StageCost | None] = []
+    for n in numbers:
+        leaner.append(planner.within(n, at[n], stage_in_flight(facts, n), limits[n]))
+        if leaner[-1] is None:
             return None
-        costs.append(cost)
+    return _exact(space, choice, cut, leaner)
+
+
+def _exact(
+    space: StageSpace, choice: PipelineChoice, cut: CutStep, costs: Sequence[StageCost | None]
+) -> ExactPipeline | None:
+    """A choice whose stages cost so; None if one of them has no plan."""
+    planned = [cost for cost in costs if cost is not None]
+    if len(planned) < len(costs):
+        return None
     stages = tuple(
         replace(stage, table=_table_of(stage, cost, space.layers))
-        for stage, cost in zip(choice.stages, costs, strict=True)
+        for stage, cost in zip(choice.stages, planned, strict=True)
     )
     sent_forward, sent_backward = np.zeros(space.layers + 1), np.zeros(space.layers + 1)
     starts = [stage.first for stage in stages] + [space.layers]
@@ -77,7 +93,7 @@ def exact_pipeline(
     tables = tuple(stage.table for stage in stages)
     exact = replace(space, costs={choice.microbatches: MicrobatchCosts(tables, sent_forward, sent_backward)})
     found = simulated(exact, replace(choice, stages=stages))
-    return None if found is None else ExactPipeline(found, cut, tuple(costs))
+    return None if found is None else ExactPipeline(found, cut, tuple(planned))
 
 
 class _StagePlanner:
@@ -87,9 +103,13 @@ class _StagePlanner:
         self._cut, self._backend = cut, backend
         self._known: dict[tuple[int, str, float, float], StageCost | None] = {}
 
-    def cost(self, number: int, shape: SubMeshShape, in_flight: float, limit: float) -> StageCost | None:
+    def fastest(self, number: int, shape: SubMeshShape) -> StageCost | None:
+        """The fastest plan of a stage, whatever it holds."""
+        return self._planned(number, shape, 1.0, math.inf)
+
+    def within(self, number: int, shape: SubMeshShape, in_flight: float, limit: float) -> StageCost | None:
         """The fastest plan of a stage that holds no more than `limit` bytes per device."""
-        fastest = self._planned(number, shape, 1.0, math.inf)
+        fastest = self.fastest(number, shape)
         if fastest is not None and fastest.held(in_flight) <= limit:
             return fastest
         return self._planned(number, shape, in_flight, limit)

@@ -6,18 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import ArgumentError, PlanError
-from autoshard.one_jit.function import OneJitPlan
+from autoshard.one_jit.plan import OneJitPlan
 from autoshard.options import Options
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.user_plan import Plan
 
 
-def check_combination(what: str, options: Options, others: Mapping[str, Any], *, refines: bool) -> None:
+def check_combination(
+    what: str, options: Options, others: Mapping[str, Any], *, refines: bool, takes_uneven: bool
+) -> None:
     """
     Args:
         what: asks for stages, as messages call it.
         others: what the user gives beside `options` that stages do not heed, by name; None where nothing is given.
         refines: whether `refine=` is heeded.
+        takes_uneven: whether devices that differ are heeded.
 
     Raises:
         ArgumentError: some options are given that stages do not heed.
@@ -32,7 +35,7 @@ def check_combination(what: str, options: Options, others: Mapping[str, Any], *,
         "refine": None if refines or options.refine == 1 else options.refine,
     }
     said = [f"{name}=" for name, value in unheeded.items() if value is not None]
-    if options.topology.uneven:
+    if options.topology.uneven and not takes_uneven:
         said.append("a topology with uneven devices")
     if said:
         raise ArgumentError(f"{what} cannot be combined with {', '.join(said)} yet; leave one of them out")
@@ -47,16 +50,12 @@ def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str
         pad: given as `pad=`.
 
     Raises:
-        PlanError: a plan cannot be used so.
+        PlanError: `like=` has stages.
         ArgumentError: the plan has stages, which do not heed some option.
     """
-    if isinstance(plan, PipelinePlan):
-        check_combination("a plan with stages", options, {"pad": pad, "like": like}, refines=False)
-    if isinstance(plan, OneJitPlan):
-        raise PlanError(
-            f"plan=: the plan of {plan.name} is for stages in one program (backend='one_jit'), which no plan brings "
-            "back.\nAsk for these stages again: pipeline=dict(..., backend='one_jit')."
-        )
+    if isinstance(plan, PipelinePlan | OneJitPlan):
+        uneven = isinstance(plan, PipelinePlan)
+        check_combination("a plan with stages", options, {"pad": pad, "like": like}, refines=False, takes_uneven=uneven)
     if isinstance(like, PipelinePlan):
         raise PlanError(
             f"like=: the plan of {like.name} has {len(like.stages)} stages. Each array lies on the devices of its own "

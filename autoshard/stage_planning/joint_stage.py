@@ -130,9 +130,9 @@ def _of_result(formulation: Formulation, program: int, first: int, index: int) -
     if value.id in formulation.argument_index:
         return _of_argument(formulation, program, first, formulation.argument_index[value.id])
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
-        for i, made in enumerate(group.made):
+        for i, made in enumerate(group.outputs):
             if made.value.id == value.id:
-                layouts = priced.leaves[i]
+                layouts = priced.output_layouts[i]
                 return Place(
                     program, first + formulation.group_node(group), layouts, _sizes(formulation, value, layouts)
                 )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, Self
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.compiled.verification import Verification, compiled, verification
-from autoshard.errors import MeshError, PlanError
+from autoshard.errors import MemoryLimitError, MeshError, PlanError
 from autoshard.mesh.targets import target_mesh
 from autoshard.options import Options
 from autoshard.plans.annotations import Annotations
@@ -36,6 +36,7 @@ from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage
 from autoshard.stage_planning.report import stages_section, timeline_html
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import LOOP, Key
+from autoshard.stages.reading.stages_planner import StagesPlanner
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.transfers import line_of
 from autoshard.stages.saved import MeshPart, SavedPipeline
@@ -197,38 +198,15 @@ class PipelinePlan(Plan):
         said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
         return cls(**said, **pipeline_from_json(node, data))
 
-    def explain(self, path: str) -> Any:
-        """
-        Raises:
-            PlanError: always. `stages[i].plan` is a plan of one program, which can be asked.
-        """
-        self._refuse("explained as a whole")
-
-    def what_if(self, **wish: Any) -> Plan:
-        """
-        Raises:
-            PlanError: always.
-        """
-        self._refuse("planned again under a wish")
-
     def to_code(self, style: str = "specs") -> str:
         """
         Raises:
-            PlanError: always.
+            PlanError: always. Code without autoshard has one function for `jax.jit`, and stages are several programs.
         """
-        self._refuse("written as code")
-
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """
-        Raises:
-            PlanError: always.
-        """
-        self._refuse("used to make a state: its arrays lie on several meshes")
-
-    def _refuse(self, what: str) -> NoReturn:
         raise PlanError(
-            f"the plan of {self.name} has {len(self.stages)} stages, and cannot be {what}.\n"
-            "Each stage has plans that can: plan.stages[0].plan, and plan.stages[0].plans by kind of program."
+            f"the plan of {self.name} has {len(self.stages)} stages, and cannot be written as code for jax.jit, which "
+            "takes one program.\nplan.stages[0].plans has a plan per program, each of which can; plan.save(...) keeps "
+            "all of it."
         )
 
 
@@ -303,19 +281,7 @@ def pipeline_plan(
     """
     figures = figures_of(pipeline, options, least_task_seconds)
     stages = planned_stages(pipeline, figures)
-    own = _of_busiest_device(pipeline, stages)
-    predicted = Prediction(
-        step_seconds=figures.seconds,
-        compute_seconds=sum(count * one.compute_seconds for count, one in own),
-        communication_seconds=sum(count * one.communication_seconds for count, one in own),
-        exposed_seconds=sum(count * one.exposed_seconds for count, one in own),
-        peak_bytes=max(figures.peak_bytes),
-        collectives=tuple(
-            replace(found, count=found.count * count, bytes=found.bytes * count)
-            for count, one in own
-            for found in one.collectives
-        ),
-    )
+    predicted = _predicted(pipeline, options, least_task_seconds)
     program = pipeline.program
     placed = _placed_by_key(pipeline)
 
@@ -371,7 +337,70 @@ def pipeline_plan(
         argument_parts=tuple(map(parts, own_keys)),
         result_parts=result_parts,
         without=without,
+        planner=_planner(pipeline, options, least_task_seconds),
     )
+
+
+def _predicted(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> Prediction:
+    """What the step takes: its seconds by the simulated timeline, all else on the device that works longest."""
+    figures = figures_of(pipeline, options, least_task_seconds)
+    own = _of_busiest_device(pipeline, planned_stages(pipeline, figures))
+    return Prediction(
+        step_seconds=figures.seconds,
+        compute_seconds=sum(count * one.compute_seconds for count, one in own),
+        communication_seconds=sum(count * one.communication_seconds for count, one in own),
+        exposed_seconds=sum(count * one.exposed_seconds for count, one in own),
+        peak_bytes=max(figures.peak_bytes),
+        collectives=tuple(
+            replace(found, count=found.count * count, bytes=found.bytes * count)
+            for count, one in own
+            for found in one.collectives
+        ),
+    )
+
+
+def _planner(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> StagesPlanner:
+    """By which the plan is explained, and its stages planned again."""
+    lowering = pipeline.plans[0].lowering
+    assert lowering is not None, "plans of stages are bound to their programs"
+
+    def predicted(plans: Sequence[Plan]) -> Prediction:
+        return _predicted(replace(pipeline, plans=tuple(plans)), options, least_task_seconds)
+
+    def under(other: Options) -> Plan:
+        keeps = dict(other.mesh.shape) == dict(options.mesh.shape)
+        made = pipeline.planned_again(other, lowering.jit_keywords, keeps_parts=keeps)
+        check_fits(made, other, least_task_seconds)
+        return pipeline_plan(made, other, least_task_seconds)
+
+    return StagesPlanner(
+        pipeline.program,
+        options,
+        lowering.jit_keywords,
+        pipeline.programs,
+        pipeline.plans,
+        tuple(pipeline.meshes[device] for device in pipeline.schedule.placement[: pipeline.programs.stages]),
+        predicted,
+        under,
+    )
+
+
+def check_fits(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> None:
+    """
+    Raises:
+        MemoryLimitError: a stage holds more than the memory limit.
+    """
+    peaks = figures_of(pipeline, options, least_task_seconds).peak_bytes
+    device = max(range(len(peaks)), key=peaks.__getitem__)
+    usable = options.memory * options.backend.usable
+    if peaks[device] > usable:
+        raise MemoryLimitError(
+            f"pipeline: stage {device} of {pipeline.program.name} is predicted to hold {bytes_text(peaks[device])} "
+            f"per device, and {bytes_text(usable)} of {bytes_text(options.memory)} are usable.\n"
+            "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
+            budget=options.memory,
+            needed=peaks[device] / options.backend.usable,
+        )
 
 
 def figures_of(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> PipelineFigures:

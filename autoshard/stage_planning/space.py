@@ -1,14 +1,16 @@
 """A step that can be cut, and a mesh, in; the space that the search of stages chooses from, out.
 
-Units are planned for a few numbers of microbatches. In between, seconds and bytes of a microbatch are affine in its
-rows. What is kept between steps, and what runs once, does not depend on the rows.
+Units are planned for a few numbers of microbatches. Of others, seconds and bytes of a microbatch are taken as affine in
+its rows. What is kept between steps, and what runs once, does not depend on the rows. Seconds are convex in the rows,
+since few rows take as long as the weights are read for. So what is taken from fewer rows is too little: the costs of
+what the search chooses are planned afterwards (`PlannedSpace.with_planned`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,6 +28,9 @@ SCHEDULES = (
     *((name, chunks) for name in ("interleaved_1f1b", "looped_bfs") for chunks in CHUNKS),
     *(("zb_v", 2), ("v_half", 2), ("v_min", 2)),
 )
+# Microbatches in flight on the first device, as a share of the stages, in interleaved 1F1B with two chunks. With one
+# chunk it is 1, with more than two less than 1.5.
+MOST_IN_FLIGHT = 1.5
 # Seconds that a controller takes to dispatch one task and its transfers: measured on CPU with 64 programs and 56
 # transfers, 310 microseconds each. No task is taken to be shorter.
 DISPATCH_SECONDS = 3.1e-4
@@ -55,6 +60,81 @@ class PlannedSpace:
 
     space: StageSpace
     shapes: Mapping[str, SubMeshShape]
+    _planner: _UnitPlanner
+
+    def with_planned(self, microbatches: int, shapes: Collection[str]) -> PlannedSpace | None:
+        """The space with costs that are planned for a number of microbatches, and not taken from others.
+
+        Args:
+            shapes: names of the sub-meshes that they are planned on.
+
+        Returns:
+            None if all of these were planned before, or cannot be.
+        """
+        planned = [name for name in shapes if self._planner.plan(self.shapes[name], microbatches)]
+        if not planned:
+            return None
+        for name in planned:
+            shape = self.shapes[name]
+            self._planner.plan_lean(shape, self.space.row.devices // shape.in_row.devices, microbatches)
+        tables = [self._planner.tables(shape, microbatches) for shape in self.shapes.values()]
+        costs = replace(self.space.costs[microbatches], tables=tuple(itertools.chain(*tables)))
+        return replace(self, space=replace(self.space, costs={**self.space.costs, microbatches: costs}))
+
+
+class _UnitPlanner:
+    """Costs of units on sub-meshes in numbers of microbatches: each planned once, when it is asked for."""
+
+    def __init__(self, request: SpaceRequest) -> None:
+        self.request = request
+        self.cuts: dict[int, UnitCut] = {}
+        self.fast: dict[str, dict[int, UnitCosts]] = {}  # by names of sub-meshes and numbers of microbatches
+        self._lean: dict[str, dict[int, UnitCosts]] = {}  # the same for plans that fit
+
+    def cut(self, microbatches: int) -> UnitCut:
+        """
+        Raises:
+            StageError: the step cannot be cut so.
+        """
+        if microbatches not in self.cuts:
+            self.cuts[microbatches] = self.request.cut_into_units(microbatches)
+        return self.cuts[microbatches]
+
+    def plan(self, shape: SubMeshShape, microbatches: int) -> bool:
+        """Plans for speed; whether costs are known now that were not."""
+        found = self.fast.setdefault(shape.in_row.name, {})
+        if microbatches in found:
+            return False
+        try:
+            costs = unit_costs(self.cut(microbatches), shape, self.request.backend)
+        except StageError:
+            return False
+        if costs is not None:
+            found[microbatches] = costs
+        return costs is not None
+
+    def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> None:
+        """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages."""
+        name, in_flight = shape.in_row.name, min(MOST_IN_FLIGHT * stages, float(microbatches))
+        fast = self.fast[name][microbatches]
+        leaner = lean_unit_costs(self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight)
+        if leaner is not None and leaner is not fast:
+            self._lean.setdefault(name, {})[microbatches] = leaner
+
+    def tables(self, shape: SubMeshShape, microbatches: int) -> list[StageTable]:
+        """Those of one sub-mesh: of plans for speed, and of such as fit where those do not.
+
+        Lean plans are planned for few numbers of microbatches. For others their costs grow as those of fast plans do.
+        """
+        fast, lean = self.fast[shape.in_row.name], self._lean.get(shape.in_row.name, {})
+        if not fast:
+            return []
+        costs = between_microbatches(fast, microbatches)
+        variants = {"": costs}
+        if lean:
+            most = microbatches if microbatches in lean else max(lean)  # with the most each holds the least
+            variants["lean"] = _in_proportion(lean[most], costs, fast[most])
+        return [one.layer_costs().table(shape.in_row, variant) for variant, one in variants.items()]
 
 
 def planned_space(request: SpaceRequest) -> PlannedSpace | None:
@@ -63,52 +143,36 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     Raises:
         StageError: in no number of microbatches can it be cut.
     """
-    cuts: dict[int, UnitCut] = {}
+    planner = _UnitPlanner(request)
     refusal: StageError | None = None
     for count in sorted(request.planned):
         try:
-            cuts[count] = request.cut_into_units(count)
+            planner.cut(count)
         except StageError as error:
             refusal = error
-    if refusal is not None and not cuts:
+    if refusal is not None and not planner.cuts:
         raise refusal
-    units = len(next(iter(cuts.values())).planned)
+    units = len(next(iter(planner.cuts.values())).planned)
     row = device_row(request.mesh_shape, request.topology)
     memory = request.memory * request.backend.usable
     shapes = list(request.shapes) or sub_mesh_shapes(request.mesh_shape, request.topology, memory)
     fewest, most = request.least_stages, min(units, request.most_stages)
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
-    if not shapes:
-        return None
-    tables: dict[int, list[StageTable]] = {count: [] for count in request.microbatches}
+    counts = list(planner.cuts)
     for shape in shapes:
-        stages = max(1, row.devices // shape.in_row.devices)
-        for variant, found in _variants(cuts, shape, request.backend, stages).items():
-            for count in request.microbatches:
-                layers = between_microbatches(found, count).layer_costs()
-                tables[count].append(layers.table(shape.in_row, variant))
-    if not all(tables.values()):
-        return None
-    first = min(cuts)
-    sent = {count: cuts[first].crossing * (first / count) for count in request.microbatches}
-    costs = {count: MicrobatchCosts(tuple(tables[count]), sent[count], sent[count]) for count in request.microbatches}
+        for count in counts:
+            if planner.plan(shape, count):
+                planner.plan_lean(shape, max(1, row.devices // shape.in_row.devices), count)
+    first = counts[0]
+    costs = {}
+    for count in request.microbatches:
+        tables = tuple(itertools.chain(*(planner.tables(shape, count) for shape in shapes)))
+        if not tables:
+            return None
+        sent = planner.cut(first).crossing * (first / count)
+        costs[count] = MicrobatchCosts(tables, sent, sent)
     space = StageSpace(row, costs, request.schedules, request.least_task_seconds, request.most_stages)
-    return PlannedSpace(space, {shape.in_row.name: shape for shape in shapes})
-
-
-def _variants(
-    cuts: Mapping[int, UnitCut], shape: SubMeshShape, backend: Backend, stages: int
-) -> dict[str, dict[int, UnitCosts]]:
-    """Costs on one sub-mesh by number of microbatches: of plans for speed, and of such as fit where those do not."""
-    fast = {count: unit_costs(cut, shape, backend) for count, cut in cuts.items()}
-    found = {count: one for count, one in fast.items() if one is not None}
-    if not found:
-        return {}
-    most = max(found)  # of which each holds the least
-    leaner = lean_unit_costs(cuts[most], shape, backend, found[most], stages, float(min(stages, most)))
-    if leaner is None or leaner is found[most]:
-        return {"": found}
-    return {"": found, "lean": {count: _in_proportion(leaner, one, found[most]) for count, one in found.items()}}
+    return PlannedSpace(space, {shape.in_row.name: shape for shape in shapes}, planner)
 
 
 def _in_proportion(known: UnitCosts, other: UnitCosts, base: UnitCosts) -> UnitCosts:

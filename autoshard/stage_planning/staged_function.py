@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.cache import find, keep, key_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import MemoryLimitError, MicrobatchError, StageError
 from autoshard.layout import without_axes
 from autoshard.options import Options
 from autoshard.planning import lowered
-from autoshard.processes.agreement import Claims, check_alike, plan_of_all
+from autoshard.processes.agreement import Claims, check_alike
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
-from autoshard.propagation import rules_for
-from autoshard.report.units import bytes_text
 from autoshard.specs import check_agrees, fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.pipeline_plan import PipelinePlan, figures_of, pipeline_plan
+from autoshard.stage_planning.pipeline_plan import PipelinePlan, check_fits, pipeline_plan
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
+from autoshard.stages.plan_source import PlanSource
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime
@@ -66,38 +62,10 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         def bound(plan: Plan) -> Plan:
             return self._bound_pipeline(plan, traced, program) if isinstance(plan, PipelinePlan) else plan
 
-        group, options = self._group, self._options
-        if group is None:
-            given = self._given_stages
-            return bound(given) if given is not None else self._kept(program, asked, make, bound)
-        claims = Claims.of(program, rules_for(program), options, self._jit_keywords, self._given_stages)
-        key = hashlib.sha256(f"{claims.key} {asked}".encode()).hexdigest()
-        claims = replace(claims, key=key, said={**claims.said, "pipeline": asked})
-        if self._given_stages is not None:
-            made = bound(self._given_stages)
-        else:
-            made = plan_of_all(
-                group,
-                claims,
-                lambda: self._kept(program, asked, make, bound),
-                lambda text: bound(Plan.loads(text, options.mesh)),
-            )
-        if isinstance(made, PipelinePlan):
+        source = PlanSource(self._options, self._jit_keywords, self._group, self._given_stages)
+        made, claims = source.plan(program, asked, make, bound)
+        if claims is not None and isinstance(made, PipelinePlan):
             self._offers[id(made.pipeline)] = claims, made
-        return made
-
-    def _kept(self, program: Program, asked: str, make: Callable[[], Plan], bound: Callable[[Plan], Plan]) -> Plan:
-        """The plan in the cache folder, or one that is made and kept there."""
-        folder = self._options.cache
-        if folder is None:
-            return make()
-        rules = rules_for(program)
-        key = hashlib.sha256(f"{key_of(program, rules, self._options)} {asked}".encode()).hexdigest()
-        found = find(Path(folder), key, program, self._options)
-        if found is not None:
-            return bound(found)
-        made = make()
-        keep(Path(folder), key, made)
         return made
 
     def _runtime(self, planned: PlannedPipeline) -> PipelineRuntime:
@@ -168,19 +136,8 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
             MemoryLimitError: a stage holds more than the memory limit.
         """
         pipeline, options = self._planned_stages(traced, program), self._options
-        made = pipeline_plan(pipeline, options, DISPATCH_SECONDS)
-        peaks = figures_of(pipeline, options, DISPATCH_SECONDS).peak_bytes
-        device = max(range(len(peaks)), key=peaks.__getitem__)
-        usable = options.memory * options.backend.usable
-        if peaks[device] > usable:
-            raise MemoryLimitError(
-                f"pipeline: stage {device} of {program.name} is predicted to hold {bytes_text(peaks[device])} "
-                f"per device, and {bytes_text(usable)} of {bytes_text(options.memory)} are usable.\n"
-                "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
-                budget=options.memory,
-                needed=peaks[device] / options.backend.usable,
-            )
-        return made
+        check_fits(pipeline, options, DISPATCH_SECONDS)
+        return pipeline_plan(pipeline, options, DISPATCH_SECONDS)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
 """A mesh and what its machine costs, in; its devices in a row and the sub-meshes that stages may have, out.
 
 The row is the mesh's devices in their order, outermost axis first. A sub-mesh has a part of one axis and all of the
-axes inside it, so its devices are neighbours in the row. It keeps the names of all axes.
+axes inside it, so its devices are neighbours in the row. It keeps the names of all axes. Where devices are not alike,
+parts of one shape that have other speeds or memories are shapes of their own, each with the places where it lies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SubMeshShape:
     """One shape of a stage's devices, as the planner sees it and as the search of stages does."""
 
     axes: MeshShape  # those of the whole mesh, with the devices that a stage has along each
-    topology: Topology
+    topology: Topology  # of these devices alone: the figures are those of the slowest and the smallest of them
     in_row: SubMesh
 
     @property
@@ -46,7 +47,11 @@ class SubMeshShape:
 def sub_mesh_shapes(mesh_shape: MeshShape, topology: Topology, memory: float) -> list[SubMeshShape]:
     """Every shape of a stage's devices, from one device to the whole mesh.
 
-    With an axis named "stage" or "pipe" there is one shape: a stage has all other axes.
+    With an axis named "stage" or "pipe" a stage has all other axes.
+
+    Args:
+        memory: bytes that a stage may use on the smallest device. Where that is as much as the device has, stages on
+            larger devices may use more in proportion; otherwise it is a limit for all.
 
     Raises:
         MeshError: such an axis is not the outermost, so that the devices of a stage are no neighbours in the row.
@@ -60,8 +65,8 @@ def sub_mesh_shapes(mesh_shape: MeshShape, topology: Topology, memory: float) ->
                 f"pipeline='auto': the mesh axis {named[0]!r} lies inside {', '.join(map(repr, outside))}, and the "
                 f"devices of a stage have to follow each other.\nPut {named[0]!r} first, as in a mesh of {first}."
             )
-        return [_shape({**mesh_shape, named[0]: 1}, mesh_shape, topology, memory)]
-    return [_shape(axes, mesh_shape, topology, memory) for axes in _parts(mesh_shape)]
+        return _shapes({**mesh_shape, named[0]: 1}, mesh_shape, topology, memory)
+    return [one for axes in _parts(mesh_shape) for one in _shapes(axes, mesh_shape, topology, memory)]
 
 
 def _parts(mesh_shape: MeshShape) -> Iterator[dict[str, int]]:
@@ -76,14 +81,44 @@ def _parts(mesh_shape: MeshShape) -> Iterator[dict[str, int]]:
                 yield {**dict.fromkeys(names[:at], 1), names[at]: part, **inside}
 
 
-def _shape(axes: MeshShape, mesh_shape: MeshShape, topology: Topology, memory: float) -> SubMeshShape:
+def _shapes(axes: MeshShape, mesh_shape: MeshShape, topology: Topology, memory: float) -> list[SubMeshShape]:
+    """The parts of a mesh that have these axes, like ones together."""
     links = {
         axis: part_of_link(topology.links[axis], mesh_shape[axis], size) for axis, size in axes.items() if size > 1
     }
     devices = math.prod(axes.values())
     name = "x".join(str(size) for size in axes.values() if size > 1) or "1"
-    in_row = SubMesh.anywhere(name, devices, math.prod(mesh_shape.values()), memory)
-    return SubMeshShape(axes, replace(topology, links=links), in_row)
+    anywhere = SubMesh.anywhere(name, devices, math.prod(mesh_shape.values()), memory)
+    alike: dict[Topology, list[int]] = {}
+    for start in anywhere.starts:
+        alike.setdefault(_part_of(topology, axes, mesh_shape, start), []).append(start)
+    found = []
+    for part, starts in alike.items():
+        room = memory * part.memory_bytes / topology.memory_bytes
+        own = name if len(alike) == 1 else f"{name} from {starts[0]}"
+        found.append(SubMeshShape(axes, replace(part, links=links), SubMesh(own, devices, tuple(starts), room)))
+    return found
+
+
+def _part_of(topology: Topology, axes: MeshShape, mesh_shape: MeshShape, start: int) -> Topology:
+    """The machine with the devices alone of the part that begins at a position of the row."""
+    first = dict(zip(mesh_shape, np.unravel_index(start, tuple(mesh_shape.values())), strict=True))
+    speed, memory, uneven = 1.0, 1.0, []
+    for one in topology.uneven:
+        own = slice(int(first[one.axis]), int(first[one.axis]) + axes[one.axis])
+        part = replace(one, speeds=one.speeds[own], memories=one.memories[own])
+        speed, memory = speed * part.slowest / one.slowest, memory * part.smallest / one.smallest
+        if len(set(part.speeds)) > 1 or len(set(part.memories)) > 1:
+            uneven.append(part)
+    cache = topology.cache and replace(topology.cache, bandwidth=topology.cache.bandwidth * speed)
+    return replace(
+        topology,
+        flops={dtype: rate * speed for dtype, rate in topology.flops.items()},
+        memory_bandwidth=topology.memory_bandwidth * speed,
+        memory_bytes=topology.memory_bytes * memory,
+        cache=cache,
+        uneven=tuple(uneven),
+    )
 
 
 def device_row(mesh_shape: MeshShape, topology: Topology) -> DeviceRow:

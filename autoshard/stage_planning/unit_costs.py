@@ -26,7 +26,7 @@ from autoshard.stages.units import Unit, Units
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
 
 # How well units are planned for tables. The stages that are chosen are planned as any step is.
-_EFFORT: Mapping[str, float] = {"gap": 0.03, "seconds": 1.0}
+_EFFORT: Mapping[str, float] = {"gap": 0.03, "work": 2.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,15 +97,15 @@ def lean_unit_costs(
 ) -> UnitCosts | None:
     """The same within the memory of a pipeline of so many equal stages; `fast` itself if that fits.
 
-    Every unit gets a part of the memory: as large a part as it takes of the fast choice. One that does not fit takes
-    about the least that it can.
+    Every unit gets a part of the memory beside what one of them works in: as large a part as it takes of the fast
+    choice. One that does not fit takes about the least that it can.
     """
     fixed, left, working = (fast.values[FIELDS.index(name)] for name in FIELDS[-3:])
     held = fixed + in_flight * left
     room = shape.in_row.memory_bytes
     if held.sum() / stages + working.max() <= room:
         return fast
-    share = stages * room / held.sum()
+    share = stages * max(0.0, room - working.max()) / held.sum()
 
     def cost(stage: int) -> StageCost | None:
         unit = units.planned.index(stage)

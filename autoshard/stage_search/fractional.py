@@ -1,25 +1,35 @@
-"""A bound of one kind of pipeline: its schedule as a linear program, in which layers may be shared by virtual stages.
+"""Bounds of one kind of pipeline: linear programs in which layers may be shared by virtual stages.
 
-The start of every task is a variable, and so are the seconds of each kind of task in each virtual stage. A task starts
-after the one before it on its device, and after those whose results it reads have come. A stage takes at least what
-its shares of layers take. The program sees what the order of a schedule costs: an order made for equal stages waits if
-they are not. What it does not see is that layers are whole, but for a limit of layers per device that it may be told.
+The seconds of each kind of task in each virtual stage are variables. A stage takes at least what its shares of layers
+take. A device works for as long as all its tasks take, after the first microbatch has come and before the last
+cotangent has gone back. The program sees memory: that a device has no room for some layers, with the microbatches that
+are in flight there. What it does not see is that layers are whole, but for a limit of layers per device that it may be
+told.
+
+What the order of a schedule costs is added path by path: an order made for equal stages waits if they are not. Tasks on
+a path through the order, with the transfers between them, take no longer than the step. There are too many paths for a
+program. So the schedule is run with the seconds that the program finds, and the paths that end last join it, until it
+finds about as many seconds as the schedule takes (cutting planes). Each program on the way is a bound by itself.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from autoshard.pipeline import Schedule
-from autoshard.pipeline.operations import OperationGraph
+from autoshard.pipeline.operations import OperationGraph, start_times
 from autoshard.stage_search.chunks import ChunkProblem
 from autoshard.stage_search.simulating import ScheduleFacts
 from autoshard.stage_search.tables import StageTable, is_within_memory
 from autoshard.stage_search.whole_layers import Ending, LayerLimit, least_per_layer
 
+MOST_PROGRAMS = 40  # one after the other, each with more paths
+NEAR = 1e-3  # by which share of it the makespan may be missed
 _ROUNDING = 1e-6  # by which share the solver may be wrong
 
 
@@ -53,11 +63,17 @@ class _Rows:
 
 
 def fractional_bound(
-    problem: ChunkProblem, facts: ScheduleFacts, ending: Ending = (0,), limit: LayerLimit | None = None
+    problem: ChunkProblem,
+    facts: ScheduleFacts,
+    ending: Ending = (0,),
+    limit: LayerLimit | None = None,
+    *,
+    has_tasks: bool = True,
 ) -> float:
     """Seconds that no choice of virtual stages is below whose last layers are cut so; inf if none fits.
 
     Args:
+        has_tasks: whether the order of tasks counts, as far as `MOST_PROGRAMS` see it.
         limit: holds for every choice that takes less than its seconds. The bound is then no more than these seconds.
     """
     from scipy.optimize import linprog
@@ -66,14 +82,15 @@ def fractional_bound(
     made, segments = facts.schedule, _segments(problem, len(ending))
     shares = _shares(problem, segments, ending)
     kinds = "FBW" if made.has_weight_tasks else "FB"
-    stages, tasks = len(made.placement), len(facts.graph.operations)
-    # Variables: starts of tasks, seconds of tasks by stage and kind, layers by share, the makespan, the step.
-    duration = {(kind, v): tasks + i * stages + v for i, kind in enumerate(kinds) for v in range(stages)}
-    first_share = tasks + len(duration)
+    stages = len(made.placement)
+    # Variables: seconds of tasks by stage and kind, layers by share, the makespan, the step.
+    duration = {(kind, v): i * stages + v for i, kind in enumerate(kinds) for v in range(stages)}
+    first_share = len(duration)
     makespan = first_share + len(shares)
     step = makespan + 1
     rows = _Rows()
-    _order_tasks(rows, problem, facts.graph, duration, makespan)
+    lag = least_lags(problem, made)
+    _add_up_tasks(rows, problem, made, lag, duration, makespan)
     by_stage: list[list[int]] = [[] for _ in range(stages)]
     for i, share in enumerate(shares):
         by_stage[share.stage].append(i)
@@ -106,51 +123,108 @@ def fractional_bound(
             return float("inf")
         totals.add(parts, float(len(segment)))
     least = np.zeros(step + 1)
-    least[tasks:first_share] = problem.space.least_task_seconds
+    least[:first_share] = problem.space.least_task_seconds
     cost = np.zeros(step + 1)
     cost[step] = 1.0
 
     def matrix(some: _Rows) -> coo_array:
         return coo_array((some.value, (some.row, some.column)), shape=(len(some.bound), step + 1)).tocsr()
 
-    found = linprog(
-        cost,
-        A_ub=matrix(rows),
-        b_ub=rows.bound,
-        A_eq=matrix(totals),
-        b_eq=totals.bound,
-        bounds=np.stack([least, np.full(step + 1, np.inf)], axis=1),
-        method="highs",
-    )
     below = np.inf if limit is None else limit.seconds
-    if found.status == 2:  # infeasible
-        return float(below)
-    return min(float(found.fun) * (1.0 - _ROUNDING), float(below)) if found.status == 0 else 0.0
+    orders, bound = _Orders(facts.graph, lag), 0.0
+    for _ in range(MOST_PROGRAMS if has_tasks else 1):
+        found = linprog(
+            cost,
+            A_ub=matrix(rows),
+            b_ub=rows.bound,
+            A_eq=matrix(totals),
+            b_eq=totals.bound,
+            bounds=np.stack([least, np.full(step + 1, np.inf)], axis=1),
+            method="highs",
+        )
+        if found.status == 2:  # infeasible
+            return float(below)
+        if found.status != 0:
+            break
+        bound = max(bound, float(found.fun) * (1.0 - _ROUNDING))
+        if bound >= below or not has_tasks:
+            break
+        seconds, paths = orders.last_paths({key: float(found.x[column]) for key, column in duration.items()})
+        if seconds <= float(found.x[makespan]) * (1.0 + NEAR):
+            break
+        for path, travel in paths:
+            rows.add([*((duration[key], float(count)) for key, count in path.items()), (makespan, -1.0)], -travel)
+    return min(bound, float(below))
 
 
-def _order_tasks(
+class _Orders:
+    """The tasks of a schedule in their orders."""
+
+    def __init__(self, graph: OperationGraph, lag: Mapping[tuple[str, int, int], float]) -> None:
+        self.rows = graph.rows
+        self.firsts = {row[0] for row in graph.rows}
+        tasks = [operation[0] for operation in graph.operations]
+        self.keys = [(task.kind, task.virtual_stage) for task in tasks]
+        self.lags = [
+            [(other, lag.get((task.kind, tasks[other].virtual_stage, task.virtual_stage), 0.0)) for other in inputs]
+            for task, inputs in zip(tasks, graph.inputs, strict=True)
+        ]
+
+    def last_paths(self, seconds: Mapping[tuple[str, int], float]) -> tuple[float, list[tuple[Counter[Any], float]]]:
+        """The makespan, and per device the tasks on the longest path to its last one, with the seconds of transfers.
+
+        Args:
+            seconds: of a task by its kind and virtual stage.
+        """
+        taken = [seconds[key] for key in self.keys]
+        starts, _ = start_times(self.rows, self.lags, taken)
+        found: list[tuple[Counter[Any], float]] = []
+        seen: set[Any] = set()
+        for row in self.rows:
+            path, travel = Counter[Any](), 0.0
+            at: int | None = row[-1]
+            while at is not None:
+                path[self.keys[at]] += 1
+                at, spent = self._before(at, starts, taken)
+                travel += spent
+            known = tuple(sorted(path.items())), travel
+            if known not in seen:
+                seen.add(known)
+                found.append((path, travel))
+        return max(starts[row[-1]] + taken[row[-1]] for row in self.rows), found
+
+    def _before(self, task: int, starts: Sequence[float], taken: Sequence[float]) -> tuple[int | None, float]:
+        """What a task waited for last, and the seconds that its result travelled; None if it did not wait."""
+        ways = [(starts[other] + taken[other] + spent, other, spent) for other, spent in self.lags[task]]
+        if task not in self.firsts:
+            ways.append((starts[task - 1] + taken[task - 1], task - 1, 0.0))
+        if not ways:
+            return None, 0.0
+        _, other, spent = max(ways)
+        return other, spent
+
+
+def _add_up_tasks(
     rows: _Rows,
     problem: ChunkProblem,
-    graph: OperationGraph,
+    made: Schedule,
+    lag: Mapping[tuple[str, int, int], float],
     duration: Mapping[tuple[str, int], int],
     makespan: int,
 ) -> None:
-    """Every task after those that it waits for, and the makespan after all."""
-    lag = least_lags(problem, graph.schedule)
-    tasks = [operation[0] for operation in graph.operations]
+    """The makespan is no less than what a device works, and what its first virtual stage waits for there and back.
 
-    def after(task: int, later: int, seconds: float) -> None:
-        kind, _, stage = tasks[task]
-        rows.add([(task, 1.0), (duration[kind, stage], 1.0), (later, -1.0)], -seconds)
-
-    for row in graph.rows:
-        for task in row[:-1]:
-            after(task, task + 1, 0.0)
-        after(row[-1], makespan, 0.0)
-    for task, inputs in enumerate(graph.inputs):
-        kind, _, stage = tasks[task]
-        for other in inputs:
-            after(other, task, lag.get((kind, tasks[other].virtual_stage, stage), 0.0))
+    Nobody waits for W tasks. So these count where the way back does not, or do not count (`chains.py`).
+    """
+    count = float(problem.microbatches)
+    ways = [("FBW", "F"), ("FB", "FB")] if made.has_weight_tasks else [("FB", "FB")]
+    for device, first in enumerate(problem.first_stages):
+        here = [v for v, home in enumerate(made.placement) if home == device]
+        for own, passed in ways:
+            terms = [(duration[kind, v], count) for v in here for kind in own]
+            terms += [(duration[kind, v], 1.0) for v in range(first) for kind in passed]
+            travel = sum(lag["F", v, v + 1] + ("B" in passed) * lag["B", v + 1, v] for v in range(first))
+            rows.add([*terms, (makespan, -1.0)], -travel)
 
 
 def least_lags(problem: ChunkProblem, made: Schedule) -> dict[tuple[str, int, int], float]:

@@ -23,7 +23,7 @@ from autoshard.stage_search.tightening import KindBound
 from autoshard.stage_search.whole_layers import WholeLayers
 
 _APART = 0.01  # of the work: gradients of weights that take less are as good as none
-_PROGRAMS = 0.1  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
+_PROGRAMS = 0.03  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
 _LARGEST_PROGRAM = 6_000  # tasks: what programs take grows faster than they do
 _NEAR = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
 
@@ -121,16 +121,13 @@ class ChunkKind(Kind):
             self._tight = KindBound(self._problem, self._whole, self._estimate, enough)
             self.bound = max(self.bound, self._tight.seconds)
             return 1
-        if self.tasks > min(most_tasks, _LARGEST_PROGRAM):
-            return 0
         facts = schedule_facts(self.schedule, self.stages, self.chunks, self.microbatches)
         if facts is None:  # there is no such schedule for so many microbatches
             self.bound = math.inf
             return 1
-        if not self._tight.raise_once(facts):
-            return 0
+        taken = self._tight.raise_once(facts, min(most_tasks, _LARGEST_PROGRAM))
         self.bound = max(self.bound, self._tight.seconds)
-        return self.tasks
+        return taken
 
 
 def search_stages(space: StageSpace, settings: SearchSettings | None = None) -> StageSearchResult:

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array
+from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array, scan_counts
 from autoshard.microbatches.batch import traced_in_part
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import proof
-from autoshard.microbatches.relations import Known, Rows
+from autoshard.microbatches.relations import Invariant, Rows
 from autoshard.microbatches.rows import Microbatches
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.building import Builder, Names
@@ -36,6 +36,7 @@ class CuttableStep:
     part: ClosedJaxpr  # the same for one microbatch
     split: Microbatches
     carried: Mapping[int, int]  # argument -> the result that takes its place
+    held: frozenset[int] = frozenset()  # equations that one stage alone computes, however cheap they are
 
     @classmethod
     def of(cls, traced: TracedStep, count: int, carried: Mapping[int, int], name: str = "step") -> CuttableStep:
@@ -49,7 +50,7 @@ class CuttableStep:
     @cached_property
     def roles(self) -> Roles:
         found = proof(self.whole, self.part, self.split)
-        return Roles(MicrobatchedStep(self.whole.jaxpr, self.part.jaxpr, self.split, found))
+        return Roles(MicrobatchedStep(self.whole.jaxpr, self.part.jaxpr, self.split, found), self.held)
 
     def units(self, least: int = 1) -> Units:
         """Where the forward pass may be cut: into `least` units or more, if it has so much work apart."""
@@ -61,7 +62,12 @@ Pins = Callable[[Roles, Sequence[Origin]], Mapping[int, int]]
 
 
 def cut(
-    step: CuttableStep, boundaries: Sequence[Origin], *, weight_programs: bool = False, pins: Pins | None = None
+    step: CuttableStep,
+    boundaries: Sequence[Origin],
+    *,
+    weight_programs: bool = False,
+    pins: Pins | None = None,
+    are_alike: bool = False,
 ) -> StagePrograms:
     """The programs of the stages between boundaries.
 
@@ -70,25 +76,26 @@ def cut(
         weight_programs: whether to make W programs, of what no earlier stage waits for. If not, B is all of the
             backward pass.
         pins: says of backward equations where they run; by default where the fewest bytes cross.
+        are_alike: whether parts of one loop hand on the same carries, whether or not anybody reads those of the last.
 
     Raises:
         StageError: an early stage would wait for a late one.
     """
     bounds = _bounds(step.roles, boundaries)
     whole, part = taken_apart(step.whole, bounds), taken_apart(step.part, bounds)
-    roles = step.roles
+    roles, held = step.roles, frozenset(i for i, one in enumerate(whole.origins) if one.equation in step.held)
     if bounds:
         found = proof(whole.closed, part.closed, step.split)
-        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found))
+        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found), held)
     stages = stages_of(roles, whole.origins, boundaries, pins(roles, whole.origins) if pins is not None else None)
     late = _settle_sums(roles, stages)
     if late:
-        places = [Known.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
+        places = [Invariant.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
         found = replace(roles.step.proof, places=places)
         again = MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found)
-        roles = Roles(again)
+        roles = Roles(again, held)
         stages = {i: stages[i] for i in roles.loop if i in stages}
-    return _Cut(step, whole, roles, stages, boundaries, weight_programs).programs()
+    return _Cut(step, whole, roles, stages, boundaries, weight_programs, are_alike).programs()
 
 
 def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
@@ -127,27 +134,50 @@ class _Cut:
         stages: Mapping[int, int],
         boundaries: Sequence[Origin],
         has_weights: bool,
+        are_alike: bool,
     ):
         self.source, self.apart, self.roles, self.step = step, whole, roles, roles.step
         self.stages, self.boundaries, self.has_weights = stages, tuple(boundaries), has_weights
+        self.are_alike = are_alike
         self.count = len(boundaries) + 1
         self.jaxpr = whole.closed.jaxpr
         self.pieces = tuple(whole.slices)
         self.names = Names.of(self.jaxpr, self.pieces, self.step.equations)
         self.outside = set(self.names.outside)
-        self.builder = Builder(self.step, self.names, roles)
+        self.builder = Builder(self.step, self.names, roles, self.sliced() if are_alike else frozenset())
 
     # What each loop program computes.
 
     @cached_property
     def sent(self) -> frozenset[Var]:
-        """Values that another stage reads."""
-        return frozenset(
+        """Values that another stage reads, or would read if it were like the others."""
+        found = {
             var
             for i, stage in self.stages.items()
             for var in self.operands(i)
             if self.stages[self.roles.makers[var]] != stage
-        )
+        }
+        return frozenset(found | self.carried_on(found)) if self.are_alike else frozenset(found)
+
+    def sliced(self) -> frozenset[int]:
+        """Equations that take the trips of one stage out of what all stages have, as their keys or numbers."""
+        scans = {self.apart.origins[i].equation for i in self.roles.stacks}
+        apart = ((i, one) for i, one in enumerate(self.apart.origins) if one.equation in scans)
+        return frozenset(i for i, _ in apart if self.step.equations[i].primitive.name != "scan")
+
+    def carried_on(self, sent: set[Var]) -> set[Var]:
+        """The carries of all parts of a loop of which one part sends the like."""
+        parts: dict[int, list[int]] = {}
+        for i in self.stages:
+            if i in self.roles.stacks:
+                parts.setdefault(self.apart.origins[i].equation, []).append(i)
+        found: set[Var] = set()
+        for several in parts.values():
+            made = [self.step.equations[i].outvars[: scan_counts(self.step.equations[i])[1]] for i in several]
+            for alike in zip(*made, strict=True):
+                if not sent.isdisjoint(alike):
+                    found |= set(alike)
+        return found
 
     def operands(self, i: int) -> list[Var]:
         """What an equation reads of stages, through equations that every stage computes itself."""
@@ -217,7 +247,7 @@ class _Cut:
             if early is not None:
                 before[stage] = early
         after, placed = self.after()
-        homes = {self.names.outside[var]: stage for var, stage in placed.homes.items()}
+        homes = {self.names.outside[var]: stage for var, stage in placed.homes.items()} | self.batch_homes()
         types = self.builder.types
         for var, key in self.names.outside.items():
             types.setdefault(key, _struct(aval_of(var)))
@@ -276,7 +306,7 @@ class _Cut:
         return self.builder.after_programs(placed, results, located), placed
 
     def is_late_effect(self, i: int) -> bool:
-        return bool(self.step.equations[i].effects) and self.step.proof.places[i] is Known.AFTER
+        return bool(self.step.equations[i].effects) and self.step.proof.places[i] is Invariant.AFTER
 
     def parameter_homes(self) -> dict[Var, int]:
         """Arguments and pieces -> the first stage whose loop programs read them."""
@@ -286,6 +316,17 @@ class _Cut:
                 is_rows = isinstance(self.step.proof.relations[var], Rows)
                 if not is_rows and aval_of(var).shape:
                     found[var] = min(stage, found.get(var, stage))
+        return found
+
+    def batch_homes(self) -> dict[Key, int]:
+        """Arguments with rows of the batch -> the first stage whose loop programs read them."""
+        taken = {var for var, _ in self.carried_pairs()}
+        found: dict[Key, int] = {}
+        for i, stage in self.stages.items():
+            for var in self.builder.outside_behind(self.roles.inputs(i)):
+                if isinstance(self.step.proof.relations[var], Rows) and var not in taken:
+                    key = self.names.outside[var]
+                    found[key] = min(stage, found.get(key, stage))
         return found
 
     def carried_pairs(self) -> list[tuple[Var, Var]]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from autoshard.options import Options
 from autoshard.pipeline import Schedule
 from autoshard.program import Program
+from autoshard.specs import fixed_layouts
+from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key, StagePrograms
+from autoshard.stages.sub_meshes import stage_meshes, stage_positions
 from autoshard.user_plan import Plan
 
 
@@ -34,8 +39,32 @@ class PlannedPipeline:
         stage = self.programs.homes[key] if key in self.programs.homes else self.programs.makers[key].stage
         return self.schedule.placement[stage]
 
-    def part(self, mesh: Mesh, device: int) -> Mesh:
+    def part(self, mesh: Any, device: int) -> Any:
         """The part of another mesh of the same axes that a device of the schedule would have."""
-        own = self.meshes[device]
+        own = dict(self.meshes[device].shape)
+        types: Any = (AxisType.Auto,) * len(own)
+        if not isinstance(mesh, Mesh):
+            return AbstractMesh(tuple(own.values()), tuple(own), axis_types=types)
         devices = mesh.devices.reshape(-1)[list(self.positions[device])]
-        return Mesh(devices.reshape(tuple(own.shape.values())), own.axis_names)
+        return Mesh(devices.reshape(tuple(own.values())), tuple(own), axis_types=types)
+
+    def planned_again(self, options: Options, jit_keywords: Mapping[str, Any], *, keeps_parts: bool) -> PlannedPipeline:
+        """The same programs in the same order, planned under other options.
+
+        Args:
+            keeps_parts: whether stages keep their parts of the mesh; if not, they get equal parts of `options.mesh`.
+
+        Raises:
+            MeshError: the stages do not divide the other mesh.
+            MemoryLimitError: a program fits in no way, with its stage.
+        """
+        positions, count = self.positions, self.schedule.stages
+        if keeps_parts:
+            meshes = tuple(self.part(options.mesh, device) for device in range(count))
+        else:
+            meshes, positions = stage_meshes(options.mesh, count), stage_positions(options.mesh, count)
+        homes = [meshes[self.schedule.placement[stage]] for stage in range(self.programs.stages)]
+        fixed = fixed_layouts(self.program, options.fixed, dict(homes[0].shape))
+        own = {i: layout for i, layout in fixed.items() if i < len(self.program.own_arguments)}
+        plans = StagePlanner(self.programs, options, own, self.program.donated, jit_keywords).plans(homes)
+        return replace(self, plans=plans, meshes=meshes, positions=positions)

@@ -25,7 +25,8 @@ from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.traced import program_of
 from autoshard.user_plan import Plan
 
-_ORDER = {"B": 0, "F": 1, "W": 2, "after": 3, "before": 4}
+# Which program of a stage says first how arguments lie.
+PLANNING_ORDER = {"B": 0, "F": 1, "W": 2, "after": 3, "before": 4}
 
 
 @dataclass
@@ -45,14 +46,18 @@ class StagePlanner:
         Raises:
             MemoryLimitError: a program fits in no way, with its stage.
         """
-        order = list(self.programs.programs)
         found: dict[int, Plan] = {}
         for stage in range(self.programs.stages):
-            layouts = self.asked()
-            own = [n for n, program in enumerate(order) if program.stage == stage]
-            for n in sorted(own, key=lambda n: (_ORDER[order[n].kind], n)):
-                found[n] = self.plan(order[n], layouts, meshes[stage])
-        return tuple(found[n] for n in range(len(order)))
+            found |= self.of_stage(stage, meshes[stage])
+        return tuple(found[n] for n in range(len(found)))
+
+    def of_stage(self, stage: int, mesh: Any) -> dict[int, Plan]:
+        """The plans of the programs of one stage, by the place of each program in `StagePrograms.programs`."""
+        order, layouts = list(self.programs.programs), self.asked()
+        own = [n for n, program in enumerate(order) if program.stage == stage]
+        return {
+            n: self.plan(order[n], layouts, mesh) for n in sorted(own, key=lambda n: (PLANNING_ORDER[order[n].kind], n))
+        }
 
     def asked(self) -> dict[Key, Layout]:
         """How the user wants arguments to lie, and so pieces of them. Trips of a stack are never split."""
@@ -66,8 +71,7 @@ class StagePlanner:
         given = self.programs.given(self.donated)
         made = program_of(program, self.programs.name, self.programs.carried, given)
         pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
-        where = {"mesh": mesh, "given_mesh": mesh, "topology": self._topology(dict(mesh.shape))}
-        options = replace(self.options, **where, fixed={}, pinned=pinned, microbatches=1, like=None, refine=1)
+        options = replace(self.options_on(mesh), pinned=pinned)
         key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items())
         if key not in self.known:
             self.known[key] = self._planned(program, made, options)
@@ -79,6 +83,11 @@ class StagePlanner:
             for one, placed in zip(program.outputs, plan.results, strict=True)
         )
         return lowered(made, replace(plan, results=results, name=made.name), self.jit_keywords)
+
+    def options_on(self, mesh: Any) -> Options:
+        """The options for a program on a part of the mesh."""
+        where = {"mesh": mesh, "given_mesh": mesh, "topology": self._topology(dict(mesh.shape))}
+        return replace(self.options, **where, fixed={}, microbatches=1, like=None, refine=1)
 
     def _topology(self, part: MeshShape) -> Topology:
         """What a part of the mesh costs: its links are those inside it."""

@@ -86,6 +86,7 @@ class Roles:
     """
 
     step: MicrobatchedStep
+    held: frozenset[int] = frozenset()  # equations that one stage alone computes, however cheap they are
 
     @cached_property
     def loop(self) -> tuple[int, ...]:
@@ -126,7 +127,7 @@ class Roles:
     @cached_property
     def cheap(self) -> frozenset[int]:
         """Equations that may be computed twice."""
-        return frozenset(i for i in self.loop if is_cheap(self.step.equations[i]))
+        return frozenset(i for i in self.loop if i not in self.held and is_cheap(self.step.equations[i]))
 
     @cached_property
     def parameters(self) -> frozenset[Var]:
@@ -147,7 +148,7 @@ class Roles:
         """Cheap forward equations on no parameters: every stage that reads them computes them itself."""
         found: set[int] = set()
         for i in self.loop:
-            if i in self.backward or any(var in self.parameters for var in self.inputs(i)):
+            if i in self.held or i in self.backward or any(var in self.parameters for var in self.inputs(i)):
                 continue
             eqn = self.step.equations[i]
             may = is_cheap(eqn) or (i,) in self.step.proof.drawn

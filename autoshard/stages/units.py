@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.errors import StageError
 from autoshard.jaxprs import Var, scan_counts
 from autoshard.program.user_code import source_of
-from autoshard.stages.roles import Roles, bytes_of, work
+from autoshard.stages.roles import Roles, bytes_of, variables, work
 from autoshard.stages.stacks import Origin
 
 _END = Origin(2**62)  # after every equation
@@ -70,9 +70,14 @@ class Units:
             return (*self.balanced(count), *[count] * (stages - count))
         if count < filled:
             lines = ", ".join(dict.fromkeys(unit.name for unit in self.units))
+            advice = (
+                f"Use stages={count} or fewer."
+                if count > 1
+                else "Leave pipeline= out; or write layers one after the other, or as a lax.scan over stacked weights."
+            )
             raise StageError(
                 f"pipeline: stages={filled}, but the forward pass can be cut into {count} parts at most ({lines}).\n"
-                f"Use stages={count} or fewer."
+                f"{advice}"
             )
         done = np.concatenate([[0.0], np.cumsum([unit.forward_flops + unit.backward_flops for unit in self.units])])
         least = np.full((stages + 1, count + 1), np.inf)  # the largest stage of the first n units in s stages
@@ -145,7 +150,8 @@ class _Line:
                 consts, carries = scan_counts(small)
                 carry = sum(map(bytes_of, small.outvars[:carries]))
                 first = {var: bytes_of(self.step.twins[var]) for var in self.roles.inputs(i) if var in alive}
-                ended = {var for var in first if self.last_readers[var] == i and var not in set(eqn.invars[:consts])}
+                held = variables(eqn.invars[:consts])
+                ended = {var for var in first if self.last_readers[var] == i and var not in held}
                 inside = crossing - sum(first[var] for var in ended) + carry
                 found += [
                     _Slot(Origin(i, trip), flops, inside, f"{name} trip {trip}", cheap) for trip in range(1, trips)

@@ -81,7 +81,7 @@ class Roles:
     @cached_property
     def _parents(self) -> dict[Factor, Factor]:
         parents: dict[Factor, Factor] = {}
-        made = {made.value.id: (group.index, made.dims) for group in self.groups for made in group.made}
+        made = {made.value.id: (group.index, made.dims) for group in self.groups for made in group.outputs}
         first: dict[int, tuple[int, FactorDims]] = dict(made)
         for group in self.groups:
             for use in group.uses:
@@ -118,7 +118,7 @@ class Roles:
             # Of factors, since several of them may be one dim: a recurrent weight takes and makes the same features.
             weight = _factors(use.dims for use in group.uses if use.value.id in self.of_state)
             active = _factors(use.dims for use in group.uses if use.value.id not in self.of_state)
-            left = _factors(made.dims for made in group.made)
+            left = _factors(made.dims for made in group.outputs)
             is_convolution = group.equations[0].primitive == "conv_general_dilated"  # its groups are of channels
             shared = set() if is_convolution else self._dims(group, weight & active & left) - batch
             experts |= shared
@@ -160,7 +160,7 @@ class Roles:
 
     def _in_all(self, group: Group) -> set[Factor]:
         """The dims of the step that all operands and results of a group have, as one factor."""
-        tensors = [*(use.dims for use in group.uses), *(made.dims for made in group.made)]
+        tensors = [*(use.dims for use in group.uses), *(made.dims for made in group.outputs)]
         return self._dims(group, set.intersection(*(_factors([dims]) for dims in tensors)))
 
     def _dims(self, group: Group, factors: Iterable[int]) -> set[Factor]:
@@ -188,9 +188,9 @@ class Roles:
             is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._in_all(group))
             return Work.EXPERT if is_expert else Work.PRODUCT
         rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
-        readers = [r for made in group.made for r in self.formulation.readers[made.value.id]]
+        readers = [r for made in group.outputs for r in self.formulation.readers[made.value.id]]
         for_updates = bool(readers) and all(r.group is None or r.group.index in updates for r in readers)
-        left = any(self._is_any(group, made.dims, rows) for made in group.made) and not for_updates
+        left = any(self._is_any(group, made.dims, rows) for made in group.outputs) and not for_updates
         if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
             return Work.ATTENTION
         sums_rows = any(self.role(group, factor) & rows for factor in group.reduction)
@@ -211,8 +211,8 @@ class Roles:
         for group in reversed(self.groups):
             if group.index in found or group.equations[0].primitive in _PRODUCTS:
                 continue
-            readers = [r for made in group.made for r in self.formulation.readers[made.value.id]]
-            ends = any(made.value in returned for made in group.made)
+            readers = [r for made in group.outputs for r in self.formulation.readers[made.value.id]]
+            ends = any(made.value in returned for made in group.outputs)
             sums = any(self.role(group, factor) & rows for factor in group.reduction)
             if readers and not ends and not sums and all(r.group is None or r.group.index in found for r in readers):
                 found.add(group.index)
@@ -243,7 +243,7 @@ class Roles:
                     bool(group.uses) and not group.reduction and found.issuperset(use.value.id for use in group.uses)
                 )
             if is_state:
-                found.update(made.value.id for made in group.made)
+                found.update(made.value.id for made in group.outputs)
         return found
 
     @cached_property
@@ -293,7 +293,7 @@ class Roles:
                     if use.value.id in self.of_state:
                         meet(use.value.id, read_as.get(work, State.PARAMETER if group.fuses else State.TABLE))
         for group in reversed(self.groups):  # back to the arguments that these are made of
-            for made in group.made:
+            for made in group.outputs:
                 if made.value.id in met and made.value.id in self.of_state:
                     for use in group.uses:
                         meet(use.value.id, met[made.value.id])
@@ -329,7 +329,7 @@ def batch_dim(formulation: Formulation, argument: int) -> int | None:
     readers = formulation.readers[value.id]
     while readers and all(r.group and r.group.equations[0].primitive == "scan_slice" for r in readers):
         dim += 1
-        readers = [one for r in readers if r.group for one in formulation.readers[r.group.made[0].value.id]]
+        readers = [one for r in readers if r.group for one in formulation.readers[r.group.outputs[0].value.id]]
     return dim if dim < len(value.shape) else None
 
 

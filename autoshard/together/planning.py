@@ -53,6 +53,7 @@ _OPTIONS = (
     "ignore_constraints",
     "trips",
     "microbatches",
+    "search",
     "tactics",
 )
 
@@ -82,7 +83,8 @@ def plan_together(
             dict of keywords of `jax.jit`: ``(decode, (params, cache, tokens), {"donate_argnums": 1})``.
         mesh: the devices, as for `autoshard`.
         weights: name -> how often the function runs; 1 by default.
-        **options: those of `autoshard`, for all functions. `time_limit` is that of each search; there are several.
+        **options: those of `autoshard`, for all functions. `time_limit` is that of each search; there are several, all
+            by `search`.
 
     Returns:
         A plan per function. Each says how long all take together, and how long they take at least.
@@ -272,7 +274,8 @@ class _Search:
 
     def solved_here(self, joint: JointProblem) -> Solution | None:
         with contextlib.suppress(SolverError):
-            return solve_for_plan(joint.problem, time_limit=self.steps[0].options.time_limit)
+            options = self.steps[0].options
+            return solve_for_plan(joint.problem, time_limit=options.time_limit, search=options.search)
         return None
 
 

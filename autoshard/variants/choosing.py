@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from autoshard.errors import MemoryLimitError, MicrobatchError
 from autoshard.options import Options
 from autoshard.program import Program
-from autoshard.remat.recomputation import Level
 from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
@@ -44,13 +43,15 @@ class Wishes:
     recomputes: bool  # whether autoshard chooses what is computed again
     memory: float  # bytes per device that a plan may be predicted to fill
     until: float  # when no more variants are planned, as `time.monotonic` has it
+    moves: bool  # whether state may be moved to hosts: their links are known
     stacks: bool  # whether what is computed of each matrix by itself may be computed of stacks of them
 
     @classmethod
     def of(cls, options: Options, memory: float) -> Wishes:
         """Those of a user's options; tactics say how the step is split as it is written."""
         mesh, recomputes = dict(options.mesh.shape), options.remat is not None
-        return cls(mesh, options.microbatches, recomputes, memory, options.ends, stacks=not options.tactics)
+        moves = recomputes and options.topology.host_bandwidth is not None
+        return cls(mesh, options.microbatches, recomputes, memory, options.ends, moves, stacks=not options.tactics)
 
     def is_one(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""
@@ -109,7 +110,9 @@ def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
             break
         for variant in _grouped(variants, wishes.mesh, count):
             levels = range(len(variants.recomputation(variant).levels)) if wishes.recomputes else ()
-            for one in (variant, *(replace(variant, level=level) for level in levels)):
+            at_levels = [variant, *(replace(variant, level=level) for level in levels)]
+            moves = wishes.moves and variants.movable_state.movable and any(one.on_host for one in given.arguments)
+            for one in (replace(one, state_on_hosts=bool(moves)) for one in at_levels):
                 sizes = wishes.sizes(variants, one)
                 for other in (one, *(replace(one, stacked=size) for size in sizes)):
                     if variants.program(other).fingerprint == given.fingerprint:
@@ -196,14 +199,42 @@ class _Search(Generic[Planned]):
             if ways and time.monotonic() > self.wishes.until:
                 self.bounds.append(0.0)  # nothing is proven of what is not planned
                 break
-            levels = self.levels(variant)
-            cost = self.plan(replace(variant, level=len(levels) - 1) if levels else variant)
-            if cost is not None:
-                ways.append((cost, variant))
+            if (found := self.plan_leanest(variant)) is not None:
+                ways.append(found)
         if not ways:  # not even with the least that can be kept
             return
         _, variant = min(ways, key=lambda way: way[0])
-        for level in reversed(range(len(self.levels(variant)) - 1)):
+        on_devices, on_hosts = self.levels(variant)
+        self.plan_richer(variant, on_devices[:-1])
+        if self.best_variant.level != 0:  # something is computed again, or on hosts already
+            self.plan_richer(variant, on_hosts)
+            if self.may_move_state(variant):
+                self.plan_richer(replace(variant, state_on_hosts=True), on_devices)
+
+    def plan_leanest(self, variant: Variant) -> tuple[float, Variant] | None:
+        """Plans a variant as lean as it can be, and leaner on hosts if need be: its seconds, and the way that fits."""
+        ends = [levels[-1] for levels in self.levels(variant) if levels] or [None]
+        for one in (variant, replace(variant, state_on_hosts=True))[: 1 + self.has_movable_state]:
+            for level in ends:
+                if (cost := self.plan(replace(one, level=level))) is not None:
+                    return cost, one
+        return None
+
+    @property
+    def has_movable_state(self) -> bool:
+        """Whether some of the state can lie on hosts."""
+        return self.wishes.moves and bool(self.variants.movable_state.movable)
+
+    def may_move_state(self, variant: Variant) -> bool:
+        """Whether less may be computed again, with state on hosts, than it takes to move the state there and back."""
+        if variant.state_on_hosts or not self.has_movable_state or self.best_variant.level is None:
+            return False
+        again = self.variants.recomputation(variant).levels[self.best_variant.level].seconds
+        return self.variants.seconds_of_moving_state < again
+
+    def plan_richer(self, variant: Variant, levels: Sequence[int]) -> None:
+        """Plans a variant at levels of which each holds less than the one before, the last first, while they fit."""
+        for level in reversed(levels):
             if time.monotonic() > self.wishes.until:
                 self.bounds.append(0.0)
                 break
@@ -213,8 +244,13 @@ class _Search(Generic[Planned]):
             if self.plan(one) is None:  # levels before it keep still more
                 break
 
-    def levels(self, variant: Variant) -> Sequence[Level]:
-        return self.variants.recomputation(variant).levels if self.wishes.recomputes else ()
+    def levels(self, variant: Variant) -> tuple[Sequence[int], Sequence[int]]:
+        """The levels that keep all on devices, and those that keep something on hosts."""
+        if not self.wishes.recomputes:
+            return (), ()
+        found = self.variants.recomputation(variant)
+        count = len(found.levels_on_devices)
+        return range(count), range(count, len(found.levels))
 
     def plan(self, variant: Variant) -> float | None:
         """The seconds of a variant's plan, or those that it is proven to take; None if it does not fit."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from autoshard.arrays.arguments import without_type
+from autoshard.arrays.arguments import is_on_host, on_devices, without_type
 from autoshard.options import Options
 from autoshard.program.explicit import is_explicit
 
@@ -26,17 +26,19 @@ def trace_contexts(
     context, ours = jax.sharding.get_abstract_mesh(), options.mesh.abstract_mesh
     assert options.given_mesh is not None, "`options_of` has it"
     given, opened = options.given_mesh.abstract_mesh, tuple(map(without_type, types))
+    # Where state may lie on hosts, a step is given such that does not say so itself.
+    here = [(context, tuple(map(on_devices, opened)))] if options.remat and any(map(is_on_host, types)) else []
     if not context.empty:
         auto = context.update(axis_types=(AxisType.Auto,) * len(context.axis_names)), opened
-        return [(context, types), auto] if is_ours(context) else [auto]
+        return [(context, types), auto, *here] if is_ours(context) else [auto, *here]
     typed = [(one[4].mesh, types) for one in types if isinstance(one, tuple) and one[4] is not None][:1]
     as_typed = [(context, types), *typed] if typed and is_explicit(given) else []
     named = typed or [(given, opened)] * is_explicit(given)
-    return [(context, opened), (ours, opened), *(as_typed or named)]
+    return [(context, opened), (ours, opened), *(as_typed or named), *here]
 
 
 def wants_another_context(error: Exception) -> bool:
-    """Whether JAX refuses a step for the mesh that is set, or for the kind of its axes."""
+    """Whether JAX refuses a step for the mesh that is set, the kind of its axes, or where arguments lie."""
     if not isinstance(error, RuntimeError | ValueError | AssertionError):
         return False
-    return any(words in str(error) for words in ("set_mesh", "with_sharding_constraint", "type Auto"))
+    return any(words in str(error) for words in ("set_mesh", "with_sharding_constraint", "type Auto", "memory_space"))

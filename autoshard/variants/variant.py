@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,8 @@ from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import in_microbatches
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
-from autoshard.remat.costs import bytes_of
+from autoshard.remat.costs import bytes_of, moving_seconds
+from autoshard.remat.host_state import HostState
 from autoshard.remat.recomputation import Recomputation
 
 
@@ -28,6 +30,7 @@ class Variant:
     microbatches: int = 1  # parts of the batch, one after the other
     groups: int = 1  # of rows, side by side in every microbatch, and summed up after the last
     level: int | None = None  # of recomputation; None: as the user wrote it
+    state_on_hosts: bool = False  # whether state that the passes do not read lies on hosts between steps
     stacked: int | None = None  # functions of one array in stacks of a multiple of so many; None: as the user wrote it
 
 
@@ -108,6 +111,14 @@ class StepVariants:
         return replace(self._traced.read(found.rewritten(variant.stacked)), stacked=found.remark(variant.stacked))
 
     def _rewritten(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
+        """The jaxpr in so many microbatches, at a level of recomputation, with state on hosts; what is said of it."""
+        closed, remark = self._at_level(variant)
+        if not variant.state_on_hosts:
+            return closed, remark
+        state = HostState.of(closed, self._traced.carried)
+        return state.rewritten(), f"{remark} {state.remark}".strip()
+
+    def _at_level(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
         """The jaxpr in so many microbatches and at a level of recomputation, and what is said of the latter."""
         if variant.level is None:
             return self._jaxpr(variant), self.recomputation(variant).why_none if self._recomputes else ""
@@ -121,7 +132,7 @@ class StepVariants:
         Raises:
             MicrobatchError: the batch cannot be split so.
         """
-        as_written = replace(variant, level=None, stacked=None)
+        as_written = Variant(variant.microbatches, variant.groups)
         if as_written not in self._recomputations:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 self._recomputations[as_written] = Recomputation.of(self._jaxpr(as_written), self._topology)
@@ -131,8 +142,21 @@ class StepVariants:
         """Bytes that all devices together cannot do without: the state, and what is kept for the backward pass."""
         assert variant.level is not None, "what the user wrote keeps may be computed again by XLA"
         found = self.recomputation(variant)
-        state = (self._traced.closed.in_avals[i] for i in self._traced.carried)
+        away = self.movable_state.movable if variant.state_on_hosts else ()
+        state = (self._traced.closed.in_avals[i] for i in self._traced.carried if i not in away)
         return sum(map(bytes_of, state)) + found.held_bytes(found.levels[variant.level])
+
+    @functools.cached_property
+    def movable_state(self) -> HostState:
+        """The step as it was traced, with what of its state can lie on hosts."""
+        return HostState.of(self._traced.closed, self._traced.carried)
+
+    @functools.cached_property
+    def seconds_of_moving_state(self) -> float:
+        """Seconds of taking all state that can lie on hosts there and back, on one device that has all of it."""
+        state = self.movable_state
+        moved = (state.closed.in_avals[i] for i in state.movable)
+        return math.fsum(moving_seconds(aval, 1, self._topology) for aval in moved)
 
     def _jaxpr(self, variant: Variant) -> ClosedJaxpr:
         """The step in microbatches, as the user wrote it otherwise."""

@@ -397,7 +397,7 @@ def test_tpu_reduce_scatters_what_a_plan_does(axes):
     for group in formulation.groups:
         ways = formulation.priced[group.index].strategies
         kinds = [{finish.kind for finish in way.finishes} for way in ways]
-        if any("reduce_scatter" in kind for kind in kinds) and group.made[0].value.shape:
+        if any("reduce_scatter" in kind for kind in kinds) and group.outputs[0].value.shape:
             scattering[formulation.group_node(group)] = [i for i, kind in enumerate(kinds) if "all_reduce" not in kind]
     restricted = replace(formulation, problem=formulation.problem.restrict(scattering))
     made = make_plan(formulation, cheapest(restricted, 20), mesh, ())

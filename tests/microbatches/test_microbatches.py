@@ -373,3 +373,24 @@ def test_auto_takes_as_few_as_fit():
     plan = autoshard.plan(step, *args, mesh=mesh, memory=limit, microbatches="auto")
     assert any("2 microbatches" in warning for warning in plan.warnings)
     assert plan.predicted.peak_bytes < limit
+
+
+@pytest.mark.parametrize("rows", [FEATURES, ROWS], ids=["as many rows as weights", "fewer rows than frozen weights"])
+def test_frozen_weights_are_no_batch(rows):
+    """Weights that the step does not change are no state. Their first dim may be that of the batch, or a larger one."""
+    frozen = [numbers(i, FEATURES, FEATURES) for i in range(3)]
+
+    def step(adapters, frozen, x, y):
+        def loss(adapters):
+            h = x
+            for weight, one in zip(frozen, adapters, strict=True):
+                h = jnp.tanh(h @ weight + h @ one)
+            return jnp.mean((h - y) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(adapters)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, adapters, gradients), value
+
+    adapters = [numbers(10 + i, FEATURES, FEATURES) for i in range(3)]
+    check(step, (adapters, frozen, numbers(20, rows, FEATURES), numbers(21, rows, FEATURES)))
+    batched = lambda adapters, frozen, batch: step(adapters, frozen, *batch)  # noqa: E731
+    check(batched, (adapters, frozen, (numbers(20, rows, FEATURES), numbers(21, rows, FEATURES))))

@@ -152,7 +152,8 @@ def chosen(formulation: Formulation, group: int, leaves, finish: str | None = No
     """The node of a group, and its first option that leaves its result so, finished by this kind of collective."""
     node = formulation.group_node(formulation.groups[group])
     for option, strategy in enumerate(formulation.priced[group].strategies):
-        if strategy.leaves == (leaves,) and {f.kind for f in strategy.finishes} == ({finish} if finish else set()):
+        kinds = {f.kind for f in strategy.finishes}
+        if strategy.output_layouts == (leaves,) and kinds == ({finish} if finish else set()):
             return node, option
     raise LookupError(f"group {group} has no such strategy")
 
@@ -181,10 +182,12 @@ def test_a_large_gradient_is_reduced_alone(below, waits):
     fixed = {2: (("x",), ())}
     backend = adjusted(CPU, "combining", below_bytes=below)
     formulation = formulated(update, W, W, X, mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend)
-    gradient = next(i for i, group in enumerate(formulation.groups) if group.ends is not None and group.contracts)
+    gradient = next(
+        i for i, group in enumerate(formulation.groups) if group.handed_on_at is not None and group.contracts
+    )
     node, option = chosen(formulation, gradient, ((), ()), "all_reduce")
     ends = max(live.end for live in formulation.problem.lives if live.node == node and live.usage[option])
-    assert (ends == formulation.groups[gradient].ends) == waits
+    assert (ends == formulation.groups[gradient].handed_on_at) == waits
 
 
 @pytest.mark.parametrize("backend", [CPU, H100], ids=lambda backend: backend.name)
@@ -200,10 +203,10 @@ def test_gradients_that_wait_hold_what_they_read(backend):
     formulation = formulated(
         two_layers, *args, donate=(0, 1), mesh=LINE, topology=TOPOLOGY, fixed=fixed, backend=backend
     )
-    group = next(g for g in formulation.groups if g.can_wait and g.made[0].value.shape == (6, 4))
+    group = next(g for g in formulation.groups if g.can_wait and g.outputs[0].value.shape == (6, 4))
     for finish, waits in [("all_reduce", backend is H100), (None, False)]:
         node, option = chosen(formulation, group.index, ((), ()), finish)
-        held = [live for live in formulation.problem.lives if live.node == node and live.end == group.ends - 1]
+        held = [live for live in formulation.problem.lives if live.node == node and live.end == group.handed_on_at - 1]
         read = sum(live.usage[option] for live in held if live.start > group.point)
         assert read == pytest.approx(HEAP * 4 * (48 + 32) / 2 * waits)  # half of h, the other way round, and of g
 
@@ -283,7 +286,7 @@ def test_who_wants_a_value_as_it_is_left_reads_that(last_wants_rows):
 
     formulation = formulated(fn, X, W, W, mesh=LINE, topology=TOPOLOGY, backend=V5E)
     rows, whole = (("x",), ()), ((), ())
-    sine = formulation.groups[0].made[0].value
+    sine = formulation.groups[0].outputs[0].value
     shared, (first, last) = formulation.shared[sine.id], formulation.readers[sine.id]
     choice = [*zeros(formulation), 0]
     choice[shared.node] = shared.layouts.index(whole)
@@ -311,8 +314,8 @@ def test_what_is_moved_at_once_is_not_made_again(rows, still_there):
     formulation = formulated(fn, f32(8, 8), f32(8, 8), mesh=LINE, topology=TOPOLOGY, backend=V5E)
     by_rows, by_columns = (("x",), ()), ((), ("x",))
     sine = next(group for group in formulation.groups if group.equations[-1].primitive == "sin")
-    made, product = sine.made[0].value, formulation.readers[sine.made[0].value.id][0]
-    assert sine.repeated and sine.last == product.group.point > sine.point + 1
+    made, product = sine.outputs[0].value, formulation.readers[sine.outputs[0].value.id][0]
+    assert sine.is_recomputed and sine.last_point == product.group.point > sine.point + 1
     choice = zeros(formulation)
     node, option = chosen(formulation, sine.index, by_rows)
     choice[node] = option
@@ -350,8 +353,8 @@ def counted_too_often(formulation: Formulation, choice) -> float:
     kept = [options[option] for options, option in zip(formulation.arguments, choice, strict=False)]
     lying = [(x, one.home, one.copy) for x, one in zip(formulation.program.arguments, kept, strict=True)]
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
-        leaves = priced.strategies[choice[formulation.group_node(group)]].leaves
-        for made, left in zip(group.made, leaves, strict=True):
+        leaves = priced.strategies[choice[formulation.group_node(group)]].output_layouts
+        for made, left in zip(group.outputs, leaves, strict=True):
             shared = formulation.shared.get(made.value.id)
             seen = left if shared is None else shared.layouts[choice[shared.node]]
             lying.append((made.value, left, seen))
@@ -462,11 +465,11 @@ def test_a_result_ends_in_the_home_of_the_argument_that_it_replaces():
     formulation = formulation_of("replaced", PLANE)
     (product,) = (group for group in formulation.groups if group.contracts)
     table = edges_between(formulation, formulation.group_node(product), 0)
-    value, homes = product.made[0].value, [kept.home for kept in formulation.arguments[0]]
+    value, homes = product.outputs[0].value, [kept.home for kept in formulation.arguments[0]]
     assert homes == layouts_of((4, 4), PLANE)
     assert table.any()
     for row, strategy in zip(table, formulation.priced[product.index].strategies, strict=True):
-        (left,) = strategy.leaves
+        (left,) = strategy.output_layouts
         assert row.tolist() == [formulation.prices.resharding(value, left, home) for home in homes]
         assert row[homes.index(left)] == 0
     other = formulation_of("replaced", PLANE, donate=())
@@ -478,7 +481,7 @@ def test_a_view_is_never_resharded():
     formulation = formulation_of("update")
     (view,) = (group for group in formulation.groups if group.is_view)
     node = formulation.group_node(view)
-    readers = [reader.node for reader in formulation.readers[view.made[0].value.id]]
+    readers = [reader.node for reader in formulation.readers[view.outputs[0].value.id]]
     for reader in readers:
         assert set(np.unique(edges_between(formulation, node, reader))) == {0.0, np.inf}
 
@@ -510,7 +513,7 @@ def two_readers(leaves):
     return formulation, {
         formulation.group_node(group): [
             i for i, strategy in enumerate(formulation.priced[group.index].strategies)
-            if strategy.leaves == (layout,) and not strategy.finishes
+            if strategy.output_layouts == (layout,) and not strategy.finishes
         ]
         for group, layout in zip(formulation.groups, made, strict=True)
     }  # fmt: skip
@@ -542,7 +545,11 @@ def a_product_and_a_sum(axis: int):
 
     def options(group, leaves=None, want=None) -> dict[int, list[int]]:
         strategies = enumerate(formulation.priced[group.index].strategies)
-        found = [i for i, one in strategies if leaves in (None, one.leaves[0]) and want in (None, one.wants[0])]
+        found = [
+            i
+            for i, one in strategies
+            if leaves in (None, one.output_layouts[0]) and want in (None, one.operand_layouts[0])
+        ]
         return {formulation.group_node(group): found}
 
     allowed = options(first, leaves=COLUMNS) | options(product, leaves=WHOLE, want=WHOLE)
@@ -590,8 +597,8 @@ def test_what_readers_make_again_is_written_to_be_resharded():
     )  # fmt: skip
     rows, whole = (("x",), ()), ((), ())
     prices, (sine, *_) = formulation.prices, formulation.groups
-    value = sine.made[0].value
-    assert sine.repeated and prices.writing(value, whole) > 0
+    value = sine.outputs[0].value
+    assert sine.is_recomputed and prices.writing(value, whole) > 0
     sliced = V5E.operations.least_seconds
     assert prices.table(value, (whole,), (whole, rows)).tolist() == [[0.0, sliced + prices.writing(value, whole)]]
     argument = formulation.program.arguments[0]
@@ -604,7 +611,8 @@ def test_what_a_loop_makes_again_is_charged_once():
         return jax.lax.scan(lambda x, _: (jnp.where(x > 0, x, outside) * 2, None), x, None, length=3)[0]
 
     formulation = formulated(fn, X, f32(4), mesh=LINE, topology=TOPOLOGY, backend=V5E)
-    (maker,) = (group for group in formulation.groups if group.sunk)
-    written = formulation.prices.writing(maker.made[0].value, ((), ()))
-    whole = [strategy.leaves == (((), ()),) for strategy in formulation.priced[maker.index].strategies].index(True)
+    (maker,) = (group for group in formulation.groups if group.is_sunk)
+    written = formulation.prices.writing(maker.outputs[0].value, ((), ()))
+    strategies = formulation.priced[maker.index].strategies
+    whole = [strategy.output_layouts == (((), ()),) for strategy in strategies].index(True)
     assert formulation.priced[maker.index].seconds[whole].compute >= written > 0

@@ -65,20 +65,22 @@ TABLE = {
     "not the same value both ways round": (
         lambda x: (lambda h: h.T + h)(jnp.exp(x)),
         [SQUARE],
-        ["exp: repeated", "transpose add"],
+        ["exp: recomputed", "transpose add"],
     ),
-    "a dim in two": (lambda x, y: jnp.exp(x).reshape(4, 2, 4) * y, [X, f32(4, 2, 4)], ["exp: repeated", "reshape mul"]),
+    "a dim in two": (
+        lambda x, y: jnp.exp(x).reshape(4, 2, 4) * y, [X, f32(4, 2, 4)], ["exp: recomputed", "reshape mul"],
+    ),
     "products are folded into sums": (
         lambda x: jnp.sum(x * x, axis=1),
         [X],
-        ["mul: early folded repeated", "reduce_sum: late"],
+        ["mul: early folded recomputed", "reduce_sum: late"],
     ),
     "others are not": (lambda x: jnp.sum(jnp.exp(x), axis=1), [X], ["exp: early", "reduce_sum: late"]),
     "nor into a maximum": (lambda x: jnp.max(x * x, axis=1), [X], ["mul: early", "reduce_max: late"]),
     "a view of a product's operand": (
         lambda x, w: x.T @ w,
         [X, X],
-        ["transpose: early repeated view", "dot_general: late"],
+        ["transpose: early recomputed view", "dot_general: late"],
     ),
     "a view that is a result": (
         lambda x, w: (lambda t: (t, t @ w))(x.T),
@@ -88,12 +90,12 @@ TABLE = {
     "an update": (
         sgd,
         [W, X],
-        ["transpose: early repeated view", "dot_general: early", "sin: early", "dot_general: late", "mul sub"],
+        ["transpose: early recomputed view", "dot_general: early", "sin: early", "dot_general: late", "mul sub"],
     ),
     "cheap ones are repeated in many groups": (
         lambda x: (lambda h: (h.reshape(4, 2, 4) * 2, h.reshape(2, 4, 4) * 3))(x + 1),
         [X],
-        ["add: repeated", "reshape mul", "reshape mul"],
+        ["add: recomputed", "reshape mul", "reshape mul"],
     ),
     "dear ones are not": (
         lambda x: (lambda h: (h.reshape(4, 2, 4) * 2, h.reshape(2, 4, 4) * 3))(jnp.exp(x)),
@@ -104,7 +106,7 @@ TABLE = {
         layers,
         [X, f32(3, 4, 4)],
         [
-            "scan_carry: early", "scan_slice: early", "dot_general: early", "sin: early", "exp: early repeated",
+            "scan_carry: early", "scan_slice: early", "dot_general: early", "sin: early", "exp: early recomputed",
             "scan_stack: late stacks",
         ],
     ),
@@ -120,8 +122,9 @@ TABLE = {
 
 
 def described(group: Group) -> str:
-    said = [] if group.late and group.fuses else ["late" if group.late else "early"]
-    said += [name for name in ("folded", "repeated", "stacks") if getattr(group, name)]
+    said = [] if group.feeds_only_results and group.fuses else ["late" if group.feeds_only_results else "early"]
+    flags = {"folded": group.is_folded, "recomputed": group.is_recomputed, "stacks": group.is_stack}
+    said += [name for name, holds in flags.items() if holds]
     said += ["view"] if group.is_view and group.equations[0].primitive != "reshape" else []
     primitives = " ".join(equation.primitive for equation in group.equations)
     return f"{primitives}: {' '.join(sorted(said))}" if said else primitives
@@ -168,25 +171,27 @@ def assert_grouped(program: Program, groups: list[Group]) -> None:
         assert len({(use.value.id, use.dims) for use in group.uses}) == len(group.uses)
         assert all({use.dims for use in group.uses if use.value.id == value} == dims[group, value] for value in read)
         crossing = {value for value in inside if value in results or readers[value] - {group}}
-        named = {made.value.id for made in group.made}
+        named = {made.value.id for made in group.outputs}
         assert crossing == named or (len(group.equations) == 1 and crossing <= named)
-        assert all({made.dims} == dims[group, made.value.id] for made in group.made)
+        assert all({made.dims} == dims[group, made.value.id] for made in group.outputs)
         # nothing moves inside: whoever makes or reads a value in here sees its dims alike
         assert all(len(dims[group, value]) == 1 for value in inside)
         for use in group.uses:
             if use.value.id in maker and not (use.equation.primitive == "scan_carry" and use.operand == 1):
                 assert maker[use.value.id].index < group.index
     for group in groups:
-        assert group.late == all(after.fuses for after in _downstream(group, groups, readers, lambda _: True))
-        expected = len(program.equations) if group.late else _handed_on(group, groups, results)
-        assert group.ends == expected
-        if group.repeated:
-            runs = _downstream(group, groups, readers, lambda after: after.repeated)
-            assert group.last == max(after.point for after in runs)
-            assert not any(made.value.id in results for made in group.made)
+        assert group.feeds_only_results == all(
+            after.fuses for after in _downstream(group, groups, readers, lambda _: True)
+        )
+        expected = len(program.equations) if group.feeds_only_results else _handed_on(group, groups, results)
+        assert group.handed_on_at == expected
+        if group.is_recomputed:
+            runs = _downstream(group, groups, readers, lambda after: after.is_recomputed)
+            assert group.last_point == max(after.point for after in runs)
+            assert not any(made.value.id in results for made in group.outputs)
         else:
-            assert group.last == group.point
-        if not (group.stacks or (group.ends is not None and group.fuses) or not group.uses):
+            assert group.last_point == group.point
+        if not (group.is_stack or (group.handed_on_at is not None and group.fuses) or not group.uses):
             assert group.point == group.equations[-1].index
         if group.equations[0].primitive == "scan_stack" or group.fuses:
             made = (maker[use.value.id] for use in group.uses if use.value.id in maker)
@@ -199,7 +204,7 @@ def _downstream(group: Group, groups: list[Group], readers: dict[int, set[Group]
     while queue:
         now = queue.pop()
         if now is group or passes(now):
-            ahead = {reader for made in now.made for reader in readers[made.value.id]} - found - {now}
+            ahead = {reader for made in now.outputs for reader in readers[made.value.id]} - found - {now}
             found |= ahead
             queue += ahead
     return found
@@ -209,11 +214,13 @@ def _handed_on(group: Group, groups: list[Group], results: set[int]) -> int | No
     """The end of the loop that stacks or carries on all that `group` flows into through elementwise groups."""
     ends, queue = set(), [group]
     while queue:
-        made = {one.value.id for one in queue.pop().made}
+        made = {one.value.id for one in queue.pop().outputs}
         ends.update([None] * bool(made & results))
         for after in groups:
             for use in after.uses:
-                if use.value.id in made and (after.stacks or (use.equation.primitive == "scan_carry" and use.operand)):
+                if use.value.id in made and (
+                    after.is_stack or (use.equation.primitive == "scan_carry" and use.operand)
+                ):
                     ends.add(use.equation.loop[1])
                 elif use.value.id in made:
                     ends.update([] if after.fuses else [None])
@@ -253,7 +260,7 @@ def test_factors_matched_by_position_are_caught(case, monkeypatch):
 
 def test_a_group_that_forgets_a_value_is_caught():
     program = SMALL_STEPS["adamw"]()
-    for forget in ("uses", "made"):
+    for forget in ("uses", "outputs"):
         first, *others = groups_of(program, rules_for(program))
         groups = [replace(first, **{forget: getattr(first, forget)[:-1]}), *others]
         with pytest.raises(AssertionError):
@@ -264,10 +271,10 @@ def test_an_update_of_each_parameter_is_one_group():
     """Adam in optax, on a model of flax: three results per parameter come from one late group."""
     program = model_program("gpt")
     groups = groups_of(program, rules_for(program))
-    maker = {made.value.id: group for group in groups for made in group.made}
+    maker = {made.value.id: group for group in groups for made in group.outputs}
     homes = Counter(maker[program.results[result].id].index for result in program.carried.values())
     updates = [index for index, results in homes.items() if results == 3]
-    assert all(groups[index].late and groups[index].fuses for index in updates)
+    assert all(groups[index].feeds_only_results and groups[index].fuses for index in updates)
     assert len(updates) * 3 >= len(program.carried) - 5  # and a few counters
 
 
@@ -297,9 +304,9 @@ def test_products_that_are_added_up_before_they_are_reduced(case, backend, sums_
     fn, expected = SUMS[case]
     products = [group for group in groups_for(backend, fn, SQUARE, SQUARE, SQUARE) if group.contracts]
     assert [group.summands for group in products] == (expected if sums_first else [1] * len(expected))
-    assert [group.summed is not None for group in products] == [group.summands > 1 for group in products]
-    together = Counter(group.summed for group in products if group.summed is not None)
-    assert all(together[group.summed] == group.summands for group in products if group.summed is not None)
+    assert [group.accumulator is not None for group in products] == [group.summands > 1 for group in products]
+    together = Counter(group.accumulator for group in products if group.accumulator is not None)
+    assert all(together[group.accumulator] == group.summands for group in products if group.accumulator is not None)
 
 
 def test_a_product_that_is_a_result_is_reduced_alone():
@@ -338,7 +345,7 @@ def test_sums_in_loops_that_are_reduced_after_them(case):
     for backend in (CPU, H100, V5E):
         (product,) = [group for group in groups_for(backend, fn, SQUARE, xs) if group.contracts]
         hoisted = expected if backend.sums.hoists else None
-        assert product.hoisted == hoisted
+        assert product.hoisted_all_reduces == hoisted
         assert product.trips == math.prod(xs.shape[:-2])
         assert product.finish_trips("reduce_scatter") == product.trips
         assert product.finish_trips("all_reduce") == (hoisted or product.trips)
@@ -441,17 +448,17 @@ def test_what_a_loop_repeats(make, sunk):
 
     for backend in (H100, V5E):
         groups = groups_for(backend, fn, SQUARE)
-        (const,) = (g for g in groups if g.equations[0].primitive == "scan_const" and g.made[0].value.shape)
-        maker = next(g for g in groups if any(one.value is const.uses[0].value for one in g.made))
-        assert maker.repeated == (sunk and backend is V5E)
+        (const,) = (g for g in groups if g.equations[0].primitive == "scan_const" and g.outputs[0].value.shape)
+        maker = next(g for g in groups if any(one.value is const.uses[0].value for one in g.outputs))
+        assert maker.is_recomputed == (sunk and backend is V5E)
 
 
 @pytest.mark.parametrize("fn, takers", DONE_AGAIN)
 def test_elementwise_work_that_readers_take_in(fn, takers):
     for backend in (CPU, H100, V5E):
         sine = next(group for group in groups_for(backend, fn, SQUARE) if group.equations[0].primitive == "sin")
-        assert sine.repeated == (backend in takers), backend.name
-        assert not sine.folded or backend is CPU
+        assert sine.is_recomputed == (backend in takers), backend.name
+        assert not sine.is_folded or backend is CPU
 
 
 def rounded_product(count, readers):
@@ -469,9 +476,9 @@ def test_what_is_widened_for_several_is_stored_as_it_was(count, readers, stored)
     """One reader takes in all that it reads, and several what they can all compute again."""
     for backend in (H100, V5E):
         groups = [g for g in groups_for(backend, *rounded_product(count, readers)) if g.fuses]
-        assert [str(g.made[0].value.dtype) for g in groups if not g.repeated] == stored
+        assert [str(g.outputs[0].value.dtype) for g in groups if not g.is_recomputed] == stored
     groups = groups_for(CPU, *rounded_product(count, readers))  # CPU computes nothing again for a reduction
-    assert [str(g.made[0].value.dtype) for g in groups if g.fuses and not g.repeated] == ["float32"]
+    assert [str(g.outputs[0].value.dtype) for g in groups if g.fuses and not g.is_recomputed] == ["float32"]
 
 
 @pytest.mark.parametrize("fn, takers", [
@@ -483,7 +490,7 @@ def test_parts_and_pads_that_elementwise_work_reads(fn, takers):
     for backend in (CPU, H100, V5E):
         groups = groups_for(backend, fn, SQUARE)
         part = next(group for group in groups if group.equations[0].primitive in ("slice", "pad"))
-        assert part.repeated == (backend in takers), backend.name
+        assert part.is_recomputed == (backend in takers), backend.name
 
 
 def row_gradient(x):
@@ -501,7 +508,7 @@ def test_what_is_scattered_is_stored():
         (scatter,) = (group for group in groups if last in group.equations)
         together = any(equation.primitive == "convert_element_type" for equation in scatter.equations)
         assert together == (backend is not H100), backend.name
-        assert not scatter.repeated
+        assert not scatter.is_recomputed
         if backend is H100:
             assert scatter.equations[-1].primitive == "add_any"
 
@@ -531,10 +538,10 @@ NORMALISED = [
 @pytest.mark.parametrize("fn, stored", NORMALISED)
 def test_what_is_divided_by_its_sum_is_stored(fn, stored):
     for backend in (H100, V5E):
-        first = next(group for group in groups_for(backend, fn, SQUARE) if len(group.made[0].value.shape) == 2)
+        first = next(group for group in groups_for(backend, fn, SQUARE) if len(group.outputs[0].value.shape) == 2)
         if fn is jax.nn.softmax:  # the largest number is subtracted in the same group
             first = next(g for g in groups_for(backend, fn, SQUARE) if g.equations[-1].primitive == "exp")
-        assert first.repeated != stored
+        assert first.is_recomputed != stored
 
 
 @pytest.mark.parametrize("window, dtype, stored", [(3, "float32", True), (3, "bfloat16", False), (1, "float32", False)])
@@ -547,7 +554,7 @@ def test_what_a_convolution_reads_several_times_is_rounded_once(window, dtype, s
 
     for backend in (H100, V5E):
         _, scaled, _ = groups_for(backend, fn, image, kernel)
-        assert scaled.repeated == (backend is V5E and not stored)
+        assert scaled.is_recomputed == (backend is V5E and not stored)
 
 
 def test_what_a_convolution_reads_of_an_argument_is_stored():
@@ -560,7 +567,7 @@ def test_what_a_convolution_reads_of_an_argument_is_stored():
 
     for backend in (H100, V5E):
         rounded, _ = groups_for(backend, fn, image, kernel)
-        assert not rounded.repeated
+        assert not rounded.is_recomputed
 
 
 def test_of_a_long_chain_of_sums_every_third_is_stored():
@@ -571,7 +578,7 @@ def test_of_a_long_chain_of_sums_every_third_is_stored():
 
     for backend in (CPU, H100, V5E):
         sums = [g for g in groups_for(backend, residual, SQUARE, [SQUARE] * 7) if g.equations[-1].primitive == "add"]
-        assert [group.repeated for group in sums] == [backend is V5E and n not in (2, 5) for n in range(7)]
+        assert [group.is_recomputed for group in sums] == [backend is V5E and n not in (2, 5) for n in range(7)]
 
 
 @pytest.mark.parametrize("shapes, summed", [((4, 5), False), ((4, 1, 5), False), ((4, 3, 5), True)])
@@ -597,7 +604,7 @@ FILLS = [  # of one equation each, whether it is made wherever it is wanted
 @pytest.mark.parametrize("fn, fills", FILLS)
 def test_fills(fn, fills):
     groups = grouped(fn, *[SQUARE] * fn.__code__.co_argcount)
-    assert groups[-1].fills == fills
+    assert groups[-1].is_fill == fills
 
 
 def test_the_tables_of_compilers_can_fail(monkeypatch):
@@ -632,8 +639,8 @@ def test_what_a_guarded_view_shows_is_stored():
     program = traced(jax.grad(lambda ws, x: layer(jnp.sin(x), ws[1]).sum()), f32(3, 4, 4), X)
     views = [e for e in program.equations if e.primitive == "squeeze" and e.outputs[0].id in program.guarded]
     found = {group.equations[0].index: group for group in groups_of(program, rules_for(program), V5E)}
-    (shown,) = [group for group in found.values() if group.made[0].value is views[0].inputs[0]]
-    assert found[views[0].index].repeated and not shown.repeated
+    (shown,) = [group for group in found.values() if group.outputs[0].value is views[0].inputs[0]]
+    assert found[views[0].index].is_recomputed and not shown.is_recomputed
 
 
 def test_loops_wait_for_what_weights_are_made_of_that_they_read():
@@ -651,5 +658,5 @@ def test_a_loop_waits_for_its_flag():
     """What decides whether a loop goes on is read by no equation, and still is no sum that can end late."""
     program = traced(lambda x: jax.lax.while_loop(lambda c: c.max() > 0, lambda c: c - 1, x), f32(8, 16))
     groups = groups_of(program, rules_for(program), V5E)
-    late = {group.equations[-1].primitive: group.late for group in groups}
+    late = {group.equations[-1].primitive: group.feeds_only_results for group in groups}
     assert late["reduce_max"] is False and late["gt"] is False

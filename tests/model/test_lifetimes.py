@@ -27,7 +27,7 @@ def holdings(groups: list[Group]) -> list[tuple]:
     """Per made value: the primitive that makes it, and its Holding as a tuple."""
     found = []
     for group in groups:
-        for made in group.made:
+        for made in group.outputs:
             (primitive,) = (e.primitive for e in group.equations if made.value in e.outputs)
             users = [(user, use) for user in groups for use in user.uses if use.value is made.value]
             held = holding(made.value, group, users)
@@ -292,14 +292,15 @@ def test_a_gradient_is_added_at_once():
     program, groups = grouping(lambda x, ws: total(jnp.sin(x), ws), f32(4, 4), f32(3, 4, 4))
     by_primitive = {group.equations[-1].primitive: group for group in groups}
     product, add, carry = (by_primitive[name] for name in ("dot_general", "add", "scan_carry"))
-    assert product.ends == add.ends == carry.equations[0].loop[1] and carry.ends == len(program.equations)
+    assert product.handed_on_at == add.handed_on_at == carry.equations[0].loop[1]
+    assert carry.handed_on_at == len(program.equations)
     assert add.point == product.point + 1
 
 
 def test_a_fill_is_made_as_it_is_wanted():
     _, groups = grouping(total, f32(4, 4), f32(3, 4, 4))
     fill = next(group for group in groups if group.equations[0].primitive == "broadcast_in_dim")
-    zeros = fill.made[0].value
+    zeros = fill.outputs[0].value
     ((carry, use),) = ((group, use) for group in groups for use in group.uses if use.value is zeros)
     start, _ = use.equation.loop
     assert holding(zeros, fill, [(carry, use)]) == lifetimes.Lifetime(None, (start, start), stored=True)
@@ -310,15 +311,15 @@ def test_a_fill_is_made_as_it_is_wanted():
 
 def assert_held(groups: list[Group]) -> None:
     """Whoever runs finds what it reads in memory."""
-    maker = {made.value.id: group for group in groups for made in group.made}
+    maker = {made.value.id: group for group in groups for made in group.outputs}
     runs: dict[int, set[int]] = {group.index: {group.point} for group in groups}
     for group in reversed(groups):  # a repeated group runs where its readers run
         for use in group.uses:
             before = maker.get(use.value.id)
-            if before is not None and before.repeated:
+            if before is not None and before.is_recomputed:
                 runs[before.index] |= runs[group.index]
     for group in groups:
-        for made in group.made:
+        for made in group.outputs:
             users = [(user, use) for user in groups for use in user.uses if use.value is made.value]
             held = holding(made.value, group, users)
             assert (held.used is None) == (not users)
@@ -327,7 +328,7 @@ def assert_held(groups: list[Group]) -> None:
             if held.stored:
                 start, end = held.made or (held.used[0], held.used[0])
                 assert held.used[0] <= end if users else start < end  # never away in between
-                late = group.fills or group.equations[0].primitive == "scan_carry"
+                late = group.is_fill or group.equations[0].primitive == "scan_carry"
                 assert start <= group.point or late
 
 

@@ -32,7 +32,7 @@ def left(formulation: Formulation, choice) -> dict:
     found = {}
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
         strategy = priced.strategies[choice[formulation.group_node(group)]]
-        found |= {made.value.id: layout for made, layout in zip(group.made, strategy.leaves, strict=True)}
+        found |= {made.value.id: layout for made, layout in zip(group.outputs, strategy.output_layouts, strict=True)}
     return found
 
 
@@ -44,12 +44,12 @@ def assert_followed(formulation: Formulation, layouts) -> None:
     assert (solution.bound, solution.status) == (0.0, "feasible")
     found = left(formulation, solution.choice)
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
-        given = [layouts.get(made.value.id) for made in group.made]
+        given = [layouts.get(made.value.id) for made in group.outputs]
         can = any(
-            all(want in (None, got) for want, got in zip(given, strategy.leaves, strict=True))
+            all(want in (None, got) for want, got in zip(given, strategy.output_layouts, strict=True))
             for strategy in priced.strategies
         )
-        for made, want in zip(group.made, given, strict=True):
+        for made, want in zip(group.outputs, given, strict=True):
             assert not can or want is None or found[made.value.id] == want, (str(group.equations[-1]), want)
 
 
@@ -72,7 +72,7 @@ def test_nothing_given_is_the_cheapest_without_a_limit():
 def test_what_no_strategy_leaves_is_free():
     """8 rows are not split by x and y over columns of 6: the group does its best."""
     formulation = formulated(forward, X, W, V, mesh=PLANE, topology=TOPOLOGY)
-    product = formulation.groups[0].made[0].value.id
+    product = formulation.groups[0].outputs[0].value.id
     assert_followed(formulation, {product: ((), ("x", "y"))})
     free = as_given(formulation, {}, {})
     assert as_given(formulation, {product: ((), ("x", "y"))}, {}).cost == pytest.approx(free.cost)
@@ -81,18 +81,18 @@ def test_what_no_strategy_leaves_is_free():
 def test_operands_are_read_as_said():
     formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS, 1: WHOLE, 2: WHOLE})
     product = formulation.groups[0]
-    layouts = {product.made[0].value.id: COLUMNS}
+    layouts = {product.outputs[0].value.id: COLUMNS}
     wants = {(product.equations[0].index, 0): WHOLE, (product.equations[0].index, 1): COLUMNS}
     choice = as_given(formulation, layouts, wants).choice
     strategy = formulation.priced[0].strategies[choice[formulation.group_node(product)]]
-    assert strategy.wants == (WHOLE, COLUMNS)
+    assert strategy.operand_layouts == (WHOLE, COLUMNS)
 
 
 def test_a_layout_that_is_not_followed_is_caught(monkeypatch):
     monkeypatch.setattr("autoshard.model.partitioner.choosing._agreeing", lambda given, found: len(given))
     formulation = formulated(forward, X, W, V, mesh=LINE, topology=TOPOLOGY, fixed={0: ROWS})
     with pytest.raises(AssertionError):
-        assert_followed(formulation, {formulation.groups[0].made[0].value.id: COLUMNS})
+        assert_followed(formulation, {formulation.groups[0].outputs[0].value.id: COLUMNS})
 
 
 # Batches of products, as XLA for CPU compiles them: left [8, 32, 64], right [8, 64, 16], result [8, 32, 16].

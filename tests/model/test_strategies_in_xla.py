@@ -53,15 +53,15 @@ def lowered_as(strategy: Strategy, fn, group: Group, axes: dict[str, int]):
     """The function as a plan with this strategy lowers it, the sharding of its result, and random operands."""
     mesh, scatter = mesh_of(axes), scatter_of(group, strategy)
     program = traced(fn, *(jax.ShapeDtypeStruct(use.value.shape, use.value.dtype) for use in group.uses))
-    (equation,), left = program.equations, strategy.leaves[-1]
+    (equation,), left = program.equations, strategy.output_layouts[-1]
     annotations = Annotations(
-        homes={value.id: want for value, want in zip(program.arguments, strategy.wants, strict=True)}
-        | {made.value.id: layout for made, layout in zip(group.made, strategy.leaves, strict=True)},
+        homes={value.id: want for value, want in zip(program.arguments, strategy.operand_layouts, strict=True)}
+        | {made.value.id: layout for made, layout in zip(group.outputs, strategy.output_layouts, strict=True)},
         copies={},
-        wants={(equation.index, operand): want for operand, want in enumerate(strategy.wants)},
+        wants={(equation.index, operand): want for operand, want in enumerate(strategy.operand_layouts)},
         scatters={} if scatter is None else {equation.index: scatter},
     )
-    wants = [NamedSharding(mesh, spec_of(layout)) for layout in strategy.wants]
+    wants = [NamedSharding(mesh, spec_of(layout)) for layout in strategy.operand_layouts]
     operands = [
         jax.device_put(np.random.default_rng(i).normal(size=value.shape).astype(np.float32), want)
         for i, (value, want) in enumerate(zip(program.arguments, wants, strict=True))
@@ -117,7 +117,7 @@ def test_scatters_can_be_differentiated(backend):
     found = [s for s in strategies if REDUCE_SCATTER in {finish.kind for finish in s.finishes}]
     for strategy in found[:: len(found) // 6]:
         step, _, arrays = lowered_as(strategy, fn, group, MESHES["4x2"])
-        weight = np.random.default_rng(9).normal(size=group.made[0].value.shape)
+        weight = np.random.default_rng(9).normal(size=group.outputs[0].value.shape)
         gradients = jax.jit(jax.grad(lambda *xs: (step(*xs)[0] * weight).sum(), (0, 1)))(*arrays)  # noqa: B023
         expected = jax.grad(lambda *xs: (fn(*xs) * weight).sum(), (0, 1))(*map(np.asarray, arrays))  # noqa: B023
         for one, other in zip(gradients, expected, strict=True):

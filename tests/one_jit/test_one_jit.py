@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from equality import assert_equal
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
-from autoshard import ArgumentError, MeshError, PlanError, StageError, autoshard, plan
+from autoshard import ArgumentError, MemoryLimitError, MeshError, Plan, PlanError, StageError, autoshard, plan
 from autoshard.one_jit import lockstep
+from autoshard.one_jit.plan import StagesOnMesh
+from autoshard.stages.planning import StagePlanner
 
 LAYERS, WIDTH, ROWS, WORDS = 4, 8, 12, 16
 PIPELINE = {"stages": 2, "microbatches": 3, "backend": "one_jit"}
@@ -81,10 +84,48 @@ def test_the_plan_says_how_arrays_lie(sharded):
     assert "2 stages run in lockstep over 'stage': 3 microbatches take 5 ticks" in str(made)
     assert made.in_shardings[0]["layers"].spec[0] in ("stage", ("stage",))
     assert {one.axes for one in made.predicted.collectives if one.kind == "collective_permute"} == {("stage",)}
-    with pytest.raises(PlanError, match="cannot be saved"):
-        made.dumps()
-    with pytest.raises(PlanError, match="Ask for these stages again"):
-        autoshard(step, mesh=mesh_of(stage=2, data=2), plan=made)
+
+
+def test_a_saved_plan_runs_without_planning(sharded, tmp_path, monkeypatch):
+    made, mesh = sharded.plan(*arguments()), mesh_of(stage=2, data=2)
+    made.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", mesh)
+    assert loaded.dumps() == made.dumps() and str(loaded.remark) == str(made.remark)
+    assert not made.diff(loaded)
+    made.assert_same(tmp_path / "plan.json")
+    monkeypatch.setattr(StagePlanner, "plans", None)
+    given = autoshard(step, mesh=mesh, plan=loaded, donate_argnums=0)
+    assert_equal(trained(given, 1)[0], trained(jax.jit(step), 1)[0])
+    with pytest.raises(PlanError, match="made for another program"):
+        autoshard(evaluation, mesh=mesh, plan=loaded).plan(*arguments())
+
+
+def test_plans_in_the_cache_are_told_apart_by_what_is_asked(tmp_path, monkeypatch):
+    said = {"mesh": mesh_of(stage=2), "cache": tmp_path}
+    first = autoshard(step, pipeline=PIPELINE, **said).plan(*arguments())
+    monkeypatch.setattr(StagesOnMesh, "plan", None)
+    assert autoshard(step, pipeline=PIPELINE, **said).plan(*arguments()).dumps() == first.dumps()
+    with pytest.raises(TypeError, match="not callable"):
+        autoshard(step, pipeline=PIPELINE | {"microbatches": 2}, **said).plan(*arguments())
+
+
+def test_a_plan_is_explained_and_asked_what_if(sharded):
+    made = sharded.plan(*arguments())
+    stack = made.explain("weights/layers")
+    assert stack.chosen.layout[0] == ("stage",) and all(one.layout[0] == ("stage",) for one in stack.others)
+    assert stack.others and "F of stage 1" in stack.reasons[0]
+    wished = made.what_if(fixed={"weights/embedding": P("data")})
+    assert wished.in_shardings[0]["embedding"].spec == P("data")
+    with pytest.raises(MeshError, match="stages=2, and 'stage' has 4 devices"):
+        made.what_if(mesh=AbstractMesh((4,), ("stage",)))
+    with pytest.raises(MemoryLimitError):
+        made.what_if(memory="1KiB")
+
+
+def test_a_state_is_born_as_the_plan_has_it(sharded):
+    made, (weights, _) = sharded.plan(*arguments()), arguments()
+    born = made.init(lambda: jax.tree.map(jnp.asarray, weights))
+    assert jax.tree.map(lambda one: one.sharding, born) == made.in_shardings[0]
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ SPARSE = "kept whole here; to Shardy it is the gathers and scatters of its gener
 UNLIKE_SHARDY = {  # primitive, or case -> why we differ
     "addupdate": PLAIN,
     "bcoo_dot_general": SPARSE,
-    "bcoo_dot_general_sampled": SPARSE,
     "bcsr_dot_general": SPARSE,
     "call_hi_primitive": PLAIN,
     "cholesky_update": MATRICES,
@@ -91,7 +90,7 @@ def specs_of(case: cases.Case) -> Iterator[list[P | None]]:
 
 def differences(case: cases.Case) -> list[str]:
     """Where we and Shardy differ on a case."""
-    program = trace(case.fn, case.args, {})
+    program = trace(case.fn, case.args, {}, has_rule=registry.has_rule)
     rules, found = rules_for(program), []
     for specs in specs_of(case):
         ours = propagate_layouts(program, rules, MESH, shardy.fixed_layouts(program, specs))

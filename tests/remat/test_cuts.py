@@ -12,13 +12,16 @@ from autoshard.remat.cuts import ForwardPass, chain, cuts
 
 
 def choices(forward):
-    """(bytes, seconds) of every choice there is, by trying which equations run again."""
+    """(bytes, seconds) of every choice there is, by trying which equations run again, and what is moved."""
     runnable = [e for e, seconds in enumerate(forward.seconds) if math.isfinite(seconds)]
     for count in range(len(runnable) + 1):
         for again in itertools.combinations(runnable, count):
             needed = {v for e in again for v in forward.reads[e]} | set(forward.wanted)
             kept = [v for v in needed if forward.makers[v] not in again]
-            yield sum(forward.bytes[v] for v in kept), sum(forward.seconds[e] for e in again)
+            size, seconds = sum(forward.bytes[v] for v in kept), sum(forward.seconds[e] for e in again)
+            movable = [v for v in kept if forward.moving and math.isfinite(forward.moving[v]) and forward.bytes[v]]
+            for some in itertools.chain(*(itertools.combinations(movable, n) for n in range(len(movable) + 1))):
+                yield size - sum(forward.bytes[v] for v in some), seconds + sum(forward.moving[v] for v in some)
 
 
 def hull(points):
@@ -67,6 +70,25 @@ def test_the_chain_has_what_is_cheapest_at_every_price(seed):
     check(random_pass(seed))
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_chain_has_what_is_cheapest_where_values_may_be_moved(seed):
+    forward, rng = random_pass(seed), random.Random(seed)
+    movable = rng.sample(range(len(forward.bytes)), min(4, len(forward.bytes)))
+    moving = tuple(rng.randint(1, 9) if v in movable else math.inf for v in range(len(forward.bytes)))
+    forward = dataclasses.replace(forward, moving=moving)
+    check(forward)
+    assert all(cut.moved <= cut.kept.intersection(movable) for cut in chain(forward))
+
+
+def test_a_value_that_nothing_makes_is_moved_rather_than_kept():
+    """The input of a layer, and a product of it that is cheaper to move than to compute again."""
+    forward = ForwardPass((4.0, 8.0), (None, 0), ((0,),), (3.0,), (0, 1), moving=(1.0, 2.0))
+    assert [(sorted(cut.kept), sorted(cut.moved), cut.bytes, cut.seconds) for cut in cuts(forward)] == [
+        ([0, 1], [], 12.0, 0.0),
+        ([0, 1], [0, 1], 0.0, 3.0),
+    ]
+
+
 def test_a_chain_has_choices_between_corners_that_are_worth_the_same():
     """Two products of one size, of which either may be kept alone: no corner of the hull, but half of the bytes."""
     forward = ForwardPass((1.0, 8.0, 8.0), (None, 0, 1), ((0,), (0,)), (3.0, 3.0), (1, 2))
@@ -95,7 +117,7 @@ def test_a_wrong_price_is_caught(monkeypatch):
     def doubled(forward, price):
         doubled_bytes = tuple(b * (1 + v % 2) for v, b in enumerate(forward.bytes))
         cut = right(dataclasses.replace(forward, bytes=doubled_bytes), price)
-        return module._cut(cut.kept, cut.again, forward)
+        return module._cut(cut.kept, cut.again, cut.moved, forward)
 
     monkeypatch.setattr(module, "_cheapest", doubled)
     cuts.cache_clear()

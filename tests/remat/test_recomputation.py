@@ -13,7 +13,7 @@ from jax.extend import core
 from autoshard.mesh.presets import topology
 from autoshard.remat import loops
 from autoshard.remat.cuts import cuts
-from autoshard.remat.recomputation import Recomputation
+from autoshard.remat.recomputation import EXPOSED, Recomputation
 
 MACHINE = topology("v5e:4x2", {"x": 4, "y": 2})
 LAYERS, ROWS, WIDTH = 4, 6, 8
@@ -191,9 +191,9 @@ def recomputation(step):
     return Recomputation.of(jax.make_jaxpr(step)(STACK, X), MACHINE)
 
 
-def check_numbers(found, step, level=-1):
+def check_numbers(found, step, level):
     expected = jax.tree.leaves(jax.jit(step)(STACK, X))
-    made = found.rewritten(found.levels[level])
+    made = found.rewritten(level)
     assert_equal(list(jax.jit(core.jaxpr_as_fun(made))(*jax.tree.leaves((STACK, X)))), expected)
 
 
@@ -205,15 +205,15 @@ def scans(jaxpr):
             yield from scans(inner)
 
 
-def stacked_bytes(jaxpr):
-    """Of all that scans stack, counted in the jaxpr itself."""
+def stacked_bytes(jaxpr, space=jax.memory.Space.Device):
+    """Of all that scans stack in one memory, counted in the jaxpr itself."""
     found = 0
     for eqn in scans(jaxpr):
         inside = eqn.params["jaxpr"].jaxpr.outvars
         found += sum(
             out.aval.size * out.aval.dtype.itemsize
             for out, var in zip(eqn.outvars, inside, strict=True)
-            if out.aval.ndim == var.aval.ndim + 1
+            if out.aval.ndim == var.aval.ndim + 1 and out.aval.memory_space == space
         )
     return found
 
@@ -222,12 +222,27 @@ def stacked_bytes(jaxpr):
 def test_numbers_are_those_of_the_step(name):
     found = recomputation(STEPS[name])
     assert found.levels, "it keeps values for a backward pass"
-    check_numbers(found, STEPS[name])
+    check_numbers(found, STEPS[name], found.levels_on_devices[-1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulated", "chunked", "custom_vjp", "dropout", "encoder and decoder", "recurrent", "returned",
+        "two losses, unrolled", "unrolled chain", "unrolled remat", "with skips",
+    ],
+)  # fmt: skip
+def test_numbers_are_those_of_the_step_where_values_are_moved_to_hosts(name):
+    found = recomputation(STEPS[name])
+    level = found.levels_of(1, EXPOSED[0])[-1]
+    assert level.moved > 0 and level.bytes < found.levels_on_devices[-1].bytes
+    check_numbers(found, STEPS[name], level)
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("two losses")])
 def test_numbers_of_two_losses_are_those_of_the_step_at_the_first_level(name):
-    check_numbers(recomputation(STEPS[name]), STEPS[name], level=0)
+    found = recomputation(STEPS[name])
+    check_numbers(found, STEPS[name], found.levels[0])
 
 
 @pytest.mark.parametrize("name", ["dropout", "plain", "remat"])
@@ -236,6 +251,8 @@ def test_levels_stack_what_they_say(name):
     found = recomputation(STEPS[name])
     sizes = [(stacked_bytes(found.rewritten(level).jaxpr), level.bytes) for level in found.levels]
     assert len(sizes) > 1
+    for level in found.levels:
+        assert stacked_bytes(found.rewritten(level).jaxpr, jax.memory.Space.Host) == level.moved
     for (size, said), (fewer, less) in itertools.pairwise(sizes):
         assert size - fewer == said - less > 0
 
@@ -273,6 +290,7 @@ def test_a_missing_stack_is_caught(monkeypatch):
         wrong = loop.eqn.replace(params=loop.eqn.params | {"reverse": not reverse}) if reverse else loop.eqn
         return right(loops.Loop(wrong, loop.consts, loop.carries, loop.body), env, *rest)
 
+    found = recomputation(STEPS["plain"])
     monkeypatch.setattr(loops, "_scan", turned)
     with pytest.raises(AssertionError):
-        check_numbers(recomputation(STEPS["plain"]), STEPS["plain"])
+        check_numbers(found, STEPS["plain"], found.levels_on_devices[-1])

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from autoshard import autoshard, plan, topology
-from autoshard.errors import ArgumentError, MemoryLimitError, PlanError, StageError
+from autoshard.errors import ArgumentError, MemoryLimitError, StageError
 from autoshard.options import options_of
 from autoshard.pipeline import schedule
 from autoshard.stage_planning import choosing
@@ -110,10 +110,13 @@ def test_programs_of_stages_are_verified(found):
     assert "F of stage 0" in str(verified)
 
 
-@pytest.mark.parametrize("ask", [lambda p: p.explain("x"), lambda p: p.to_code(), lambda p: p.what_if(memory="1GiB")])
-def test_what_plans_with_stages_cannot_do_is_one_clear_error(found, ask):
-    with pytest.raises(PlanError, match=r"has 2 stages, and cannot be .*\n.*plan\.stages\[0\]\.plan"):
-        ask(found)
+def test_a_chosen_plan_is_explained_and_asked_what_if(found):
+    explained = found.explain("params/0")
+    assert explained.reasons[0].startswith("Stage 0 keeps it; F of stage 0")
+    wished = found.what_if(memory="1MiB")
+    assert [stage.devices for stage in wished.stages] == [stage.devices for stage in found.stages]
+    with pytest.raises(MemoryLimitError, match="pipeline: "):
+        found.what_if(memory="80KiB")
 
 
 def test_the_plan_without_stages_is_kept_where_it_is_faster(mesh):

@@ -85,3 +85,22 @@ def test_an_axis_for_stages_inside_another_is_refused():
         sub_mesh_shapes(axes, topology("h100:2x4", axes), 1e9)
     axes = {"data": 1, "stage": 4}
     assert len(sub_mesh_shapes(axes, topology("h100:1x4", axes), 1e9)) == 1
+
+
+UNEVEN = {"hosts": 2, "model": 2}
+
+
+def test_parts_of_a_machine_that_is_not_alike_are_shapes_of_their_own():
+    plain = topology("h100:2x2", UNEVEN)
+    costs = topology("h100:2x2", UNEVEN, speeds={"hosts": (1, 0.5)}, memories={"hosts": (1, 0.25)})
+    shapes = sub_mesh_shapes(UNEVEN, costs, costs.memory_bytes)
+    assert [(one.in_row.name, one.in_row.starts) for one in shapes] == [
+        ("1 from 0", (0, 1)), ("1 from 2", (2, 3)), ("2 from 0", (0,)), ("2 from 2", (2,)), ("2x2", (0,)),
+    ]  # fmt: skip
+    fast, slow, whole = shapes[2:]
+    assert fast.topology.flops == plain.flops and fast.topology.memory_bandwidth == plain.memory_bandwidth
+    assert fast.in_row.memory_bytes == plain.memory_bytes
+    assert slow.topology.flops["bfloat16"] == plain.flops["bfloat16"] / 2
+    assert slow.in_row.memory_bytes == plain.memory_bytes / 4
+    assert not fast.topology.uneven and not slow.topology.uneven
+    assert whole.topology.flops == costs.flops and whole.topology.uneven == costs.uneven

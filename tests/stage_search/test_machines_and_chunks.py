@@ -49,6 +49,42 @@ def test_a_slow_machine_with_little_memory_gets_fewer_layers(memory):
         assert found.best.peak_bytes[1] <= memory[1]
 
 
+def uneven_space(seed, layers, *, slower, memory, between):
+    """Two hosts of two devices, the second slower and with less memory; stages of one device, a host, or all."""
+    random = np.random.default_rng(seed)
+    row = DeviceRow.of_hosts(2, 2, inside=Channel(0.001, 50.0), between=between)
+    base = random.uniform(0.5, 2.0, (7, layers))
+    tables = []
+    for devices, starts, speed, room in (
+        (1, (0, 1), 1.0, 100.0),
+        (1, (2, 3), slower, memory),
+        (2, (0,), 1.0, 100.0),
+        (2, (2,), slower, memory),
+        (4, (0,), slower, memory),
+    ):
+        seconds, sizes = base[:4] / speed / devices**0.7, base[4:] / devices
+        tables.append(LayerCosts(*seconds, *sizes).table(SubMesh(f"{devices} from {starts[0]}", devices, starts, room)))
+    sent = np.array([0.0, *random.uniform(0.1, 1.0, layers - 1), 0.0])
+    return StageSpace(row, {4: MicrobatchCosts(tuple(tables), sent, sent)}, (("1f1b", 1),))
+
+
+@pytest.mark.parametrize(
+    "seed, layers, slower, memory, between",
+    [
+        (0, 8, 0.4, 100.0, Channel(0.01, 5.0)),
+        (1, 8, 0.7, 11.0, Channel(0.01, 5.0)),
+        (2, 8, 1.0, 100.0, Channel(2.0, 0.3)),  # a link that takes as long as a layer
+        (3, 7, 0.5, 9.0, Channel(0.5, 0.5)),
+    ],
+)
+def test_the_best_of_all_cuts_on_uneven_machines_and_slow_links(seed, layers, slower, memory, between):
+    space = uneven_space(seed, layers, slower=slower, memory=memory, between=between)
+    best = min(every_pipeline(space))
+    found = search_stages(space, EXACT)
+    assert found.best.seconds == pytest.approx(best[0], rel=1e-9), best
+    assert found.bound == pytest.approx(best[0], rel=1e-9)
+
+
 CHUNKED = [("interleaved_1f1b", 2), ("looped_bfs", 2), ("zb_v", 2), ("v_half", 2), ("v_min", 2)]
 
 

@@ -9,6 +9,7 @@ from oracles import MACHINES, slow_chips, v5e
 
 import autoshard
 from autoshard.layout import layouts_of, spec_of
+from autoshard.together import planning
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 WIDTH, HIDDEN = 32, 64
@@ -76,9 +77,13 @@ def rows_of_b(params, x):
     return params["b"] @ x, jnp.sum(params["a"][:1])
 
 
-def test_what_neither_function_wants_for_itself_may_be_best():
+def joined_rows():
     params, x = {"a": float32(64, 256), "b": float32(64, 256)}, float32(256, 4)
-    functions, topology = {"a": (rows_of_a, (params, x)), "b": (rows_of_b, (params, x))}, v5e(MESH.axis_names)
+    return {"a": (rows_of_a, (params, x)), "b": (rows_of_b, (params, x))}
+
+
+def test_what_neither_function_wants_for_itself_may_be_best():
+    functions, topology = joined_rows(), v5e(MESH.axis_names)
     total = weighted(autoshard.plan_together(functions, mesh=MESH, topology=topology), {})
     for one, other in (("a", "b"), ("b", "a")):
         own = alone(functions[one], topology)
@@ -140,3 +145,16 @@ REFUSED = [
 def test_what_cannot_be_planned_is_named(functions, options, message):
     with pytest.raises(autoshard.AutoshardError, match=message):
         autoshard.plan_together(functions, mesh=MESH, **options)
+
+
+def test_a_search_is_that_of_the_joint_problem_too(monkeypatch):
+    asked, right = [], planning.solve_for_plan
+
+    def spied(problem, **limits):
+        asked.append(limits["search"])
+        return right(problem, **limits)
+
+    monkeypatch.setattr(planning, "solve_for_plan", spied)
+    functions, topology = joined_rows(), v5e(MESH.axis_names)
+    autoshard.plan_together(functions, mesh=MESH, topology=topology, search="pase")
+    assert set(asked) == {"pase"}

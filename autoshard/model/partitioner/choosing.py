@@ -38,7 +38,7 @@ def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wan
     allowed = {}
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
         options = _nearest(group, priced.strategies, layouts, wants)
-        if options and not group.fills:
+        if options and not group.is_fill:
             allowed[formulation.group_node(group)] = options
     try:
         solution = solve(free.restrict(allowed), budget=Budget.of(_TIME_LIMIT))
@@ -50,10 +50,10 @@ def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wan
 
 def _nearest(group: Group, strategies: tuple[Strategy, ...], layouts: Mapping[int, Layout], wants: Wants) -> list[int]:
     """The strategies that leave all results as said, and of these those that read the most operands so."""
-    ends = [layouts.get(made.value.id) for made in group.made]
+    ends = [layouts.get(made.value.id) for made in group.outputs]
     reads = [wants.get((use.equation.index, use.operand)) for use in group.uses]
-    fitting = [i for i, one in enumerate(strategies) if _agreeing(ends, one.leaves) == len(ends)]
-    count = {i: _agreeing(reads, strategies[i].wants) for i in fitting}
+    fitting = [i for i, one in enumerate(strategies) if _agreeing(ends, one.output_layouts) == len(ends)]
+    count = {i: _agreeing(reads, strategies[i].operand_layouts) for i in fitting}
     return [i for i in fitting if count[i] == max(count.values())]
 
 

@@ -14,10 +14,12 @@ import numpy as np
 from autoshard.layout import Layout, MeshShape, divides, shards
 from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import flops
+from autoshard.mesh.host import host_seconds
 from autoshard.mesh.resharding import Step, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
+from autoshard.model.pricing.host_moves import moved_bytes
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
@@ -63,8 +65,8 @@ class PricedStrategies:
 
     strategies: tuple[Strategy, ...]
     seconds: tuple[Seconds, ...]
-    wants: tuple[tuple[Layout, ...], ...]  # per use, that of each strategy
-    leaves: tuple[tuple[Layout, ...], ...]  # per made value, that of each strategy
+    operand_layouts: tuple[tuple[Layout, ...], ...]  # per use, that of each strategy
+    output_layouts: tuple[tuple[Layout, ...], ...]  # per output, that of each strategy
 
     @cached_property
     def costs(self) -> np.ndarray:
@@ -135,8 +137,8 @@ class Prices:
                 if call
                 else strategies_of(group, self.mesh, self.backend, choices)
             )
-            wants = tuple(map(self.memo.one, zip(*(strategy.wants for strategy in strategies), strict=True)))
-            leaves = tuple(map(self.memo.one, zip(*(strategy.leaves for strategy in strategies), strict=True)))
+            wants = tuple(map(self.memo.one, zip(*(strategy.operand_layouts for strategy in strategies), strict=True)))
+            leaves = tuple(map(self.memo.one, zip(*(strategy.output_layouts for strategy in strategies), strict=True)))
             self._groups[key] = PricedStrategies(
                 strategies, self._seconds(group, strategies, wants, leaves), wants, leaves
             )
@@ -250,7 +252,9 @@ class Prices:
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [finish.elements * self.widths.summed(group.made[finish.made].value) for finish in strategy.finishes]
+        return [
+            finish.elements * self.widths.summed(group.outputs[finish.output].value) for finish in strategy.finishes
+        ]
 
     def halo_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of each halo that a device receives, one run."""
@@ -377,7 +381,7 @@ class Prices:
         regions = [self.region(group, strategy) for strategy in strategies]
         if regions[0] is not None:
             return tuple(self._region_seconds(group, region) for region in regions if region is not None)
-        ends = group.ends is not None
+        ends = group.handed_on_at is not None
         for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):
             communication = hidden = 0.0
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
@@ -386,14 +390,18 @@ class Prices:
                 hidden += cost * self.backend.overlap.of(finish.kind) * ends
             for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
                 communication += self._collective("collective_permute", halo.axes, size) * group.trips
+            if size := moved_bytes(group, strategy, self.arrays):
+                cost = host_seconds(size, self.topology) * group.trips
+                communication += cost
+                hidden += cost * self.backend.overlap.of("host") * (group.trips > 1)
             found.append(Seconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
     def unhoisted(self, group: Group, value: Value) -> float:
         """Seconds, at most, to reduce in every turn of a loop what is not added up in the layout it is made in."""
-        if group.hoisted is None:
+        if group.hoisted_all_reduces is None:
             return 0.0
-        return self._collective("all_reduce", tuple(self.mesh), value.bytes) * (group.trips - group.hoisted)
+        return self._collective("all_reduce", tuple(self.mesh), value.bytes) * (group.trips - group.hoisted_all_reduces)
 
     def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
         """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
@@ -442,7 +450,7 @@ class Prices:
         if finish.kind == "all_reduce" and group.summands > 1:
             return self._collective(finish.kind, finish.axes, size) / group.summands
         among = finish.devices(self.mesh) if finish.groups else None
-        return self._collective(finish.kind, finish.axes, size, among, late=group.late)
+        return self._collective(finish.kind, finish.axes, size, among, late=group.feeds_only_results)
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""
@@ -460,24 +468,24 @@ class Prices:
                 for use in group.uses
             ),
             tuple((sizes(use.value), use.dims) for use in group.uses),
-            tuple((sizes(made.value), made.dims) for made in group.made),
+            tuple((sizes(made.value), made.dims) for made in group.outputs),
             tuple(group.sizes.items()),
             tuple(sorted(group.splittable)),
             group.reduction,
             group.reaches,
-            group.samples,
+            group.batch_factor,
             tuple(group.given.items()),
-            group.beside,
+            group.open_axes,
             tuple((e.primitive, flops(e), frozenset(group.factors_of(e)), self.region_key(e)) for e in group.equations),
             compute_dtype(group.equations),
             group.trips,
-            group.late,
-            group.ends is not None,
+            group.feeds_only_results,
+            group.handed_on_at is not None,
             group.summands,
-            group.hoisted,
-            group.repeated,
-            group.sunk,
-            group.copied,
+            group.hoisted_all_reduces,
+            group.is_recomputed,
+            group.is_sunk,
+            group.is_copy,
             group.passes_before,
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),

@@ -37,7 +37,7 @@ class GroupWork:
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        is_free = group.only_moves and not (group.sunk or group.copied)
+        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
         if is_free or group.equations[0].primitive in _CROSSINGS:
             return [0.0] * len(strategies)
         pieces = {
@@ -59,17 +59,26 @@ class GroupWork:
         moved = np.broadcast_to(through, work.shape)
         dtype = compute_dtype(group.equations)
         least = np.broadcast_to(self._least(group, pieces), work.shape)
-        each = zip(least.tolist(), work.tolist(), moved.tolist(), strict=True)
-        return [least + compute_seconds(done, through, dtype, self.topology) for least, done, through in each]
+        in_units = np.maximum(
+            self._vector_seconds(group, split, leaves), self.arrays.backend.matrix_unit.seconds(group, pieces)
+        )
+        units = np.broadcast_to(in_units, work.shape)
+        each = zip(least.tolist(), work.tolist(), moved.tolist(), units.tolist(), strict=True)
+        return [
+            least + max(compute_seconds(done, bytes_moved, dtype, self.topology), unit)
+            for least, done, bytes_moved, unit in each
+        ]
 
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
-        is_free = group.only_moves and not (group.sunk or group.copied)
+        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
         if is_free or first.primitive in _CROSSINGS:
             return 0.0
-        values = {value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.made))}
-        moves_parts = group.repeated or first.primitive in _READS_PART or _inserted(first) is not None
+        values = {
+            value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.outputs))
+        }
+        moves_parts = group.is_recomputed or first.primitive in _READS_PART or _inserted(first) is not None
         in_memory = (value for value in values.values() if not (moves_parts or value.on_host or self.kept_share(value)))
         sizes = [
             math.prod(value.shape) * self.arrays.widths.stored(value)
@@ -97,6 +106,25 @@ class GroupWork:
                 least = least + turn * _rows_apart(equation, group, pieces)
         return least
 
+    def _vector_seconds(
+        self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]
+    ) -> np.ndarray | float:
+        """What the functions in it take on the vector unit, per strategy.
+
+        Args:
+            split: factors of an equation -> into how many pieces each strategy splits them.
+        """
+        unit = self.arrays.backend.vector_unit
+        counted = [equation for equation in group.equations if unit.counts(equation)]
+        if not counted or not group.outputs:
+            return 0.0
+        made = group.outputs[0].value
+        elements = np.array([self.arrays.elements(made, layout) for layout in leaves[0]])
+        bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in leaves[0]])
+        padding = elements / np.maximum(1, bare)
+        sizes = ((one, math.prod(one.outputs[0].shape) / split[frozenset(group.factors_of(one))]) for one in counted)
+        return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
+
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""
         return self.instead.get(value.id, (value,))
@@ -107,9 +135,9 @@ class GroupWork:
         What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
         XLA does make all of it if its readers want it in another layout.
         """
-        if group.repeated and not group.sunk:
+        if group.is_recomputed and not group.is_sunk:
             return 0.0
-        written = sum(map(self._through_memory, (made.value for made in group.made), leaves))
+        written = sum(map(self._through_memory, (made.value for made in group.outputs), leaves))
         first = group.equations[0]
         if first.primitive in _READS_PART:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0

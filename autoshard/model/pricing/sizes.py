@@ -39,6 +39,13 @@ class ArraySizes:
         what = value.shape, self.images.get(value.id), value.on_host, self.widths.stored(value)
         return self.memo.once(local_bytes, layouts, of=what)
 
+    def returned_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+        """Bytes of `value` as a result, per layout: it lies as any array does, and not as convolutions want images."""
+        if value.id not in self.images:
+            return self.sizes(value, layouts)
+        elements = [padded_size(local_shape(value.shape, one, self.mesh), self.backend.tile) for one in layouts]
+        return np.array(elements) * self.widths.stored(value)
+
     def shard_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of the elements of `value` that one device has."""
         return math.prod(local_shape(value.shape, layout, self.mesh)) * value.itemsize

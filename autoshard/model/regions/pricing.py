@@ -169,7 +169,8 @@ class Regions:
         else:
             bodies = list(_bodies(self._on_mesh(call, run, [x.shape for x in equation.inputs], structs)))
             before = max((len(body.jaxpr.invars) - len(structs) for body in bodies), default=0)
-            region = self._read(bodies)
+            implementation = call.operation.named(run.name)
+            region = self._read(bodies, None if implementation is None else implementation.turns)
         if shares:
             forward = self.forward[equation.index]
             done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)], False)
@@ -203,17 +204,21 @@ class Regions:
                     elements *= size
                 yield RegionCollective("all_reduce", axes, elements * value.itemsize, 1, is_ahead=False)
 
-    def _read(self, jaxprs: Sequence[ClosedJaxpr]) -> Region:
-        """What one device does that runs these jaxprs, one after the other."""
-        parts = list(map(self._read_one, jaxprs))
+    def _read(self, jaxprs: Sequence[ClosedJaxpr], turns: int | None = None) -> Region:
+        """What one device does that runs these jaxprs, one after the other.
+
+        Args:
+            turns: of loops of unknown length; None: as everywhere.
+        """
+        parts = [self._read_one(one, turns) for one in jaxprs]
         return Region(
             compute=sum(part.compute for part in parts),
             collectives=tuple(itertools.chain(*(part.collectives for part in parts))),
             workspace=max((part.workspace for part in parts), default=0.0),
         )
 
-    def _read_one(self, jaxpr: ClosedJaxpr) -> Region:
-        program = program_of(jaxpr)
+    def _read_one(self, jaxpr: ClosedJaxpr, turns: int | None) -> Region:
+        program = program_of(jaxpr, turns)
         formulation = self.formulate(program, _rules(program), {})  # a mesh of one device
         choice = [0] * len(formulation.problem.costs)
         compute = sum(
@@ -247,14 +252,19 @@ def _forward_calls(program: Program) -> Iterator[tuple[int, Equation]]:
         calls[id(operation), said, scope, *operands] = equation
 
 
-def program_of(traced: ClosedJaxpr) -> Program:
-    """What one device runs as a program of its own."""
+def program_of(traced: ClosedJaxpr, turns: int | None = None) -> Program:
+    """What one device runs as a program of its own.
+
+    Args:
+        turns: of loops of unknown length; None: as everywhere.
+    """
     closed = ClosedJaxpr(with_plain_names(traced.jaxpr), traced.consts)
     operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
     results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals]
     in_tree, out_tree = Tree.of((tuple(operands), {})), Tree.of(results)
     places = Places(in_tree.array_paths, out_tree.array_paths, frozenset())
-    return Reader(closed, has_rule=_is_known).program(in_tree, out_tree, places)
+    trips = None if turns is None else {"*": turns}
+    return Reader(closed, has_rule=_is_known, trips=trips).program(in_tree, out_tree, places)
 
 
 def _is_known(eqn: JaxprEqn) -> bool:

@@ -28,6 +28,8 @@ from autoshard.model.xla.rounding import Rounding
 from autoshard.model.xla.scatters import Scatters
 from autoshard.model.xla.sums import Sums
 from autoshard.model.xla.tiles import Tile
+from autoshard.model.xla.units.matrix_unit import MatrixUnit
+from autoshard.model.xla.units.vector_unit import VectorUnit
 from autoshard.primitives import primitives_where
 
 
@@ -58,6 +60,8 @@ class Backend:
     operations: Operations = field(default_factory=Operations)
     sums: Sums = field(default_factory=Sums)
     vector_products: VectorProducts = field(default_factory=VectorProducts)
+    vector_unit: VectorUnit = field(default_factory=VectorUnit)
+    matrix_unit: MatrixUnit = field(default_factory=MatrixUnit)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -122,15 +126,48 @@ V5E = Backend(
     loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
         bytes=6 * 2**24, keeps_sums=True, rounding_share=0.36
     ),
-    overlap=Overlap({"all_gather": 0.5}),
+    overlap=Overlap({"all_gather": 0.5, "host": 0.9}),
     # By libtpu's cycles 5 to 10 for images. XLA counts no copies where it chooses layouts itself: at more than 4
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
-    scatters=Scatters(over_all_devices=False),
+    scatters=Scatters(over_all_up_to=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
     operations=Operations(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
     sums=Sums(hoists=True, adds_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
+    vector_unit=VectorUnit(
+        clock=1.5e9,
+        cycles={
+            "asinh": 9,
+            "cos": 40,
+            "digamma": 110,
+            "erf": 9,
+            "erf_inv": 11,
+            "igamma": 190,  # one turn of its loops
+            "igamma_grad_a": 400,
+            "igammac": 190,
+            "lgamma": 61,
+            "polygamma": 228,
+            "random_bits": 36,
+            "sin": 40,
+            "tan": 44,
+            "zeta": 61,
+        },
+        complex_cycles={
+            "cos": 84,
+            "cosh": 168,
+            "exp": 86,
+            "expm1": 84,
+            "logistic": 92,
+            "pow": 140,
+            "rsqrt": 91,
+            "sin": 84,
+            "sinh": 168,
+            "tan": 85,
+            "tanh": 86,
+        },
+    ),
+    matrix_unit=MatrixUnit(clock=1.5e9, product_cycles=13),
 )
 V5P = replace(
     V5E,
@@ -142,6 +179,7 @@ V5P = replace(
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
     recopies=replace(V5E.recopies, keeps_columns=True),
+    scatters=Scatters(over_all_up_to=4),  # 2x2x1; 2x2x2 has none
     vector_products=VectorProducts({4: 0.35, 2: 0.22}),
 )
 BACKENDS: Mapping[str, Backend] = {backend.chip: backend for backend in (CPU, H100, V5E, V5P)}

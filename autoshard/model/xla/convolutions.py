@@ -40,7 +40,7 @@ def image_dims(program: Program) -> dict[int, ImageDims]:
 
 def reads_rounded(equation: Equation, group: Group) -> bool:
     """Whether a convolution reads each number that it makes several times: XLA rounds them once, and stores that."""
-    if equation.primitive != "conv_general_dilated" or group.made[0].value.dtype != np.float32:
+    if equation.primitive != "conv_general_dilated" or group.outputs[0].value.dtype != np.float32:
         return False
     numbers = equation.params["dimension_numbers"]
     if is_kernel_gradient(equation):
@@ -50,7 +50,7 @@ def reads_rounded(equation: Equation, group: Group) -> bool:
 
 def copies_argument(group: Group, user: Group) -> bool:
     """Whether `user` convolves what it makes of an argument, which does not lie as images do: that is stored."""
-    made = group.made[0].value
+    made = group.outputs[0].value
     convolved = any(reads_images(use) and use.value is made for use in user.uses)
     return convolved and any(use.value.from_outside and use.value.shape == made.shape for use in group.uses)
 
@@ -69,5 +69,5 @@ def scratch_copies(group: Group) -> int:
     index per dim, and a scatter.
     """
     if group.equations[0].primitive == "select_and_scatter_add":
-        return len(group.made[0].value.shape) + 1
+        return len(group.outputs[0].value.shape) + 1
     return 0

@@ -42,7 +42,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Per group, whether its readers compute it again: `Group.folded`, `Group.repeated`, `Group.sunk`."""
+    """Per group, whether its readers compute it again: `Group.is_folded`, `Group.is_recomputed`, `Group.is_sunk`."""
 
     folded: Sequence[bool]
     repeated: Sequence[bool]
@@ -66,7 +66,7 @@ def recomputation(
         backend: the compiler.
     """
     stored = stored | _guarded(program, groups)
-    are_stored = [any(made.value.id in stored for made in group.made) for group in groups]
+    are_stored = [any(made.value.id in stored for made in group.outputs) for group in groups]
     folds = not backend.fusion.takes_in
     folded = [
         not is_stored and folds and _is_folded(group, users[group.index])
@@ -101,9 +101,9 @@ def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
     """What the readers of a value read instead of it, if XLA has each of them compute it again."""
     found: dict[int, tuple[Value, ...]] = {}
     for group in groups:
-        if group.repeated:
+        if group.is_recomputed:
             read = itertools.chain(*(found.get(use.value.id, (use.value,)) for use in group.uses))
-            made = {made.value.id: made.value for made in group.made}
+            made = {made.value.id: made.value for made in group.outputs}
             if not group.fuses:  # a slice: its readers read as much as there is of it
                 found.update((id, (value,)) for id, value in made.items())
             else:
@@ -115,8 +115,8 @@ def _guarded(program: Program, groups: Sequence[Group]) -> set[int]:
     """Values that lie behind a barrier; of a view, what it views."""
     found = set(program.guarded)
     for group in reversed(groups):
-        if group.is_view and any(made.value.id in found for made in group.made):
-            found.difference_update(made.value.id for made in group.made)
+        if group.is_view and any(made.value.id in found for made in group.outputs):
+            found.difference_update(made.value.id for made in group.outputs)
             found.update(use.value.id for use in group.uses)
     return found
 
@@ -148,14 +148,14 @@ def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], b
             return False
         sunk = {"scan_const"} if backend.fusion.sinks_broadcasts and group.broadcasts else set()
         takers = backend.fusion.takes_in | sunk
-        return all(user.stacks or user.fuses or user.equations[0].primitive in takers for user in users)
+        return all(user.is_stack or user.fuses or user.equations[0].primitive in takers for user in users)
 
     def takes(user: Group) -> bool:
         reader = user.equations[0]
         if reader.primitive in backend.fusion.taken_in:
             return True
         reads_views = group.is_view and is_matrix_product(reader)
-        return user.stacks or (user.fuses and not folded[user.index]) or reads_views
+        return user.is_stack or (user.fuses and not folded[user.index]) or reads_views
 
     if not all(map(takes, users)):
         return False
@@ -176,14 +176,14 @@ def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]
         through: value -> the values of its size that it is computed again from; added to.
         padded: values that are padded as they are read.
     """
-    size = math.prod(group.made[0].value.shape)
+    size = math.prod(group.outputs[0].value.shape)
     wide = [use.value.id for use in group.uses if math.prod(use.value.shape) == size]
     read = set().union(*(through.get(value, {value}) for value in wide))
     far = len(read) > _READ_AGAIN or any(value in padded for value in wide)
     if far and len(set(map(id, users))) > 1:
         return True
     if group.fuses:
-        through.update((made.value.id, read) for made in group.made)
+        through.update((made.value.id, read) for made in group.outputs)
     return False
 
 
@@ -198,7 +198,7 @@ def _is_normalised(group: Group, users: Sequence[Group]) -> bool:
     """Whether it is dear, and read by what sums it up and by what divides it by the sum: a softmax."""
     if not any(_is_dear(equation) for equation in group.equations):
         return False
-    wide = math.prod(group.made[0].value.shape)
+    wide = math.prod(group.outputs[0].value.shape)
     divided = [
         any(e.primitive == "div" and math.prod(e.outputs[0].shape) == wide for e in user.equations)
         for user in users

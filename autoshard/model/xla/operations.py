@@ -33,12 +33,12 @@ class Operations:
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
         inside = self.least_seconds * sum(map(_more, group.equations))
-        if group.repeated or group.stacks or group.ends_product or group.is_idle:
+        if group.is_recomputed or group.is_stack or group.ends_product or group.is_idle:
             return inside
         if group.contracts:
             reads = any(use.value.from_outside for use in group.uses)
-            return inside + self.product_seconds * (reads + group.late)
-        arrays = (*(use.value for use in group.uses), *(made.value for made in group.made))
+            return inside + self.product_seconds * (reads + group.feeds_only_results)
+        arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
 
     def turn_seconds(self, equation: Equation) -> float:
@@ -77,7 +77,8 @@ def _more(equation: Equation) -> int:
 # of images, and loops until the last element has settled.
 _MORE = {
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_window_sum"), 1),
-    **dict.fromkeys(("igamma", "igamma_grad_a", "igammac", "regularized_incomplete_beta"), 400),
+    **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 13),  # of loops that turn once by libtpu's count
+    "regularized_incomplete_beta": 400,
     "conv_general_dilated": 2,
     "gather": 2,
     "nextafter": 2,

@@ -1,5 +1,9 @@
 """Overlap: the share of a collective's time that runs behind compute, where nothing waits for the result at once.
 
+So does the share of transfers to the host's memory and back, as the kind "host". In loops XLA for TPU sends what one
+turn stacks there while the next one runs, and fetches a slice while the turn before runs: all but two transfers are
+hidden. Other compilers are held to wait.
+
 Source: the schedules of compiled programs, in the median; `docs/benchmarks/prediction.md` has the shares for TPU,
 `docs/benchmarks/plans.md` (Summary) those for GPU, which lie between what small and large models hide.
 `tests/compiled/test_schedule.py` reads such schedules.

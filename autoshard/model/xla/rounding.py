@@ -98,7 +98,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         if group.contracts:
             return _at_default_precision(group.equations[0].params.get("precision"))
         moves = group.only_moves or group.equations[0].primitive in _PASS_ON
-        return moves and all(made.value.id in kept for made in group.made)
+        return moves and all(made.value.id in kept for made in group.outputs)
 
     def read(group: Group, value: Value) -> int:
         """Bytes per element of the first thing that a group makes of a value."""
@@ -108,7 +108,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         if rounding.before_moves and readings and all(map(_converts, readings)):
             return max(equation.outputs[0].dtype.itemsize for equation in readings)
         if rounding.operands and group.equations[0].primitive in _PASS_ON:
-            return max((wanted.get(made.value.id, value.itemsize) for made in group.made), default=value.itemsize)
+            return max((wanted.get(made.value.id, value.itemsize) for made in group.outputs), default=value.itemsize)
         return value.itemsize
 
     def note(value: Value) -> None:
@@ -122,7 +122,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
             shared[value.id] = max(smaller.values())
 
     for group in reversed(groups):  # readers before what they read, but for what loops hand on
-        for made in group.made:
+        for made in group.outputs:
             users = readers[made.value.id]
             if not users:
                 continue
@@ -138,12 +138,12 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
     for value in program.arguments:
         note(value)
     fused = {
-        group.made[0].value.id
+        group.outputs[0].value.id
         for group in groups
         if rounding.operands
         and group.contracts
-        and group.made[0].value.id not in results
-        and _goes_on(group, readers[group.made[0].value.id], kept)
+        and group.outputs[0].value.id not in results
+        and _goes_on(group, readers[group.outputs[0].value.id], kept)
     }
     return Widths(frozenset(kept), moved, reading, shared, frozenset(fused), rounding)
 
@@ -159,8 +159,8 @@ def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
     """Whether XLA fuses the one reader of a product into the product, and stores what the reader makes."""
     if len(users) != 1 or not users[0].fuses:
         return False
-    made = users[0].made
-    shape = product.made[0].value.shape
+    made = users[0].outputs
+    shape = product.outputs[0].value.shape
     return all(one.value.id in kept and math.prod(one.value.shape) == math.prod(shape) for one in made)
 
 

@@ -58,7 +58,7 @@ def sums_in_loops(program: Program, once: Set[int]) -> Iterator[tuple[Equation, 
 
 
 def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) -> dict[int, int]:
-    """Groups that make what a loop only adds up, or pass it on -> how often the total is reduced (`Group.hoisted`).
+    """Groups that make what a loop only adds up, or pass it on -> `Group.hoisted_all_reduces`.
 
     Args:
         once: the values that are read once.
@@ -75,7 +75,7 @@ def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) ->
 def summed_products(program: Program, once: Set[int], home: Mapping[int, Group]) -> dict[int, tuple[int, int]]:
     """Products that are added up with others and read by nobody else -> the value that is their sum, and their number.
 
-    These are `Group.summed` and `Group.summands`, by the group's index.
+    These are `Group.accumulator` and `Group.summands`, by the group's index.
 
     Args:
         once: the values that are read once.

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from autoshard.arrays.arguments import abstract, type_of
+from autoshard.arrays.arguments import type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
-from autoshard.errors import ArgumentError, MemoryLimitError, PlanError
+from autoshard.errors import MemoryLimitError, PlanError
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass
 from autoshard.padding.dims.rewriting import UnevenStep
+from autoshard.padding.flat_step import FlatStep
 from autoshard.program import Program
 from autoshard.program.flattening import flattened
-from autoshard.program.signature import Arguments, join
-from autoshard.program.trees import Box, Tree
+from autoshard.program.signature import Arguments
 from autoshard.user_plan import Plan
 
 MOST_CLASSES = 3  # that are tried, those with the most work
@@ -64,38 +63,27 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
     def _chosen(self, args: Any, kwargs: Any) -> Chosen:
         static, dynamic = self._static.split(args, kwargs)
         flat = flattened(dynamic)
-        if flat.structure.has_modules:
-            raise ArgumentError(
-                "pad='auto' takes no nnx modules: it would not see what the step changes in them.\n"
-                "Split them (nnx.split), and pass their states."
-            )
         key = static, tuple(map(type, static)), flat.structure, tuple(map(type_of, flat.arrays))
         if key not in self._steps:
-            self._steps[key] = self._as_chosen(args, kwargs, static, dynamic, flat.arrays)
+            self._steps[key] = self._as_chosen(args, kwargs, static, dynamic)
         return self._steps[key]
 
-    def _as_chosen(self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments, leaves: Sequence[Any]) -> Chosen:
+    def _as_chosen(self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments) -> Chosen:
         """The step as written or padded, whichever is predicted to be fastest within the memory limit."""
-        tree, results = Tree.of(dynamic), list[Box]()
-
-        def flat(*arrays: Any) -> list[Any]:
-            positional, keyword = join(static, tree.unflattened(list(arrays)))
-            results[:] = [Box.of(self._fn(*positional, **keyword))]
-            return list(results[0].leaves)
-
-        closed = jax.make_jaxpr(flat)(*(abstract(type_of(leaf)) for leaf in leaves))
+        as_written = FlatStep(self._fn, self._static, static, dynamic)
+        closed = as_written.traced()
         classes = DimClasses(closed)
         uneven = list(classes.uneven(self._options.mesh.shape).items())[:MOST_CLASSES]
         if not uneven:
             return None, ""
-        carried, out_tree = super().trace(*args, **kwargs).carried.values(), results[0].tree
+        carried = super().trace(*args, **kwargs).carried.values()
         ways: list[Mapping[Node, PaddedClass]] = [{}, dict(uneven)]
         ways += [{root: one} for root, one in uneven if len(uneven) > 1]
         options = replace(self._options, time_limit=self._options.time_limit / len(ways))  # one limit for all of them
         best: tuple[float, Chosen] | None = None
         errors: list[MemoryLimitError | PlanError] = []
         for padded in ways:
-            fn = self._padded(UnevenStep(closed, classes, padded, carried), out_tree) if padded else self._fn
+            fn = as_written.running(UnevenStep(closed, classes, padded, carried)) if padded else self._fn
             step = ShardedFunction(fn, options=options, jit_keywords=self._given_keywords, given=self._given)
             try:
                 plan = step.plan(*args, **kwargs)
@@ -109,14 +97,6 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
         if best is None:
             raise errors[0]
         return best[1]
-
-    def _padded(self, uneven: UnevenStep, out_tree: Tree) -> Callable[..., Any]:
-        @functools.wraps(self._fn)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            arrays = flattened(self._static.split(args, kwargs)[1]).arrays
-            return out_tree.unflattened(uneven(*arrays))
-
-        return step
 
 
 def _remark(padded: Any) -> str:

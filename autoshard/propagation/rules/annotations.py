@@ -27,7 +27,7 @@ def constraint(equation: Equation) -> Rule:
     layout = layout_of(spec, len(results[0]))
     free = {dim for dim, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED}
     dims = ((dim, factors) for dim, factors in enumerate(rule.results[0]) if factors and dim not in free)
-    return replace(rule, given={factor: layout[dim] for dim, (factor,) in dims}, beside=open_axes(sharding.mesh))
+    return replace(rule, given={factor: layout[dim] for dim, (factor,) in dims}, open_axes=open_axes(sharding.mesh))
 
 
 @rule("shard_map")

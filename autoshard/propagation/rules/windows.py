@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.program import Equation
 from autoshard.propagation.halos import Reach, Rows, hops, window_rows
-from autoshard.propagation.moves import Place, Read, Step, reads
+from autoshard.propagation.moves import Place, SourceRead, Step, reads
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
@@ -78,7 +78,7 @@ def _convolution(
     builder = RuleBuilder(operands, [result])
     if batch_groups > 1:
         builder.factor(batch_groups, [(0, batch), (1, kernel_out)], [(0, out_channels)])
-    samples = builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
+    batch_factor = builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
     reaches: list[Rows[str]] = []
     summed = []
     for dim, kernel_dim, out_dim, moved in zip(spatial, window, out_spatial, moves, strict=True):
@@ -104,7 +104,7 @@ def _convolution(
     builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
     per_group = result[out_channels] // (feature_groups * batch_groups)
     builder.factor(per_group, [(1, kernel_out)], [(0, out_channels)])
-    return builder.build([Reach(0, tuple(reaches))] if reaches else [], summed, samples)
+    return builder.build([Reach(0, tuple(reaches))] if reaches else [], summed, batch_factor)
 
 
 def _rows(
@@ -153,8 +153,8 @@ def pooling(equation: Equation) -> Rule:
         if factor in found.permutation
     ]
     known = tuple(rows for rows in reaches if rows is not None)
-    samples = next((dim[0] for dim in found.operands[0][:1] if dim[0] not in found.permutation), None)
-    return replace(found, reaches=(Reach(0, known),) if known else (), samples=samples)
+    batch_factor = next((dim[0] for dim in found.operands[0][:1] if dim[0] not in found.permutation), None)
+    return replace(found, reaches=(Reach(0, known),) if known else (), batch_factor=batch_factor)
 
 
 @rule("select_and_scatter")
@@ -188,8 +188,8 @@ def _scattered(equation: Equation, array: int, windows: int) -> Rule:
     if not rows:
         return built
     reaches = Reach(array, tuple(one for one, _ in rows)), Reach(windows, tuple(one for _, one in rows))
-    samples = next((dim[0] for dim in built.results[0][:1] if dim[0] not in built.permutation), None)
-    return replace(built, reaches=reaches, alike=alike, samples=samples)
+    batch_factor = next((dim[0] for dim in built.results[0][:1] if dim[0] not in built.permutation), None)
+    return replace(built, reaches=reaches, alike=alike, batch_factor=batch_factor)
 
 
 def _scattered_rows(
@@ -257,13 +257,13 @@ def rows_at(place: Place, dim: int, factor: str) -> Rows[str]:
     return Rows(dim, factor, -place.offset, place.offset, place.first, place.last, place.wraps)
 
 
-def _rows_of(read: Read, dim: int, factor: str) -> Rows[str]:
+def _rows_of(read: SourceRead, dim: int, factor: str) -> Rows[str]:
     place = read.places[dim]
     assert place is not None, "all dims were taken for split"
     return rows_at(place, dim, factor)
 
 
-def _is_small(dim: int, found: list[Read], sources: Sequence[Shape], size: int) -> bool:
+def _is_small(dim: int, found: list[SourceRead], sources: Sequence[Shape], size: int) -> bool:
     """Whether little moves along a dim, if it is split in as few pieces as can be."""
     pieces = next((n for n in (2, 3, 5, 7) if size % n == 0), None)
     if pieces is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _MANUAL = "stands inside a shard_map only, which is one equation of the program"
 _OPENED = "opened by trace: the equations inside it stand in the program"
+_IMPLEMENTED = "opened through its implementation, which is written in other primitives"
 
 WITHOUT_RULE = {
     "all_gather": _MANUAL,
@@ -16,6 +17,17 @@ WITHOUT_RULE = {
     "all_to_all_done": _MANUAL,
     "all_to_all_start": _MANUAL,
     "axis_index": _MANUAL,
+    "bcoo_dot_general_sampled": _IMPLEMENTED,
+    "bcoo_extract": _IMPLEMENTED,
+    "bcoo_fromdense": _IMPLEMENTED,
+    "bcoo_sort_indices": _IMPLEMENTED,
+    "bcoo_spdot_general": _IMPLEMENTED,
+    "bcoo_sum_duplicates": _IMPLEMENTED,
+    "bcoo_todense": _IMPLEMENTED,
+    "bcoo_transpose": _IMPLEMENTED,
+    "bcsr_extract": _IMPLEMENTED,
+    "bcsr_fromdense": _IMPLEMENTED,
+    "bcsr_todense": _IMPLEMENTED,
     "call": _OPENED,
     "checkpoint": _OPENED,
     "closed_call": _OPENED,

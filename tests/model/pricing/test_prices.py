@@ -188,7 +188,7 @@ def contracted(fn, *args, mesh=LINE, backend=CPU):
 
 def test_collectives_that_are_waited_for():
     group, found = contracted(early, f32(8, 4), f32(4, 6))
-    assert not group.late
+    assert not group.feeds_only_results
     expected = {(ALL_REDUCE, 48): LAUNCH + 2 * RING, (REDUCE_SCATTER, 12): LAUNCH + HALF * RING}
     assert {strategy.finishes[0].kind for strategy, _ in found} == {ALL_REDUCE, REDUCE_SCATTER}
     for strategy, seconds in found:
@@ -200,7 +200,7 @@ def test_collectives_that_are_waited_for():
 def test_late_all_reduces_pay_no_latency():
     """XLA makes one of them all."""
     group, found = contracted(jnp.matmul, f32(8, 4), f32(4, 6))
-    assert group.late
+    assert group.feeds_only_results
     expected = {ALL_REDUCE: 2 * 144e-6, REDUCE_SCATTER: LAUNCH + HALF * RING}
     for strategy, seconds in found:
         assert seconds.communication == pytest.approx(expected[strategy.finishes[0].kind])
@@ -525,7 +525,7 @@ def test_itemsize(dtype, size):
 def test_itemsize_of_keys():
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 6))
     (group,) = grouped(lambda keys: jnp.reshape(keys, (2, 3)), key)
-    assert group.made[0].value.itemsize == 8
+    assert group.outputs[0].value.itemsize == 8
 
 
 def repeated(x, ws):
@@ -646,7 +646,7 @@ def test_groups_that_differ_do_not_share(case):
 @pytest.mark.parametrize("field", ["kept", "fused"])
 def test_groups_that_are_rounded_do_not_share(field):
     (group,) = grouped(jnp.matmul, *[f32(4, 4)] * 2)
-    rounded = Widths(**{field: frozenset([group.made[0].value.id])})
+    rounded = Widths(**{field: frozenset([group.outputs[0].value.id])})
     assert prices(widths=rounded)._signature(group) != prices()._signature(group)
 
 
@@ -718,7 +718,7 @@ def test_a_product_with_a_vector_goes_over_the_matrix(dtype, share, layout, rows
     program = traced(jnp.matmul, *operands)
     (group,) = groups_of(program, rules_for(program), V5E)
     priced = Prices(LINE, TOPOLOGY, backend=WORK_OF_V5E).group(group)
-    found = priced.strategies.index(next(one for one in priced.strategies if one.wants == (layout, ((), ()))))
+    found = priced.strategies.index(next(one for one in priced.strategies if one.operand_layouts == (layout, ((), ()))))
     elementwise = 64 * 256 * operands[0].dtype.itemsize / share * 1e-9
     assert (priced.seconds[found].compute == pytest.approx(elementwise)) == (rows == 1)
 
@@ -730,7 +730,7 @@ def test_a_batch_of_products_with_vectors_is_not_elementwise():
     priced = Prices(LINE, TOPOLOGY, backend=V5E).group(group)
     plain = Prices(LINE, TOPOLOGY, backend=replace(V5E, vector_products=VectorProducts())).group(group)
     dearer = {
-        strategy.leaves: ours.compute > theirs.compute
+        strategy.output_layouts: ours.compute > theirs.compute
         for strategy, ours, theirs in zip(priced.strategies, priced.seconds, plain.seconds, strict=True)
         if not strategy.finishes
     }

@@ -1,0 +1,73 @@
+"""The part of the code of `Plan.to_code` that runs a step which changes nnx modules, as text: it imports flax.
+
+It stands behind `standalone.py`, whose `constrained_results` it calls. Modules are taken apart in the order in which
+the step was traced for its plan (`program/modules.py`), so arguments and results have the numbers of the table.
+"""
+
+CONSTRAINED_MODULES = '''
+def constrained(step, mesh):
+    """`step` with the layouts of the plan inside, to be given to `nnx.jit`. Its modules may lie anywhere at first."""
+    return constrain_modules(step, mesh, _table())
+'''
+
+CONSTRAIN_MODULES = '''
+def constrain_modules(step, mesh, table):
+    """`step`, which changes nnx modules among its arguments, with the constraints of a table."""
+
+    @functools.wraps(step)
+    def constrained(*args, **keywords):
+        items, tree = jax.tree.flatten((args, keywords), is_leaf=nnx.graph.is_graph_node)
+        references = nnx.graph.RefMap()
+        graphs, values, variables = _parts(items, references)
+        leaves, structure = jax.tree.flatten(values)
+        known = {}
+
+        def flat(*arrays):
+            """The step's flat results: what it puts into variables, and what it returns."""
+            index = nnx.graph.IndexMap()
+            inside = [
+                value if graph is None else nnx.unflatten(graph, value, index_ref=index)
+                for graph, value in zip(graphs, jax.tree.unflatten(structure, arrays))
+            ]
+            positional, named = jax.tree.unflatten(tree, inside)
+            returned = step(*positional, **named)
+            made = nnx.graph.RefMap()
+            left = jax.tree.leaves(_parts(inside, made)[1])
+            results, known["result"] = jax.tree.flatten(returned, is_leaf=nnx.graph.is_graph_node)
+            known["graphs"], found, _ = _parts(results, made)
+            more, known["values"] = jax.tree.flatten(found)
+            known["changed"] = [i for i, (new, old) in enumerate(zip(left, arrays)) if new is not old]
+            return [*(left[i] for i in known["changed"]), *more]
+
+        closed = jax.make_jaxpr(flat)(*map(without_mesh, leaves))
+        results = constrained_results(closed, leaves, mesh, table)
+        changed = dict(zip(known["changed"], results))
+        if changed:
+            new = jax.tree.unflatten(structure, [changed.get(i, leaf) for i, leaf in enumerate(leaves)])
+            inside = [value for graph, item in zip(graphs, new) if graph is not None for value in item]
+            for variable, value in zip(variables, inside):
+                variable.set_raw_value(value)
+        index = nnx.graph.IndexMap.from_refmap(references)
+        returned = jax.tree.unflatten(known["values"], results[len(changed) :])
+        items = [
+            value if graph is None else nnx.unflatten(graph, value, index_ref=index)
+            for graph, value in zip(known["graphs"], returned)
+        ]
+        return jax.tree.unflatten(known["result"], items)
+
+    return constrained
+
+
+def _parts(items, references):
+    """Per item its graph, None if it is no module, and what it holds; and all variables of modules."""
+    graphs, values, variables = [], [], []
+    for item in items:
+        graph = None
+        if nnx.graph.is_graph_node(item):
+            graph, state = nnx.flatten(item, ref_index=references, graph=True)
+            variables += state.leaves
+            item = [variable.get_raw_value() for variable in state.leaves]
+        graphs.append(graph)
+        values.append(item)
+    return graphs, values, variables
+'''

@@ -1,0 +1,45 @@
+"""The matrix unit of a TPU core: products of a batch, each of which it starts anew.
+
+A product of a batch takes as long as filling and emptying the unit, however few rows and columns it has. So many small
+products take longer than their FLOPs say.
+
+Source: the cycles that libtpu notes on v5e programs of 256 and 512 products of 3 to 16 rows and columns: 11 to 15 each.
+`tests/model/xla/test_units.py` compiles some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard.model.equations import is_matrix_product
+from autoshard.model.groups import Group
+
+
+@dataclass(frozen=True)
+class MatrixUnit:
+    """How long products take on it beside their FLOPs."""
+
+    clock: float = 1.0  # cycles per second
+    product_cycles: float = 0.0  # of one product of a batch, at least
+
+    def seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """What the products of a batch take at least, per strategy; 0 where there is no batch.
+
+        Args:
+            group: what is computed.
+            pieces: factor -> into how many pieces each strategy splits it.
+        """
+        (first, *_) = group.equations
+        if not self.product_cycles or not is_matrix_product(first):
+            return 0.0
+        _, (batch, _) = first.params["dimension_numbers"]
+        left = group.operands[first.index][0]
+        factors = {factor for dim in batch for factor in left[dim]}
+        if not factors:
+            return 0.0
+        products = math.prod((group.sizes[factor] / pieces[factor] for factor in factors), start=np.ones(1))
+        return products * self.product_cycles / self.clock

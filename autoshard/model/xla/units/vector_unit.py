@@ -1,0 +1,41 @@
+"""The vector unit of a TPU core: functions that take longer to compute than what they read and make takes to move.
+
+Elementwise work is done on registers of 8 x 128 numbers. Most functions are computed while memory brings the next
+register; those of `VectorUnit.cycles` are not. A fused loop takes as long as the slower of the two.
+
+Source: the cycles that libtpu notes on v5e programs of one function of [1024, 1024], applied one to three times.
+`tests/model/xla/test_units.py` compiles some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.program import Equation
+
+_REGISTER = 8 * 128  # numbers
+
+
+@dataclass(frozen=True)
+class VectorUnit:
+    """How long functions take on it."""
+
+    clock: float = 1.0  # cycles per second
+    cycles: Mapping[str, float] = field(default_factory=dict)  # primitive -> of one register of real numbers
+    complex_cycles: Mapping[str, float] = field(default_factory=dict)  # the same of complex numbers
+
+    def counts(self, equation: Equation) -> bool:
+        """Whether an equation is known to take longer than memory does."""
+        return self._cycles(equation) > 0
+
+    def seconds(self, equation: Equation, elements: np.ndarray | float) -> np.ndarray | float:
+        """What an equation takes for so many elements of its result, padding included."""
+        return elements / _REGISTER * self._cycles(equation) / self.clock
+
+    def _cycles(self, equation: Equation) -> float:
+        value = equation.inputs[0] if equation.inputs else equation.outputs[0]
+        is_complex = getattr(value.dtype, "kind", "") == "c"
+        return (self.complex_cycles if is_complex else self.cycles).get(equation.primitive, 0.0)

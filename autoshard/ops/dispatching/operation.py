@@ -1,0 +1,94 @@
+"""A row function as an operation whose calls a plan may split by tokens, and by groups with an exchange of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autoshard.operations.operation import Operation
+from autoshard.operations.split import CallSplit
+from autoshard.ops.dispatching.exchange import DATA, EXPERTS, exchanged, on_own_rows
+from autoshard.ops.dispatching.row_function import Kind, RowFunction
+from autoshard.propagation.rule import Rule, RuleBuilder, Shape
+
+_KNOWN: dict[str, Operation] = {}  # digest -> the operation: equal layers are priced once
+
+
+def routed_operation(function: RowFunction) -> Operation:
+    """The operation from ``groups[T, K]``, the group of each slot, and the function's inputs to its outputs.
+
+    A TOKEN input or output is ``[T, ...]`` and a SLOT one ``[T, K, ...]``; the dim of rows is first. A token's output
+    is the sum over its slots. Sums of groups are over all rows.
+    """
+    if function.digest not in _KNOWN:
+        _KNOWN[function.digest] = _operation(function)
+    return _KNOWN[function.digest]
+
+
+def _operation(function: RowFunction) -> Operation:
+    def plain(groups: Any, *arrays: Any) -> tuple[jax.Array, ...]:
+        return tuple(on_own_rows(function, groups, arrays))
+
+    made = Operation(
+        "experts",
+        plain,
+        functools.partial(_rule, function),
+        sums_shared=True,
+        said=function.digest,
+    )
+
+    @made.implementation(splits={EXPERTS: "t g", DATA: "t"}, name="exchange", where=_has_experts, turns=1)
+    def exchange(split: CallSplit, groups: Any, *arrays: Any) -> tuple[jax.Array, ...]:
+        return tuple(exchanged(function, split, groups, arrays))
+
+    return made
+
+
+def _has_experts(split: CallSplit) -> bool:
+    return split.count(EXPERTS) > 1
+
+
+def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
+    """Tokens may be split, groups by an exchange; all else is whole."""
+    builder = RuleBuilder(operands, results)
+    kinds = [Kind.SLOT, *(kind for _, kind in function.inputs)]
+    ends = [kind for _, kind in function.outputs]
+
+    def joined(wanted: set[Kind], dim: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        first = [(i, dim) for i, kind in enumerate(kinds) if kind in wanted]
+        return first, [(i, dim) for i, kind in enumerate(ends) if kind in wanted]
+
+    rows, tokens = {Kind.TOKEN, Kind.SLOT}, operands[0][0]
+    builder.factor(tokens, *joined(rows, 0), kind="")
+    builder.factor(operands[0][1], *joined({Kind.SLOT}, 1), kind="need_replication")
+    builder.factor(function.groups, *joined({Kind.GROUP}, 0), kind="need_replication")
+    done = {Kind.TOKEN: 1, Kind.SLOT: 2, Kind.GROUP: 1, Kind.SHARED: 0}
+    for tensors, of, is_result in ((operands, kinds, False), (results, ends, True)):
+        for i, (shape, kind) in enumerate(zip(tensors, of, strict=True)):
+            for dim in range(done[kind], len(shape)):
+                place = [(i, dim)]
+                builder.factor(shape[dim], [] if is_result else place, place if is_result else [], "need_replication")
+    rule = builder.build()
+    return _named(rule)
+
+
+def _named(rule: Rule) -> Rule:
+    """The first three factors by the names that implementations split."""
+    names = dict(zip(rule.sizes, ("t", "r", "g"), strict=False))
+    others = (name for name in rule.sizes if name not in names)
+    names |= {name: f"d{i}" for i, name in enumerate(others)}
+
+    def dims(tensors: Any) -> Any:
+        return tuple(tuple(tuple(names[f] for f in factors) for factors in tensor) for tensor in tensors)
+
+    return Rule(
+        dims(rule.operands),
+        dims(rule.results),
+        {names[f]: size for f, size in rule.sizes.items()},
+        reduction=frozenset(names[f] for f in rule.reduction),
+        need_replication=frozenset(names[f] for f in rule.need_replication),
+        permutation=frozenset(),
+    )

@@ -1,0 +1,115 @@
+"""A function of rows that each belong to a group, as equations that run on any number of rows.
+
+Experts are such a function: every token of every slot (a token has as many slots as experts) is a row, and its expert
+is its group. What the function makes of a row depends on that row and on its group alone. So rows may be in any order
+that keeps groups together, and any device may have any of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, run
+
+
+class Kind(enum.Enum):
+    """What an operand or a result of a row function is, outside of it."""
+
+    TOKEN = "token"  # [T, ...]: all slots of a token read one element, and what they make of it is summed up
+    SLOT = "slot"  # [T, K, ...]: a row each
+    GROUP = "group"  # [G, ...]: one element per group; as a result, a sum over the rows of each group
+    SHARED = "shared"  # an array that all rows read
+
+
+@dataclass(frozen=True, eq=False)
+class RowFunction:
+    """Equations on rows that are sorted by group.
+
+    Inside, a TOKEN or SLOT operand or result has one dim of rows. So a token that has two experts is two rows.
+    """
+
+    equations: tuple[JaxprEqn, ...]
+    row_dims: Mapping[Var, int]  # value -> the dim of it that rows are; values without rows are not among them
+    inputs: tuple[tuple[Var, Kind], ...]
+    outputs: tuple[tuple[Var, Kind], ...]
+    sizes: Var | None  # how many rows each group has; None if no equation reads it
+    lookups: Mapping[Var, Var]  # value of rows -> the array [G, ...] of which each row has its group's element
+    sums: Mapping[Var, Var]  # output [G, ...] -> the value of rows that it sums up per group
+    slots: int  # K, per token
+    groups: int  # G
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for functions that compute the same."""
+        rows = self._rows
+        read = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var, _ in self.inputs]
+        sizes = jax.ShapeDtypeStruct((self.groups,), "int32")
+        text = str(jax.make_jaxpr(lambda sizes, *arrays: self(sizes, arrays, rows))(sizes, *read))
+        kinds = [kind.value for _, kind in (*self.inputs, *self.outputs)]
+        dims = [self.row_dims.get(var) for var, _ in (*self.inputs, *self.outputs)]
+        return hashlib.sha256(f"{text} {kinds} {dims} {self.slots} {self.groups}".encode()).hexdigest()[:16]
+
+    @property
+    def _rows(self) -> int:
+        """With how many rows the equations were written."""
+        var, dim = next(iter(self.row_dims.items()))
+        return int(aval_of(var).shape[dim])
+
+    def __call__(self, sizes: jax.Array, arrays: Sequence[Any], rows: int, *, wide: bool = False) -> list[Any]:
+        """
+        Args:
+            sizes: ``[G]``: how many rows each group has, in their order. Rows beyond their sum are of no group.
+            arrays: the inputs; the dim of rows has any size.
+            rows: this size.
+            wide: whether sums over the rows of a group are float32, so that others can be added to them.
+        """
+        sums = {var for var, kind in self.outputs if kind is Kind.GROUP} if wide else set[Var]()
+        values: dict[Var, Any] = dict(zip((var for var, _ in self.inputs), arrays, strict=True))
+        if self.sizes is not None:
+            values[self.sizes] = sizes.astype(aval_of(self.sizes).dtype)
+        group = None
+        if self.lookups or self.sums:
+            group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+            values |= {var: values[array].at[group].get(mode="clip") for var, array in self.lookups.items()}
+        for eqn in self.equations:
+            operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+            resized = self._resized(eqn, rows)
+            if not sums.isdisjoint(eqn.outvars):
+                resized = resized.replace(params={**resized.params, "preferred_element_type": _wide(eqn.outvars[0])})
+            made = run(resized, operands)
+            values |= {var: one for var, one in zip(eqn.outvars, made, strict=True) if isinstance(var, Var)}
+        for var, made in self.sums.items():
+            x = values[made].astype(_wide(var)) if wide else values[made]
+            values[var] = jax.ops.segment_sum(x, group, len(sizes), indices_are_sorted=True)
+        return [values[var] for var, _ in self.outputs]
+
+    def _resized(self, eqn: JaxprEqn, rows: int) -> JaxprEqn:
+        """An equation whose parameters say another number of rows."""
+        var = eqn.outvars[0]
+        dim = self.row_dims.get(var)
+        if dim is None:
+            return eqn
+        shape = list(aval_of(var).shape)
+        before, shape[dim] = shape[dim], rows
+        params: dict[str, Any] = {}
+        if eqn.primitive.name == "broadcast_in_dim":
+            params = {"shape": tuple(shape)}
+        elif eqn.primitive.name == "reshape":
+            params = {"new_sizes": tuple(shape)}
+        elif eqn.primitive.name == "slice" and rows != before:
+            limits = list(eqn.params["limit_indices"])
+            limits[dim] = rows
+            params = {"limit_indices": tuple(limits)}
+        return eqn.replace(params={**eqn.params, **params}) if params else eqn
+
+
+def _wide(var: Any) -> Any:
+    return jnp.promote_types(aval_of(var).dtype, jnp.float32)

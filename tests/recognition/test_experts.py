@@ -1,0 +1,224 @@
+"""Dropless experts that a program spells out become operations, with the same numbers; what only looks so stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import normal
+from equality import assert_equal
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from autoshard.jaxprs import inner_jaxprs
+from autoshard.ops import ragged_dot
+from autoshard.recognition.experts import with_experts
+
+TOKENS, SLOTS, GROUPS, WIDTH, HIDDEN = 12, 2, 4, 3, 5
+PARAMS = {
+    "router": normal(WIDTH, GROUPS, seed=1),
+    "swish": normal(GROUPS, WIDTH, HIDDEN, seed=2),
+    "up": normal(GROUPS, WIDTH, HIDDEN, seed=3),
+    "down": normal(GROUPS, HIDDEN, WIDTH, seed=4),
+    "bias": normal(GROUPS, HIDDEN, seed=5),
+}
+X = normal(TOKENS, WIDTH)
+
+Experts = Callable[[Any, jax.Array], jax.Array]
+
+
+def routed(params: Any, x: jax.Array, slots: int = SLOTS) -> tuple[jax.Array, jax.Array]:
+    """The weights and the experts of each token."""
+    weights, chosen = lax.top_k(jax.nn.softmax(x @ params["router"]), slots)
+    return weights / weights.sum(-1, keepdims=True), chosen
+
+
+def mlp(params: Any, rows: jax.Array, sizes: jax.Array, dot: Any = lax.ragged_dot) -> jax.Array:
+    return dot(jax.nn.silu(dot(rows, params["swish"], sizes)) * dot(rows, params["up"], sizes), params["down"], sizes)
+
+
+def scattered(params: Any, x: jax.Array) -> jax.Array:
+    """Weighted rows are added to their tokens."""
+    weights, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=GROUPS)
+    made = mlp(params, x[order // SLOTS], sizes) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def gathered(params: Any, x: jax.Array) -> jax.Array:
+    """MaxText's `permute` and `unpermute`: repeated tokens are taken, rows are taken back, and then weighed."""
+    weights, chosen = routed(params, x)
+    flat = jnp.ravel(chosen)
+    order = jnp.argsort(flat)
+    made = mlp(params, jnp.take(x, order // SLOTS, axis=0), jnp.bincount(flat, length=GROUPS))
+    back = jnp.take(made, jnp.argsort(order), axis=0)
+    return jnp.einsum("tkd,tk->td", back.reshape(-1, SLOTS, WIDTH), weights)
+
+
+def counted(params: Any, x: jax.Array) -> jax.Array:
+    """Repeated rows, sizes of one-hot vectors, and an inverse that is scattered, in two dims."""
+    weights, chosen = routed(params, x)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size)).reshape(TOKENS, SLOTS)
+    sizes = jax.nn.one_hot(flat, GROUPS, dtype=jnp.int32).sum(0)
+    made = mlp(params, jnp.repeat(x, SLOTS, axis=0)[order], sizes)
+    return (made[inverse] * weights[..., None]).sum(1)
+
+
+def by_place(params: Any, x: jax.Array) -> jax.Array:
+    """All first choices stand before all second ones."""
+    weights, chosen = routed(params, x)
+    flat = chosen.T.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = (flat[:, None] == jnp.arange(GROUPS)).sum(0, dtype=jnp.int32)
+    made = mlp(params, x[order % TOKENS], sizes) * weights.T.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[order % TOKENS].add(made)
+
+
+def of_one(params: Any, x: jax.Array) -> jax.Array:
+    """One expert per token."""
+    weights, chosen = routed(params, x, 1)
+    order = jnp.argsort(chosen[:, 0])
+    rows = mlp(params, x[order], jnp.bincount(chosen[:, 0], length=GROUPS))
+    return jnp.zeros_like(x).at[order].set(rows) * weights
+
+
+def by_operation(params: Any, x: jax.Array) -> jax.Array:
+    """The operation of autoshard in the place of `jax.lax.ragged_dot`."""
+    weights, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=GROUPS)
+    made = mlp(params, x[order // SLOTS], sizes, ragged_dot) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def with_biases(params: Any, x: jax.Array) -> jax.Array:
+    """A bias per expert, of the sorted experts; activations that clip."""
+    weights, chosen = routed(params, x)
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat)
+    sizes = jnp.bincount(flat, length=GROUPS)
+    hidden = jnp.clip(lax.ragged_dot(x[order // SLOTS], params["up"], sizes) + params["bias"][flat[order]], -1, 1)
+    made = lax.ragged_dot(jax.nn.relu(hidden), params["down"], sizes) * weights.reshape(-1)[order][:, None]
+    return jax.ops.segment_sum(made, order // SLOTS, TOKENS)
+
+
+FORMS = [scattered, gathered, counted, by_place, of_one, by_operation, with_biases]
+
+
+def trained(experts: Experts) -> Callable:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return (experts(params, x) ** 2).sum()
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def in_layers(experts: Experts, wrap: Any = lambda f: f) -> Callable:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+            return x + experts(jax.tree.map(lambda p: p * scale, params), x), None
+
+        return (lax.scan(wrap(layer), x, jnp.array([1.0, 0.5, 0.7]))[0] ** 2).sum()
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+STEPS = {one.__name__: trained(one) for one in FORMS} | {
+    "layers": in_layers(gathered),
+    "layers, computed again": in_layers(scattered, jax.checkpoint),
+    "inference": scattered,
+    "two layers": trained(lambda params, x: scattered(params, x + by_place(params, x))),
+}
+
+
+def recognized(step: Callable, *arrays: Any) -> Any:
+    return with_experts(jax.make_jaxpr(step)(*arrays))
+
+
+def counts_of(jaxpr: Any) -> tuple[int, int]:
+    """Operations, and equations that sort or multiply by group outside of them. What a scan stacks is not counted."""
+    own = [eqn.primitive.name for eqn in jaxpr.eqns]
+    found = [own.count("operation"), own.count("ragged_dot_general") + own.count("sort")]
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            more = counts_of(inner.jaxpr)
+            found = [found[0] + more[0], found[1] + (more[1] if eqn.primitive.name != "scan" else 0)]
+    return found[0], found[1]
+
+
+SLOW = {"counted", "by_operation", "two layers", "layers"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in STEPS]
+)
+def test_every_way_to_write_experts_becomes_operations_with_the_same_numbers(name):
+    step = STEPS[name]
+    found = recognized(step, PARAMS, X)
+    assert found is not None
+    expected = {"inference": (1, 0), "two layers": (4, 0), "of_one": (2, 1)}  # JAX's scatter of rows numbers them again
+    assert counts_of(found.jaxpr) == expected.get(name, (2, 0))
+    made = jax.jit(jaxpr_as_fun(found))(*jax.tree.leaves((PARAMS, X)))
+    assert_equal(list(made), jax.tree.leaves(jax.jit(step)(PARAMS, X)))
+
+
+def test_bfloat16_experts_have_the_same_numbers():
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
+    found = recognized(scattered, params, x)
+    assert_equal(jax.jit(jaxpr_as_fun(found))(*jax.tree.leaves((params, x)))[0], jax.jit(scattered)(params, x))
+
+
+# What only looks like it.
+
+
+def reads_sorted_rows(params: Any, x: jax.Array) -> jax.Array:
+    """The first of the sorted rows is a result: it depends on the order in which rows of a group stand."""
+    _, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    return mlp(params, x[order // SLOTS], jnp.bincount(chosen.reshape(-1), length=GROUPS))[:3]
+
+
+def mixes_rows(params: Any, x: jax.Array) -> jax.Array:
+    """Each row less the one before it among the sorted ones."""
+    _, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    rows = x[order // SLOTS]
+    made = mlp(params, rows - jnp.roll(rows, 1, 0), jnp.bincount(chosen.reshape(-1), length=GROUPS))
+    return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def numbers_rows(params: Any, x: jax.Array) -> jax.Array:
+    """What a row is made of depends on its place among the sorted ones."""
+    _, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    rows = x[order // SLOTS] * jnp.arange(TOKENS * SLOTS, dtype=jnp.float32)[:, None]
+    made = mlp(params, rows, jnp.bincount(chosen.reshape(-1), length=GROUPS))
+    return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def with_other_sizes(params: Any, x: jax.Array) -> jax.Array:
+    """Groups of equal sizes, whatever was chosen."""
+    _, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    made = mlp(params, x[order // SLOTS], jnp.full(GROUPS, TOKENS * SLOTS // GROUPS))
+    return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def with_other_tokens(params: Any, x: jax.Array) -> jax.Array:
+    """Rows go back to tokens of other rows: still one function of slots, but none that numbers tokens."""
+    _, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    made = mlp(params, x[order // SLOTS], jnp.bincount(chosen.reshape(-1), length=GROUPS))
+    return jnp.zeros_like(x).at[(order * 5 + 1) % TOKENS].add(made)
+
+
+@pytest.mark.parametrize(
+    "step", [reads_sorted_rows, mixes_rows, numbers_rows, with_other_sizes, with_other_tokens], ids=lambda f: f.__name__
+)
+def test_what_depends_on_the_order_of_rows_stays_as_it_is(step):
+    assert recognized(step, PARAMS, X) is None
