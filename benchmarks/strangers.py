@@ -69,8 +69,6 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
         "peak",
     ): "a result that only repeats a number is made in the layout of an argument",
     ("cpu graph messages *", "peak"): "rows that are gathered and scattered at once are stored once",
-    ("cpu running statistics *", "peak"): "XLA fuses pads of an associative scan",
-    ("cpu pad *", "peak"): "XLA fuses pads",
     ("* platform_index *", "peak"): "XLA knows the number, and folds what is made of it",
     ("v5e:2x4 cum* gradient", "peak"): "slices of one element are temporaries of 16 KiB each",
     ("v5e:2x4 [gl]e *", "peak"): "the parts of complex numbers are temporaries of 16 KiB each",
