@@ -39,9 +39,7 @@ class Sorting:
     keys: Var  # [M], the group of each slot; an origin
     groups: int
     _draws: list[np.ndarray] = field(default_factory=list)  # of the keys
-    _known: dict[Var, list[Any] | None] = field(
-        default_factory=dict
-    )  # origin -> its values per draw
+    _known: dict[Var, list[Any] | None] = field(default_factory=dict)  # origin -> its values per draw
 
     def __post_init__(self) -> None:
         random, source = np.random.default_rng(0), _source_of(self.tree, self.keys)
