@@ -52,14 +52,14 @@ class Tree:
 
     @classmethod
     def of(cls, closed: ClosedJaxpr) -> Tree:
-        made = _Making()
+        made = _BodyWalk()
         return cls(made.body(closed, None, None, {}), made.origins, made.homes)
 
     def origin(self, var: Var) -> Var:
         return self.origins.get(var, var)
 
 
-class _Making:
+class _BodyWalk:
     """One walk over a jaxpr."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, inner_j
 from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
 from autoshard.recognition.bodies import Tree, is_read
 from autoshard.recognition.editing import Editor, NotAvailable
-from autoshard.recognition.experts.regions import RAGGED, Exit, Leaving, Regions
+from autoshard.recognition.experts.regions import RAGGED, Exit, Regions, RowGather
 from autoshard.recognition.experts.sortings import sortings
 
 
@@ -105,7 +105,7 @@ class _Call:
 
     regions: Regions
     slots: Slots
-    leaving: tuple[Leaving, ...]
+    leaving: tuple[RowGather, ...]
 
     def function(self) -> tuple[RowFunction, list[Var]]:
         """The function of rows, and the arrays outside that it reads."""
@@ -161,7 +161,7 @@ def _calls(regions: Regions) -> Iterator[_Call]:
     tables = [one.table for one in (*regions.entries.values(), *regions.leaving) if one.table is not None]
     slots = Slots.of(regions.sorting.rows, tables)
 
-    def place(one: Leaving) -> tuple[int, int]:
+    def place(one: RowGather) -> tuple[int, int]:
         return id(one.body), one.level
 
     for _, several in itertools.groupby(sorted(regions.leaving, key=place), key=place):
