@@ -47,6 +47,8 @@ WORK = [
 # Situation -> what every process but the one that caused it says.
 FAIL = {
     "different_memory": "They differ in memory:\n  process 0: 1.0 GiB\n  process ",
+    "different_reductions": "They differ in reductions:\n  process 0: auto\n  process ",
+    "mesh_chosen_on_the_last": "They differ in mesh:\n  process 0: {'x': ",
     "different_code": "They differ in step",
     "different_numbers": "process 0: mul [[], []] -> [[]] with [0.1",
     "different_shapes": "They differ in arguments:\n  process 0: batch float32[32, 8]\n  process ",
