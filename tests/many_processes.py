@@ -146,6 +146,14 @@ def documented():
     return runpy.run_path(str(Path(__file__).parents[1] / "docs" / "how_to" / "many_hosts.py"))["losses"]
 
 
+def takes_a_typed_key():
+    fn, mesh = decorated(lambda weights, batch, key: (step(weights, batch * jax.random.uniform(key)), key))
+    weights, key = placed(WEIGHTS, mesh), jax.random.key(0)
+    for _ in range(2):
+        weights, key = fn(weights, placed(BATCH, mesh), key)
+    return float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(weights).addressable_data(0))
+
+
 def loads_its_rows():
     """The state is born sharded, and each process passes its own rows of the batch, or all of them."""
     fn, mesh = decorated(lambda weights, batch: step(weights, batch * 2), fixed={"batch": P("x")})

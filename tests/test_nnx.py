@@ -21,18 +21,29 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 LABELS = np.arange(16) % 8
 
 
+class Layer(nnx.Module):
+    """What is scanned over: its own stream of random numbers is stacked, too."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(jnp.tanh(self.linear(x)))
+
+
 class Net(nnx.Module):
-    """Batch statistics, dropout, layers under scan and remat, and an embedding that is tied to the head."""
+    """Batch statistics, layers with dropout under scan and remat, and an embedding that is tied to the head."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.layers = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.split(2))
+        self.layers = nnx.vmap(Layer)(rngs.split(2))
         self.embed = nnx.Embed(8, 8, rngs=rngs)
         self.head = self.embed
 
     def __call__(self, x):
-        run = nnx.scan(nnx.remat(lambda layer, x: jnp.tanh(layer(x))), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        run = nnx.scan(nnx.remat(lambda layer, x: layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         return self.head.attend(run(self.layers, self.dropout(self.norm(x))))
 
 

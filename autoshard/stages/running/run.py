@@ -33,7 +33,7 @@ _COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Stopped(Exception):
+class PeerFailure(Exception):
     """Another thread failed."""
 
 
@@ -107,7 +107,7 @@ class Run:
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None or key in self.store)
             if self.failure is not None:
-                raise Stopped
+                raise PeerFailure
             return self.store[key]
 
     # One device.
@@ -116,7 +116,7 @@ class Run:
         at = [f"stage {device}"]
         try:
             self.device(device, at)
-        except Stopped:
+        except PeerFailure:
             return
         except BaseException as error:  # whatever a program or a transfer raises
             self.fail(at[0], error)
@@ -135,7 +135,7 @@ class Run:
         for task in schedule.orders[device]:
             at[0] = f"stage {runtime.stage_of(task.virtual_stage)} in {words(task)}"
             if self.failure is not None:
-                raise Stopped
+                raise PeerFailure
             self.task(task, device, state)
         self.hand_sums(state)
         stages = sorted({runtime.stage_of(v) for v in runtime.virtual_stages_of(device)})
