@@ -6,8 +6,8 @@
     PYTHONPATH=tests:. python benchmarks/experts.py --measure  # a small layer on eight CPU devices
 
 A layer sorts tokens by expert, as MegaBlocks does, and multiplies them by `jax.lax.ragged_dot`. The step has a loss,
-its gradient and Adam. The shardings are those of `benchmarks/shardings.py`, which stand for the rule sets of MaxText; the
-step is the same for all. Seconds are those of XLA's schedule (TPU) or of a roofline (GPU), at the links of the
+its gradient and Adam. The shardings are those of `benchmarks/shardings.py`, which stand for the rule sets of MaxText;
+the step is the same for all. Seconds are those of XLA's schedule (TPU) or of a roofline (GPU), at the links of the
 topology. Needs the extras tpu or cuda, but no hardware.
 """
 

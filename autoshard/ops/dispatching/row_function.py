@@ -41,6 +41,8 @@ class RowFunction:
     inputs: tuple[tuple[Var, Kind], ...]
     outputs: tuple[tuple[Var, Kind], ...]
     sizes: Var | None  # how many rows each group has; None if no equation reads it
+    lookups: Mapping[Var, Var]  # value of rows -> the array [G, ...] of which each row has its group's element
+    sums: Mapping[Var, Var]  # output [G, ...] -> the value of rows that it sums up per group
     slots: int  # K, per token
     groups: int  # G
 
@@ -73,14 +75,20 @@ class RowFunction:
         values: dict[Var, Any] = dict(zip((var for var, _ in self.inputs), arrays, strict=True))
         if self.sizes is not None:
             values[self.sizes] = sizes.astype(aval_of(self.sizes).dtype)
+        group = None
+        if self.lookups or self.sums:
+            group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+            values |= {var: values[array].at[group].get(mode="clip") for var, array in self.lookups.items()}
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
             resized = self._resized(eqn, rows)
             if not sums.isdisjoint(eqn.outvars):
-                kept = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, jnp.float32)
-                resized = resized.replace(params={**resized.params, "preferred_element_type": kept})
+                resized = resized.replace(params={**resized.params, "preferred_element_type": _wide(eqn.outvars[0])})
             made = run(resized, operands)
             values |= {var: one for var, one in zip(eqn.outvars, made, strict=True) if isinstance(var, Var)}
+        for var, made in self.sums.items():
+            x = values[made].astype(_wide(var)) if wide else values[made]
+            values[var] = jax.ops.segment_sum(x, group, len(sizes), indices_are_sorted=True)
         return [values[var] for var, _ in self.outputs]
 
     def _resized(self, eqn: JaxprEqn, rows: int) -> JaxprEqn:
@@ -103,4 +111,5 @@ class RowFunction:
         return eqn.replace(params={**eqn.params, **params}) if params else eqn
 
 
-KNOWN_SHAPES = frozenset({"broadcast_in_dim", "reshape", "slice"})  # what `RowFunction` can resize by its parameters
+def _wide(var: Any) -> Any:
+    return jnp.promote_types(aval_of(var).dtype, jnp.float32)

@@ -1,0 +1,88 @@
+"""`remat="auto"` with the hosts' memory: chosen where a step fits no other way or is faster, and the numbers stay."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracles import mesh_of
+
+from autoshard import MemoryLimitError, autoshard, planning, topology
+
+LAYERS, WIDTH, ROWS = 4, 32, 1024
+MESH = mesh_of({"data": 4})
+# Slow enough that values are worth keeping; a link to hosts that is as fast as memory.
+MACHINE = replace(topology("cpu:4", {"data": 4}), flops={"float32": 1e9}, host_bandwidth=6.5e8)
+OPTIMIZER = optax.adamw(1e-2, eps=1e-3)  # small gradients do not decide
+WEIGHTS = {
+    name: np.random.default_rng(seed).standard_normal((LAYERS, *shape)).astype(np.float32) / 8
+    for seed, (name, shape) in enumerate({"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}.items())
+}
+STATE = WEIGHTS, OPTIMIZER.init(WEIGHTS)
+X = np.random.default_rng(2).standard_normal((ROWS, WIDTH)).astype(np.float32)
+
+
+def loss(weights, x):
+    y, _ = jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w["up"]) @ w["down"], None), x, weights)
+    return jnp.mean(y**2)
+
+
+def step(state, x):
+    weights, kept = state
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    updates, kept = OPTIMIZER.update(gradients, kept, weights)
+    return (optax.apply_updates(weights, updates), kept), value
+
+
+@pytest.fixture(autouse=True)
+def as_predicted(monkeypatch):
+    """Compiled programs hold what is predicted: on CPU, hosts have no memory of their own."""
+
+    def compiled(plan):
+        sizes = {"argument_size_in_bytes": plan.predicted.peak_bytes, "output_size_in_bytes": 0}
+        sizes |= {"alias_size_in_bytes": 0, "temp_size_in_bytes": 0}
+        return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
+
+    monkeypatch.setattr(planning, "_compiled", compiled)
+
+
+def decorated(machine=MACHINE, **options):
+    return autoshard(step, mesh=MESH, topology=machine, donate_argnums=0, remat="auto", **options)
+
+
+def test_what_fits_on_no_devices_fits_with_hosts():
+    with pytest.raises(MemoryLimitError) as refused:
+        decorated(replace(MACHINE, host_bandwidth=None), memory=1).plan(STATE, X)
+    memory = 0.8 * refused.value.needed
+    with pytest.raises(MemoryLimitError):
+        decorated(replace(MACHINE, host_bandwidth=None), memory=memory).plan(STATE, X)
+    made = decorated(memory=memory).plan(STATE, X)
+    assert made.predicted.peak_bytes <= memory and made.predicted.host_bytes > 0
+    assert made.predicted.communication_seconds > 2 * made.predicted.host_bytes / MACHINE.host_bandwidth * (1 - 1e-6)
+    assert made.bound <= made.cost
+    assert "hosts" in " ".join(made.warnings)
+
+
+def test_nothing_is_on_hosts_where_that_does_not_pay():
+    slow = replace(MACHINE, host_bandwidth=1e3)
+    assert decorated(slow, memory="1GB").plan(STATE, X).predicted.host_bytes == 0
+
+
+def test_a_step_with_state_on_hosts_runs_as_before():
+    with pytest.raises(MemoryLimitError) as refused:
+        decorated(memory=1).plan(STATE, X)
+    run = decorated(memory=1.02 * refused.value.needed)
+    made = run.plan(STATE, X)
+    moments = [one for one in made.arguments if "/mu/" in one.name or "/nu/" in one.name]
+    assert len(moments) == 4 and all(one.on_host for one in moments)
+    plain, state, other = jax.jit(step), STATE, STATE
+    for _ in range(3):
+        state, value = run(state, X)
+        other, expected = plain(other, X)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        assert state[1][0].mu["up"].sharding.memory_kind == "pinned_host"
+        assert run.plan(state, X).fingerprint == made.fingerprint  # planned once, whatever memory the state is in
+    np.testing.assert_allclose(state[0]["up"], other[0]["up"], rtol=1e-4, atol=1e-6)
