@@ -25,7 +25,7 @@ class Residuals(ABC):
         """What can be chosen."""
 
     def moving(self, topology: Topology) -> tuple[float, ...]:
-        """Per value, seconds of taking it to the host and back on one device, infinite if it stays; empty: none goes."""
+        """Per value, seconds of taking it to the host and back on one device, or infinite; empty: all stay."""
         return ()
 
     def kept(self, cut: Cut) -> list[Var]:
