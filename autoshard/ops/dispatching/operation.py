@@ -111,7 +111,7 @@ def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Sh
 
 def _named(rule: Rule, parts: Mapping[str, str]) -> Rule:
     """The factors that implementations split, by their names there."""
-    names = dict(zip(rule.sizes, ("t", "r", "g"), strict=False)) | parts
+    names = dict(zip(rule.sizes, ("t", "r", "g"), strict=False)) | dict(parts)
     others = [name for name in rule.sizes if name not in names]
     names |= {name: f"d{i}" for i, name in enumerate(others)}
 
