@@ -46,6 +46,7 @@ class Run:
         self.changed = threading.Condition()
         self.store: dict[Any, Any] = {}  # what threads hand to each other, and values of microbatches
         self.left: dict[tuple[Key, int, int], int] = {}  # value, microbatch, device -> how often it is still read
+        self.away: dict[tuple[Key, int, int], Any] = {}  # value, microbatch, device -> how it lay before it was evicted
         self.failure: tuple[str, BaseException] | None = None
 
     def results(self) -> list[Any]:
@@ -167,6 +168,8 @@ class Run:
     def task(self, task: Task, device: int, state: State) -> None:
         """Runs a task, if its stage has a program for it."""
         v, m = task.virtual_stage, task.microbatch
+        for forward in self.runtime.returns.get(task, ()):
+            self.bring_back(forward, device)
         program = self.programs.loop.get((task.kind, self.runtime.stage_of(v)))
         if program is None:
             return
@@ -191,6 +194,26 @@ class Run:
         for key in program.inputs:
             if key.kind == "value":
                 self.let_go(key, m, device, v // self.programs.stages)
+        if (keeper := self.runtime.keepers.get(task)) is not None:
+            self.evict(task, device, keeper)
+
+    def kept(self, forward: Task, device: int) -> list[tuple[Key, int, int]]:
+        """What a forward task has left on its device for its backward task."""
+        keys = self.programs.kept[self.runtime.stage_of(forward.virtual_stage)]
+        places = ((key, forward.microbatch, device) for key in keys)
+        return [place for place in places if place in self.store]
+
+    def evict(self, forward: Task, device: int, keeper: int) -> None:
+        """Puts what a forward task has left onto the devices of the neighbour that keeps it."""
+        mesh = self.runtime.meshes[keeper]
+        for place in self.kept(forward, device):
+            array = self.store[place]
+            self.away[place] = array.sharding
+            self.put(place, self.runtime.move(array, NamedSharding(mesh, array.sharding.spec)))
+
+    def bring_back(self, forward: Task, device: int) -> None:
+        for place in self.kept(forward, device):
+            self.put(place, self.runtime.move(self.store[place], self.away.pop(place)))
 
     def hand(self, key: Key, m: int, array: Any, replica: int) -> None:
         """Puts a value of a microbatch onto the devices that read it."""
