@@ -211,6 +211,18 @@ def different_memory():
     return trained(*decorated(**differs("memory", "1GiB", "2GiB")))
 
 
+def different_reductions():
+    return trained(*decorated(**differs("reductions", "auto", None)))
+
+
+def mesh_chosen_on_the_last():
+    """The first runs on a mesh that it was given, and would wait for the others there."""
+    mesh = mesh_of()
+    fn = lambda weights, batch: step(weights, batch * 3)  # noqa: E731
+    chosen = autoshard.autoshard(fn, mesh="auto", time_limit=10)
+    return trained(decorated(fn)[0] if HERE == 0 else chosen, mesh)
+
+
 def different_code():
     return trained(*decorated(step if HERE == 0 else lambda weights, batch: jnp.tanh(step(weights, batch))))
 

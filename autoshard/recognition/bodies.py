@@ -66,8 +66,10 @@ class Tree:
         made = _BodyWalk(body_of, opens_too or is_softmax)
         return cls(made.body(closed, None, None, {}), made.origins, made.homes)
 
-    def origin(self, var: Var) -> Var:
-        return self.origins.get(var, var)
+    def origin(self, var: Any) -> Var:
+        """What a variable is the same value as, in the body where that is made."""
+        found: Var = self.origins.get(var, var)
+        return found
 
 
 class _BodyWalk:

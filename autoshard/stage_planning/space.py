@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.errors import StageError
+from autoshard.errors import MicrobatchError, StageError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend
@@ -107,7 +107,7 @@ class _UnitPlanner:
             return False
         try:
             costs = unit_costs(self.cut(microbatches), shape, self.request.backend)
-        except StageError:
+        except (MicrobatchError, StageError):  # others can be planned
             return False
         if costs is not None:
             found[microbatches] = costs

@@ -77,6 +77,7 @@ class Backend:
 
 _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
+_MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites)
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
 
@@ -87,7 +88,7 @@ CPU = Backend(
     measured_on="cpu",
     transposes_operands=True,
     convolutions=Convolutions(flops_share=0.5),
-    fusion=Fusion(overwrites_operands=True, overwritten_by=_IN_PLACE),
+    fusion=Fusion(taken_in=_MOVED | {"gather"}, overwrites_operands=True, overwritten_by=_IN_PLACE),
     rounding=Rounding(moves_as={"bfloat16": 4, "float8_e4m3fn": 2, "float8_e5m2": 2}),
     scatters=Scatters(from_all_reduces=False),
 )

@@ -48,20 +48,21 @@ class RowFunction:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for functions that compute the same."""
-        rows = self._rows
-        read = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var, _ in self.inputs]
+        """Equal for functions that compute the same, with however many rows they were written."""
+        rows = 2 * self.slots
+        read = [jax.ShapeDtypeStruct(self._shape(var, rows), aval_of(var).dtype) for var, _ in self.inputs]
         sizes = jax.ShapeDtypeStruct((self.groups,), "int32")
         text = str(jax.make_jaxpr(lambda sizes, *arrays: self(sizes, arrays, rows))(sizes, *read))
         kinds = [kind.value for _, kind in (*self.inputs, *self.outputs)]
         dims = [self.row_dims.get(var) for var, _ in (*self.inputs, *self.outputs)]
         return hashlib.sha256(f"{text} {kinds} {dims} {self.slots} {self.groups}".encode()).hexdigest()[:16]
 
-    @property
-    def _rows(self) -> int:
-        """With how many rows the equations were written."""
-        var, dim = next(iter(self.row_dims.items()))
-        return int(aval_of(var).shape[dim])
+    def _shape(self, var: Var, rows: int) -> tuple[int, ...]:
+        """The shape of a value with so many rows."""
+        shape, dim = list(aval_of(var).shape), self.row_dims.get(var)
+        if dim is not None:
+            shape[dim] = rows
+        return tuple(shape)
 
     def __call__(self, sizes: jax.Array, arrays: Sequence[Any], rows: int, *, wide: bool = False) -> list[Any]:
         """
@@ -75,10 +76,8 @@ class RowFunction:
         values: dict[Var, Any] = dict(zip((var for var, _ in self.inputs), arrays, strict=True))
         if self.sizes is not None:
             values[self.sizes] = sizes.astype(aval_of(self.sizes).dtype)
-        group = None
-        if self.lookups or self.sums:
-            group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
-            values |= {var: values[array].at[group].get(mode="clip") for var, array in self.lookups.items()}
+        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+        values |= {var: values[array].at[group].get(mode="clip") for var, array in self.lookups.items()}
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
             resized = self._resized(eqn, rows)
@@ -86,8 +85,8 @@ class RowFunction:
                 resized = resized.replace(params={**resized.params, "preferred_element_type": _wide(eqn.outvars[0])})
             made = run(resized, operands)
             values |= {var: one for var, one in zip(eqn.outvars, made, strict=True) if isinstance(var, Var)}
-        for var, made in self.sums.items():
-            x = values[made].astype(_wide(var)) if wide else values[made]
+        for var, of in self.sums.items():
+            x = values[of].astype(_wide(var)) if wide else values[of]
             values[var] = jax.ops.segment_sum(x, group, len(sizes), indices_are_sorted=True)
         return [values[var] for var, _ in self.outputs]
 
@@ -97,14 +96,12 @@ class RowFunction:
         dim = self.row_dims.get(var)
         if dim is None:
             return eqn
-        shape = list(aval_of(var).shape)
-        before, shape[dim] = shape[dim], rows
         params: dict[str, Any] = {}
         if eqn.primitive.name == "broadcast_in_dim":
-            params = {"shape": tuple(shape)}
+            params = {"shape": self._shape(var, rows)}
         elif eqn.primitive.name == "reshape":
-            params = {"new_sizes": tuple(shape)}
-        elif eqn.primitive.name == "slice" and rows != before:
+            params = {"new_sizes": self._shape(var, rows)}
+        elif eqn.primitive.name == "slice":
             limits = list(eqn.params["limit_indices"])
             limits[dim] = rows
             params = {"limit_indices": tuple(limits)}

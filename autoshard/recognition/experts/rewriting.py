@@ -188,7 +188,8 @@ class _Call:
 
 
 def _calls(regions: Regions) -> Iterator[_Call]:
-    tables = [one.table for one in (*regions.entries.values(), *regions.leaving) if one.table is not None]
+    into, out = [one.table for one in regions.entries.values()], [one.table for one in regions.leaving]
+    tables = [table for table in (*into, *out) if table is not None]
     slots = Slots.of(regions.sorting.rows, tables)
 
     def place(one: RowGather) -> tuple[int, int]:
@@ -275,16 +276,16 @@ class _Reader:
                 self.sizes = self.sizes or var
             else:
                 self._outside(var, Kind.GROUP if is_ragged else Kind.SHARED)
-        read = [
-            x
-            if not isinstance(x, Var)
-            else self.sizes
-            if is_ragged and i == 2
-            else literal(constants[self.origin(x)])
-            if self.origin(x) in constants
-            else self.origin(x)
-            for i, x in enumerate(eqn.invars)
-        ]
+        read: list[Any] = []
+        for i, x in enumerate(eqn.invars):
+            if not isinstance(x, Var):
+                read.append(x)
+            elif is_ragged and i == 2:
+                read.append(self.sizes)
+            elif (var := self.origin(x)) in constants:
+                read.append(literal(constants[var]))
+            else:
+                read.append(var)
         written = [self.origin(var) if isinstance(var, Var) else var for var in eqn.outvars]
         self.equations.append(eqn.replace(invars=read, outvars=written))
         known = self.regions.row_dims | self.regions.spread
