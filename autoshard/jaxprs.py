@@ -372,6 +372,11 @@ def _said_around(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
+def literal(value: Any) -> Literal:
+    """A number as an operand."""
+    return Literal(value, jax.typeof(value))
+
+
 def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
     """The equations run on values; each keeps the line that it comes from."""
     read = {atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var)} | set(wanted)

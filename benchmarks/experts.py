@@ -6,8 +6,8 @@
     PYTHONPATH=tests:. python benchmarks/experts.py --measure  # a small layer on eight CPU devices
 
 A layer sorts tokens by expert, as MegaBlocks does, and multiplies them by `jax.lax.ragged_dot`. The step has a loss,
-its gradient and Adam. The shardings are those of `benchmarks/shardings.py`, which stand for the rule sets of MaxText; the
-step is the same for all. Seconds are those of XLA's schedule (TPU) or of a roofline (GPU), at the links of the
+its gradient and Adam. The shardings are those of `benchmarks/shardings.py`, which stand for the rule sets of MaxText;
+the step is the same for all. Seconds are those of XLA's schedule (TPU) or of a roofline (GPU), at the links of the
 topology. Needs the extras tpu or cuda, but no hardware.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +25,11 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
-from prediction import compiled, mib, scheduled
+from prediction import by_kind, compiled, device_ids, mib, scheduled
 from shardings import constraint_of, names_of, shardings_of
 
-from autoshard import autoshard, plan
+from autoshard import Collective, autoshard, plan
+from autoshard.compiled.collectives import read_collectives
 from autoshard.mesh.targets import target_mesh
 from autoshard.ops.dispatching.exchange import capacity_of
 
@@ -71,7 +72,9 @@ def main() -> None:
         measured()
     else:
         mesh = target_mesh(said.machine, MESHES[said.machine])
-        print(f"{said.machine}, {said.layer}: program | peak | seconds | computing | each kind of collective, apart")
+        print(
+            f"{said.machine}, {said.layer}: program | peak | seconds | computing | each kind of collective, apart | bytes"
+        )
         for name in said.programs:
             row(name, LAYERS[said.layer], said.machine, mesh)
 
@@ -133,7 +136,8 @@ def row(name: str, layer: Layer, machine: str, mesh: Mesh) -> None:
         seconds, peak = found.predicted.step_seconds, mib(found.predicted.peak_bytes)
         runs = ", ".join(sorted({str(run) for run in found.annotations.runs.values()}))
         took = time.perf_counter() - start
-        print(f"plan: predicted {seconds:.3g} s, {peak} MiB, planned in {took:.0f} s: {runs}", flush=True)
+        sent = mib_by_kind(found.predicted.collectives)
+        print(f"plan: predicted {seconds:.3g} s, {peak} MiB, {sent}, planned in {took:.0f} s: {runs}", flush=True)
         lowered = found.lowering()
     else:
         laid = shardings_of(FAMILY, state, batch, dict(mesh.shape))[name]
@@ -151,9 +155,13 @@ def row(name: str, layer: Layer, machine: str, mesh: Mesh) -> None:
         return
     times = scheduled(made.hlo, machine, mesh)
     sent = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in times.communication.items())
-    print(
-        f"{name} | {mib(made.peak)} MiB | {times.step_seconds:.4g} | {times.compute_seconds:.4g} | {sent}", flush=True
-    )
+    there = mib_by_kind(read_collectives(made.hlo, dict(mesh.shape), device_ids=device_ids(mesh)))
+    seconds = f"{times.step_seconds:.4g} | {times.compute_seconds:.4g}"
+    print(f"{name} | {mib(made.peak)} MiB | {seconds} | {sent} | {there}", flush=True)
+
+
+def mib_by_kind(collectives: Iterable[Collective]) -> str:
+    return ", ".join(f"{kind} {size / 2**20:.0f} MiB" for kind, size in sorted(by_kind(collectives).items()))
 
 
 def imbalance(layer: Layer, axes: dict[str, int]) -> None:

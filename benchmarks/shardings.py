@@ -77,8 +77,9 @@ MEGATRON: dict[str, dict[str, int]] = {
 # How the batch lies where its sequence is split too, an image's height standing for one. A MoE has its tokens in
 # groups already: more groups, not shorter ones, split its sequence, and all-to-alls take them to the experts. An LSTM
 # and a Mamba are left out: their sequence is what they loop over. So is a graph, which has none.
-SEQUENCE = {"diffusion": P("data", "model"), "dropless": P("data", "model"), "gpt": P("data", "model"), "llama": P("data", "model"),
-            "mixtral": P("data", "model"), "moe": P(ALL), "resnet": P("data", "model"), "unet": P("data", "model"),
+SEQUENCE = {"diffusion": P("data", "model"), "dropless": P("data", "model"), "gpt": P("data", "model"),
+            "llama": P("data", "model"), "mixtral": P("data", "model"), "moe": P(ALL),
+            "resnet": P("data", "model"), "unet": P("data", "model"),
             "vit": P("data", "model")}  # fmt: skip
 
 # The arrays of the state that are an expert's, by the end of their path; the dim of experts is the third from last.

@@ -21,11 +21,17 @@ from autoshard.jaxprs import (
 from autoshard.program.user_code import source_of
 
 
-def opened(closed: ClosedJaxpr, *, opens_too: Callable[[JaxprEqn], bool] = lambda eqn: False) -> ClosedJaxpr:
+def opened(
+    closed: ClosedJaxpr,
+    *,
+    opens_too: Callable[[JaxprEqn], bool] = lambda eqn: False,
+    body_of: Callable[[JaxprEqn], ClosedJaxpr | None] = called_jaxpr,
+) -> ClosedJaxpr:
     """The equations of plain calls stand in the jaxpr's own list, with variables of their own and the user's line.
 
     Args:
         opens_too: calls that are opened beside the plain ones.
+        body_of: what a call runs; None for what is no call.
     """
     equations: list[JaxprEqn] = []
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -39,7 +45,7 @@ def opened(closed: ClosedJaxpr, *, opens_too: Callable[[JaxprEqn], bool] = lambd
             if call is not None:
                 eqn = eqn.replace(source_info=_as_called(eqn, call))
             is_plain = eqn.primitive.name not in CUSTOM | REMAT | HIDDEN_BODIES
-            called = called_jaxpr(eqn) if is_plain or opens_too(eqn) else None
+            called = body_of(eqn) if is_plain or opens_too(eqn) else None
             if called is not None:
                 inner = dict(zip(called.jaxpr.invars, inputs, strict=True))
                 for var, const in zip(called.jaxpr.constvars, called.consts, strict=True):

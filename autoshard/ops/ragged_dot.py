@@ -52,7 +52,7 @@ def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
         raise ArgumentError(f"ragged_dot takes [M, K], [G, K, N] and [G], not {shapes}")
     if lhs.shape[1] != rhs.shape[1] or rhs.shape[:1] != group_sizes.shape:
         raise ArgumentError(f"{shapes} do not fit: ragged_dot takes [M, K], [G, K, N] and [G]")
-    made: jax.Array = _ragged_dot(lhs, rhs, group_sizes, jnp.arange(lhs.shape[0], dtype=group_sizes.dtype))
+    made: jax.Array = ragged_operation(lhs, rhs, group_sizes, jnp.arange(lhs.shape[0], dtype=group_sizes.dtype))
     return made
 
 
@@ -64,7 +64,7 @@ def _sizes_within(sizes: jax.Array, first: Any, count: int, start: Any = 0) -> j
 
 
 @operation("m k, g k n, s, m -> m n", reduction="k", need_replication="g s", name="ragged_dot")
-def _ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, row_numbers: Any) -> jax.Array:
+def ragged_operation(lhs: Any, rhs: Any, group_sizes: Any, row_numbers: Any) -> jax.Array:
     """Row numbers tell a device that has some of the rows which these are."""
     return lax.ragged_dot(lhs, rhs, _sizes_within(group_sizes, row_numbers[0], lhs.shape[0]))
 
@@ -93,12 +93,12 @@ def _seconds(split: CallSplit, topology: Any, lhs: Any, rhs: Any, *others: Any, 
     return float(max(work, moved / topology.memory_bandwidth))
 
 
-@_ragged_dot.implementation(splits={ROLE: "g"}, name="groups", seconds=functools.partial(_seconds, gathers=False))
+@ragged_operation.implementation(splits={ROLE: "g"}, name="groups", seconds=functools.partial(_seconds, gathers=False))
 def _by_groups(split: CallSplit, lhs: Any, rhs: Any, group_sizes: Any, row_numbers: Any) -> jax.Array:
     return lax.psum(_of_own_groups(split, lhs, rhs, group_sizes, row_numbers[0]), split.axes(ROLE))
 
 
-@_ragged_dot.implementation(
+@ragged_operation.implementation(
     splits={ROLE: "g m"}, name="groups_and_rows", seconds=functools.partial(_seconds, gathers=True)
 )
 def _by_groups_and_rows(split: CallSplit, lhs: Any, rhs: Any, group_sizes: Any, row_numbers: Any) -> jax.Array:

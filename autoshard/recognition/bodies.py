@@ -7,7 +7,7 @@ softmaxes, whose custom derivative hides what they compute. Marks of `jax.checkp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,18 +51,34 @@ class Tree:
     homes: dict[Var, tuple[Body, JaxprEqn | None]]  # origin -> the body it belongs to, and what makes it
 
     @classmethod
-    def of(cls, closed: ClosedJaxpr) -> Tree:
-        made = _Making()
+    def of(
+        cls,
+        closed: ClosedJaxpr,
+        body_of: Callable[[JaxprEqn], ClosedJaxpr | None] = called_jaxpr,
+        *,
+        opens_too: Callable[[JaxprEqn], bool] | None = None,
+    ) -> Tree:
+        """
+        Args:
+            body_of: what a call that is opened runs; None for what is no call.
+            opens_too: calls that are opened beside plain ones; softmaxes by default.
+        """
+        made = _BodyWalk(body_of, opens_too or is_softmax)
         return cls(made.body(closed, None, None, {}), made.origins, made.homes)
 
-    def origin(self, var: Var) -> Var:
-        return self.origins.get(var, var)
+    def origin(self, var: Any) -> Var:
+        """What a variable is the same value as, in the body where that is made."""
+        found: Var = self.origins.get(var, var)
+        return found
 
 
-class _Making:
+class _BodyWalk:
     """One walk over a jaxpr."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, body_of: Callable[[JaxprEqn], ClosedJaxpr | None], opens_too: Callable[[JaxprEqn], bool]
+    ) -> None:
+        self.body_of, self.opens_too = body_of, opens_too
         self.origins: dict[Var, Var] = {}
         self.homes: dict[Var, tuple[Body, JaxprEqn | None]] = {}
         self.stacked: dict[Var, tuple[int, Var]] = {}  # stack -> turns of the scan that made it, the value in a turn
@@ -73,7 +89,7 @@ class _Making:
         Args:
             same: input -> the value that it is, where it is another's.
         """
-        plain = opened(closed, opens_too=is_softmax)
+        plain = opened(closed, opens_too=self.opens_too, body_of=self.body_of)
         inputs = [Var(var.aval) for var in plain.jaxpr.invars]
         constants = {Var(var.aval): const for var, const in zip(plain.jaxpr.constvars, plain.consts, strict=True)}
         names: dict[Var, Any] = dict(zip(plain.jaxpr.invars, inputs, strict=True))

@@ -104,6 +104,19 @@ def test_experts_that_lie_on_devices_are_planned_with_an_exchange_as_predicted()
     assert_equal(planned(*arrays), step(*arrays))
 
 
+@pytest.mark.parametrize(("name", "roles"), [("exchange_scattered", {"experts": ("y",)}), ("scattered", {})])
+def test_sums_over_the_rows_of_groups_may_be_scattered(name, roles):
+    """Each device gets a part of the gradients, as the planned step below wants them."""
+    shape, run = {"x": 2, "y": 4}, Run(name, tuple({**roles, "data": ("x",)}.items()))
+    wide, narrow = (normal(8, 6, 10, seed=1), normal(8, 10, 6, seed=2)), (normal(48, 6), normal(48, 3, seed=3))
+    arrays = {"up": wide[0], "down": wide[1]}, *narrow, LOADS["skewed"]
+    _, (call, inputs) = calls_of(*arrays)
+    assert call.can_run(run, shape)
+    function = call.on_mesh(run, mesh_of(shape))
+    assert "reduce_scatter" in str(jax.make_jaxpr(function)(LOADS["skewed"], *inputs))
+    assert_equal(jax.jit(function)(LOADS["skewed"], *inputs), list(call.operation.function(LOADS["skewed"], *inputs)))
+
+
 def test_a_round_has_room_for_an_even_load_and_a_quarter_more():
     assert capacity_of(4096, 8) == 640
     assert capacity_of(6, 8) == 6

@@ -69,10 +69,13 @@ class Stretches:
         return jnp.minimum(rows, len(self.order) - 1), place < self.counts[:, None]
 
 
-def exchanged(function: RowFunction, split: CallSplit, groups: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:
+def exchanged(
+    function: RowFunction, split: CallSplit, groups: jax.Array, arrays: Sequence[Any], *, scatters: bool
+) -> list[jax.Array]:
     """What a row function makes of this device's tokens, by all devices along the axes of `EXPERTS`.
 
     Args:
+        scatters: whether each device along the axes of `DATA` gets a part of the sums per group.
         groups: ``[T, K]``, the group of each slot of this device.
         arrays: this device's shards: its tokens, and the matrices of its groups.
     """
@@ -118,12 +121,28 @@ def exchanged(function: RowFunction, split: CallSplit, groups: jax.Array, arrays
     results = []
     for (var, kind), x in zip(function.outputs, found, strict=True):
         if kind is Kind.GROUP:
-            x = x.astype(aval_of(var).dtype)
-            results.append(lax.psum(x, split.axes(DATA)) if split.axes(DATA) else x)
+            results.append(summed(x.astype(aval_of(var).dtype), split.axes(DATA), scatters=scatters))
         else:
             x = x.reshape(tokens, slots, *x.shape[1:])
             results.append(x.sum(1) if kind is Kind.TOKEN else x)
     return results
+
+
+def summed(x: jax.Array, axes: tuple[str, ...], *, scatters: bool) -> jax.Array:
+    """The sum of what devices have, or a part of it on each."""
+    if not axes:
+        return x
+    dim = scattered_dim(x.shape) if scatters else None
+    return lax.psum(x, axes) if dim is None else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def scattered_dim(shape: Sequence[int]) -> int | None:
+    """The dim of a sum per group whose parts devices get: the last, as any would do. None if it has groups alone.
+
+    >>> scattered_dim((8, 4096, 14336)), scattered_dim((8,))
+    (2, None)
+    """
+    return len(shape) - 1 if len(shape) > 1 else None
 
 
 def on_own_rows(function: RowFunction, groups: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:

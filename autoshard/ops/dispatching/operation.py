@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from autoshard.jaxprs import aval_of
 from autoshard.operations.operation import Operation
 from autoshard.operations.split import CallSplit
-from autoshard.ops.dispatching.exchange import DATA, EXPERTS, exchanged, on_own_rows
+from autoshard.ops.dispatching.exchange import DATA, EXPERTS, exchanged, on_own_rows, scattered_dim, summed
 from autoshard.ops.dispatching.row_function import Kind, RowFunction
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape
 
@@ -40,15 +41,44 @@ def _operation(function: RowFunction) -> Operation:
         said=function.digest,
     )
 
-    @made.implementation(splits={EXPERTS: "t g", DATA: "t"}, name="exchange", where=_has_experts, turns=1)
+    @made.implementation(splits={EXPERTS: "t g", DATA: "t"}, name="exchange", where=_has(EXPERTS), turns=1)
     def exchange(split: CallSplit, groups: Any, *arrays: Any) -> tuple[jax.Array, ...]:
-        return tuple(exchanged(function, split, groups, arrays))
+        return tuple(exchanged(function, split, groups, arrays, scatters=False))
+
+    parts = " ".join(_part(i) for i in _scattered(function))
+    if not parts:
+        return made
+
+    @made.implementation(
+        splits={EXPERTS: "t g", DATA: f"t {parts}"}, name="exchange_scattered", where=_has(EXPERTS, DATA), turns=1
+    )
+    def exchange_scattered(split: CallSplit, groups: Any, *arrays: Any) -> tuple[jax.Array, ...]:
+        return tuple(exchanged(function, split, groups, arrays, scatters=True))
+
+    @made.implementation(splits={DATA: f"t {parts}"}, name="scattered", where=_has(DATA))
+    def scattered(split: CallSplit, groups: Any, *arrays: Any) -> tuple[jax.Array, ...]:
+        found = on_own_rows(function, groups, arrays)
+        return tuple(
+            summed(x, split.axes(DATA), scatters=True) if kind is Kind.GROUP else x
+            for x, (_, kind) in zip(found, function.outputs, strict=True)
+        )
 
     return made
 
 
-def _has_experts(split: CallSplit) -> bool:
-    return split.count(EXPERTS) > 1
+def _has(*roles: str) -> Callable[[CallSplit], bool]:
+    return lambda split: all(split.count(role) > 1 for role in roles)
+
+
+def _scattered(function: RowFunction) -> list[int]:
+    """The results that are sums per group, of which devices may get parts."""
+    shapes = [aval_of(var).shape if kind is Kind.GROUP else () for var, kind in function.outputs]
+    return [i for i, shape in enumerate(shapes) if scattered_dim(shape) is not None]
+
+
+def _part(i: int) -> str:
+    """The factor of the i-th result that is split where its sum is scattered."""
+    return f"part{i}"
 
 
 def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
@@ -65,20 +95,24 @@ def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Sh
     builder.factor(tokens, *joined(rows, 0), kind="")
     builder.factor(operands[0][1], *joined({Kind.SLOT}, 1), kind="need_replication")
     builder.factor(function.groups, *joined({Kind.GROUP}, 0), kind="need_replication")
+    parts = {}
     done = {Kind.TOKEN: 1, Kind.SLOT: 2, Kind.GROUP: 1, Kind.SHARED: 0}
     for tensors, of, is_result in ((operands, kinds, False), (results, ends, True)):
         for i, (shape, kind) in enumerate(zip(tensors, of, strict=True)):
             for dim in range(done[kind], len(shape)):
                 place = [(i, dim)]
-                builder.factor(shape[dim], [] if is_result else place, place if is_result else [], "need_replication")
-    rule = builder.build()
-    return _named(rule)
+                name = builder.factor(
+                    shape[dim], [] if is_result else place, place if is_result else [], "need_replication"
+                )
+                if is_result and kind is Kind.GROUP and dim == scattered_dim(shape):
+                    parts[name] = _part(i)
+    return _named(builder.build(), parts)
 
 
-def _named(rule: Rule) -> Rule:
-    """The first three factors by the names that implementations split."""
-    names = dict(zip(rule.sizes, ("t", "r", "g"), strict=False))
-    others = (name for name in rule.sizes if name not in names)
+def _named(rule: Rule, parts: Mapping[str, str]) -> Rule:
+    """The factors that implementations split, by their names there."""
+    names = dict(zip(rule.sizes, ("t", "r", "g"), strict=False)) | parts
+    others = [name for name in rule.sizes if name not in names]
     names |= {name: f"d{i}" for i, name in enumerate(others)}
 
     def dims(tensors: Any) -> Any:

@@ -41,25 +41,28 @@ class RowFunction:
     inputs: tuple[tuple[Var, Kind], ...]
     outputs: tuple[tuple[Var, Kind], ...]
     sizes: Var | None  # how many rows each group has; None if no equation reads it
+    lookups: Mapping[Var, Var]  # value of rows -> the array [G, ...] of which each row has its group's element
+    sums: Mapping[Var, Var]  # output [G, ...] -> the value of rows that it sums up per group
     slots: int  # K, per token
     groups: int  # G
 
     @cached_property
     def digest(self) -> str:
-        """Equal for functions that compute the same."""
-        rows = self._rows
-        read = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var, _ in self.inputs]
+        """Equal for functions that compute the same, with however many rows they were written."""
+        rows = 2 * self.slots
+        read = [jax.ShapeDtypeStruct(self._shape(var, rows), aval_of(var).dtype) for var, _ in self.inputs]
         sizes = jax.ShapeDtypeStruct((self.groups,), "int32")
         text = str(jax.make_jaxpr(lambda sizes, *arrays: self(sizes, arrays, rows))(sizes, *read))
         kinds = [kind.value for _, kind in (*self.inputs, *self.outputs)]
         dims = [self.row_dims.get(var) for var, _ in (*self.inputs, *self.outputs)]
         return hashlib.sha256(f"{text} {kinds} {dims} {self.slots} {self.groups}".encode()).hexdigest()[:16]
 
-    @property
-    def _rows(self) -> int:
-        """With how many rows the equations were written."""
-        var, dim = next(iter(self.row_dims.items()))
-        return int(aval_of(var).shape[dim])
+    def _shape(self, var: Var, rows: int) -> tuple[int, ...]:
+        """The shape of a value with so many rows."""
+        shape, dim = list(aval_of(var).shape), self.row_dims.get(var)
+        if dim is not None:
+            shape[dim] = rows
+        return tuple(shape)
 
     def __call__(self, sizes: jax.Array, arrays: Sequence[Any], rows: int, *, wide: bool = False) -> list[Any]:
         """
@@ -73,14 +76,18 @@ class RowFunction:
         values: dict[Var, Any] = dict(zip((var for var, _ in self.inputs), arrays, strict=True))
         if self.sizes is not None:
             values[self.sizes] = sizes.astype(aval_of(self.sizes).dtype)
+        group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+        values |= {var: values[array].at[group].get(mode="clip") for var, array in self.lookups.items()}
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
             resized = self._resized(eqn, rows)
             if not sums.isdisjoint(eqn.outvars):
-                kept = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, jnp.float32)
-                resized = resized.replace(params={**resized.params, "preferred_element_type": kept})
+                resized = resized.replace(params={**resized.params, "preferred_element_type": _wide(eqn.outvars[0])})
             made = run(resized, operands)
             values |= {var: one for var, one in zip(eqn.outvars, made, strict=True) if isinstance(var, Var)}
+        for var, of in self.sums.items():
+            x = values[of].astype(_wide(var)) if wide else values[of]
+            values[var] = jax.ops.segment_sum(x, group, len(sizes), indices_are_sorted=True)
         return [values[var] for var, _ in self.outputs]
 
     def _resized(self, eqn: JaxprEqn, rows: int) -> JaxprEqn:
@@ -89,18 +96,17 @@ class RowFunction:
         dim = self.row_dims.get(var)
         if dim is None:
             return eqn
-        shape = list(aval_of(var).shape)
-        before, shape[dim] = shape[dim], rows
         params: dict[str, Any] = {}
         if eqn.primitive.name == "broadcast_in_dim":
-            params = {"shape": tuple(shape)}
+            params = {"shape": self._shape(var, rows)}
         elif eqn.primitive.name == "reshape":
-            params = {"new_sizes": tuple(shape)}
-        elif eqn.primitive.name == "slice" and rows != before:
+            params = {"new_sizes": self._shape(var, rows)}
+        elif eqn.primitive.name == "slice":
             limits = list(eqn.params["limit_indices"])
             limits[dim] = rows
             params = {"limit_indices": tuple(limits)}
         return eqn.replace(params={**eqn.params, **params}) if params else eqn
 
 
-KNOWN_SHAPES = frozenset({"broadcast_in_dim", "reshape", "slice"})  # what `RowFunction` can resize by its parameters
+def _wide(var: Any) -> Any:
+    return jnp.promote_types(aval_of(var).dtype, jnp.float32)

@@ -1,9 +1,9 @@
 """The equations of a step on rows that are sorted by group: how rows come in, what is made of them, how they leave.
 
 ========  ==============================================================================================
-comes in  a gather by the tokens or slots of sorted rows, a scatter by the inverse order
+comes in  a gather by the tokens, slots or groups of sorted rows, a scatter by the inverse order
 inside    what makes each row of the same row alone, and ragged products with a matrix per group
-leaves    a scatter to tokens or slots, a gather by the inverse order, a product summed over each group
+leaves    a scatter to tokens, slots or groups, a gather by the inverse order, a product summed over each group
 ========  ==============================================================================================
 """
 
@@ -30,7 +30,8 @@ class Exit(enum.Enum):
 
     ADDED = "added"  # a scatter-add, by token or slot
     IN_SLOTS = "in slots"  # one element per slot
-    PER_GROUP = "per group"  # a sum over the rows of each group
+    PER_GROUP = "per group"  # a product that is summed over the rows of each group
+    ADDED_TO_GROUPS = "added to groups"  # a scatter-add, by group
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Leaving:
+class RowGather:
     """An equation that takes rows out."""
 
     body: Body
@@ -61,8 +62,10 @@ class Regions:
     sorting: Sorting
     row_dims: dict[Var, int] = field(default_factory=dict)
     entries: dict[Var, Entry] = field(default_factory=dict)  # value of rows -> how it came in
+    lookups: dict[Var, Var] = field(default_factory=dict)  # value of rows -> the array of which it has their groups'
+    constants: dict[Var, Any] = field(default_factory=dict)  # predicate of a selection -> what it is in all rows
     spread: dict[Var, int] = field(default_factory=dict)  # what all rows have alike, broadcast -> its dim of rows
-    leaving: list[Leaving] = field(default_factory=list)
+    leaving: list[RowGather] = field(default_factory=list)
 
     @classmethod
     def of(cls, tree: Tree, sorting: Sorting) -> Regions:
@@ -90,6 +93,8 @@ class Regions:
         name = eqn.primitive.name
         dims = [self.dim_of(x) for x in eqn.invars]
         if all(dim is None for dim in dims):
+            if self.sorting.follows(eqn.outvars[0]):
+                return
             if name == "gather":
                 self._enter(eqn)
             elif name in ("scatter-add", "scatter"):
@@ -97,7 +102,7 @@ class Regions:
             return
         if name == "gather" and dims[0] == 0 and dims[1] is None:
             if takes_rows(eqn) and self._is(eqn.invars[1], Index.INVERSE):
-                self.leaving.append(Leaving(body, eqn, Exit.IN_SLOTS, self.tree.origin(eqn.invars[0]), None, level))
+                self.leaving.append(RowGather(body, eqn, Exit.IN_SLOTS, self.tree.origin(eqn.invars[0]), None, level))
         elif name in ("scatter-add", "scatter") and dims[2] == 0 and dims[:2] == [None, None]:
             self._scatter(body, eqn, level)
         elif name == RAGGED:
@@ -114,11 +119,16 @@ class Regions:
         if isinstance(array, Literal) or not takes_rows(eqn) or len(aval_of(index).shape) != 2:
             return
         found = self.sorting.index_of(index)
-        if found is None or found[1] is None:
-            return
         made = self.tree.origin(eqn.outvars[0])
+        if found is None or found[0] is Index.INVERSE:
+            return
+        if found[1] is not None:
+            self.entries[made] = Entry(self.tree.origin(array), found[1])
+        elif aval_of(array).shape[0] == self.sorting.groups:
+            self.lookups[made] = self.tree.origin(array)
+        else:
+            return
         self.row_dims[made] = 0
-        self.entries[made] = Entry(self.tree.origin(array), found[1])
 
     def _enter_by_inverse(self, eqn: JaxprEqn) -> None:
         base, index, updates = eqn.invars
@@ -138,13 +148,17 @@ class Regions:
 
     def _scatter(self, body: Body, eqn: JaxprEqn, level: int) -> None:
         found = self.sorting.index_of(eqn.invars[1])
-        if found is None or found[1] is None or not adds_rows(eqn):
+        if found is None or not adds_rows(eqn):
             return
         rows, table = self.tree.origin(eqn.invars[2]), found[1]
-        if eqn.primitive.name == "scatter-add":
-            self.leaving.append(Leaving(body, eqn, Exit.ADDED, rows, table, level))
+        if table is None:
+            is_sum = eqn.primitive.name == "scatter-add" and found[0] is Index.KEYS
+            if is_sum and aval_of(eqn.outvars[0]).shape[0] == self.sorting.groups:
+                self.leaving.append(RowGather(body, eqn, Exit.ADDED_TO_GROUPS, rows, None, level))
+        elif eqn.primitive.name == "scatter-add":
+            self.leaving.append(RowGather(body, eqn, Exit.ADDED, rows, table, level))
         elif np.array_equal(table, np.arange(self._rows)) and aval_of(eqn.outvars[0]).shape[0] == self._rows:
-            self.leaving.append(Leaving(body, eqn, Exit.IN_SLOTS, rows, None, level))
+            self.leaving.append(RowGather(body, eqn, Exit.IN_SLOTS, rows, None, level))
 
     def _ragged(self, body: Body, eqn: JaxprEqn, dims: list[int | None], level: int) -> None:
         numbers: Any = eqn.params["ragged_dot_dimension_numbers"]
@@ -156,7 +170,7 @@ class Regions:
             return
         if dims[0] in contracted:
             if dims[1] is not None:
-                self.leaving.append(Leaving(body, eqn, Exit.PER_GROUP, None, None, level))
+                self.leaving.append(RowGather(body, eqn, Exit.PER_GROUP, None, None, level))
         elif dims[1] is None and of_groups == (0,):
             self._inside(eqn, dims)
 
@@ -172,7 +186,7 @@ class Regions:
             return
         for i, tensor in enumerate(rule.operands):
             places = [dim for dim, has in enumerate(tensor) if factor in has]
-            if dims[i] is None and places and not self._is_spread(eqn.invars[i], places[0]):
+            if dims[i] is None and places and not self._is_alike(eqn, i, places[0]):
                 return
         found = [[dim for dim, has in enumerate(tensor) if factor in has] for tensor in rule.results]
         if any(len(one) != 1 or tensor[one[0]] != (factor,) for one, tensor in zip(found, rule.results, strict=True)):
@@ -180,6 +194,20 @@ class Regions:
         self.row_dims |= {
             self.tree.origin(var): one[0] for var, one in zip(eqn.outvars, found, strict=True) if isinstance(var, Var)
         }
+
+    def _is_alike(self, eqn: JaxprEqn, i: int, dim: int) -> bool:
+        """Whether an operand that was not made of rows has the same in all of them, or their groups."""
+        atom = eqn.invars[i]
+        if self._is_spread(atom, dim):
+            return True
+        if eqn.primitive.name == "select_n" and i == 0 and (value := self.sorting.constant(atom)) is not None:
+            self.constants[self.tree.origin(atom)] = value
+            return True
+        if dim == 0 and self._is(atom, Index.KEYS):
+            origin = self.tree.origin(atom)
+            self.row_dims[origin], self.entries[origin] = 0, Entry(self.sorting.keys, np.arange(self._rows))
+            return True
+        return False
 
     def _is_spread(self, atom: Any, dim: int) -> bool:
         """Whether an array has the same in all rows, since it was broadcast along them."""

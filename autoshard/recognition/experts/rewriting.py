@@ -6,6 +6,7 @@ the forward pass has made: then rows cross devices where they are used, and none
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, inner_jaxprs
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, called_jaxpr, inner_jaxprs, literal
+from autoshard.operations.primitive import OPERATION, evaluated
 from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
+from autoshard.ops.ragged_dot import ragged_operation
 from autoshard.recognition.bodies import Tree, is_read
 from autoshard.recognition.editing import Editor, NotAvailable
-from autoshard.recognition.experts.regions import RAGGED, Exit, Leaving, Regions
+from autoshard.recognition.experts.regions import RAGGED, Exit, Regions, RowGather
 from autoshard.recognition.experts.sortings import sortings
 
 
@@ -26,7 +29,7 @@ def with_experts(closed: ClosedJaxpr) -> ClosedJaxpr | None:
     """A jaxpr, from the same arguments to the same results, with dropless experts as operations; None without any."""
     if not _has_ragged(closed.jaxpr):
         return None
-    tree = Tree.of(closed)
+    tree = Tree.of(closed, _body_of, opens_too=_is_function_of_jax)
     editor, done = Editor(tree), False
     for sorting in list(sortings(tree)):
         regions = Regions.of(tree, sorting)
@@ -44,9 +47,29 @@ def with_experts(closed: ClosedJaxpr) -> ClosedJaxpr | None:
     return editor.jaxpr() if done else None
 
 
+def _body_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """What a call runs; `autoshard.ops.ragged_dot` and its backward pass are calls too, of the plain function."""
+    if not _is_ragged(eqn):
+        return called_jaxpr(eqn)
+    types = [jax.ShapeDtypeStruct(aval_of(x).shape, aval_of(x).dtype) for x in eqn.invars]
+    return jax.make_jaxpr(functools.partial(evaluated, **eqn.params))(*types)
+
+
+def _is_function_of_jax(eqn: JaxprEqn) -> bool:
+    """Whether a call is of a function whose derivative is written out, as `jax.nn.relu`."""
+    return eqn.primitive.name == "custom_jvp_call"
+
+
+def _is_ragged(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name != OPERATION or eqn.params["batched"]:
+        return False
+    operation = eqn.params["operation"]
+    return (operation if operation.forward is None else operation.forward.operation) is ragged_operation
+
+
 def _has_ragged(jaxpr: Jaxpr) -> bool:
     return any(
-        eqn.primitive.name == RAGGED or any(_has_ragged(inner.jaxpr) for inner in inner_jaxprs(eqn))
+        eqn.primitive.name == RAGGED or _is_ragged(eqn) or any(_has_ragged(inner.jaxpr) for inner in inner_jaxprs(eqn))
         for eqn in jaxpr.eqns
     )
 
@@ -105,7 +128,7 @@ class _Call:
 
     regions: Regions
     slots: Slots
-    leaving: tuple[Leaving, ...]
+    leaving: tuple[RowGather, ...]
 
     def function(self) -> tuple[RowFunction, list[Var]]:
         """The function of rows, and the arrays outside that it reads."""
@@ -115,6 +138,12 @@ class _Call:
             if one.how is Exit.PER_GROUP:
                 reader.need(one.eqn)
                 outputs.append((reader.origin(one.eqn.outvars[0]), Kind.GROUP))
+            elif one.how is Exit.ADDED_TO_GROUPS:
+                assert one.rows is not None, "it sums up rows"
+                reader.need(one.rows)
+                made = Var(aval_of(one.eqn.outvars[0]))
+                reader.sums[made] = one.rows
+                outputs.append((made, Kind.GROUP))
             else:
                 assert one.rows is not None, "all others take rows out"
                 reader.need(one.rows)
@@ -132,7 +161,8 @@ class _Call:
         (body,) = {one.body for one in self.leaving}
         outer = [self.regions.sorting.keys, *arrays]
         operands = [editor.here(var, body) for var in outer]
-        bases = [one.eqn.invars[0] for one in self.leaving if one.how is Exit.ADDED]
+        adding = Exit.ADDED, Exit.ADDED_TO_GROUPS
+        bases = [one.eqn.invars[0] for one in self.leaving if one.how in adding]
         fixed = {i: base for i, base in enumerate(bases) if not isinstance(base, Var)}
         given = [base for base in bases if isinstance(base, Var)]
 
@@ -148,7 +178,7 @@ class _Call:
             for one, (_, kind), x in zip(self.leaving, function.outputs, made, strict=True):
                 like: Any = aval_of(one.eqn.outvars[0])
                 whole = slots.together(x) if kind is Kind.SLOT else x
-                if one.how is Exit.ADDED:
+                if one.how in adding:
                     whole = jax.numpy.asarray(next(added)) + whole
                 found.append(whole.reshape(like.shape).astype(like.dtype))
             return found
@@ -158,10 +188,11 @@ class _Call:
 
 
 def _calls(regions: Regions) -> Iterator[_Call]:
-    tables = [one.table for one in (*regions.entries.values(), *regions.leaving) if one.table is not None]
+    into, out = [one.table for one in regions.entries.values()], [one.table for one in regions.leaving]
+    tables = [table for table in (*into, *out) if table is not None]
     slots = Slots.of(regions.sorting.rows, tables)
 
-    def place(one: Leaving) -> tuple[int, int]:
+    def place(one: RowGather) -> tuple[int, int]:
         return id(one.body), one.level
 
     for _, several in itertools.groupby(sorted(regions.leaving, key=place), key=place):
@@ -178,6 +209,8 @@ class _Reader:
         self.inputs: dict[Var, tuple[Kind, Var]] = {}  # value inside -> its kind, and the array outside
         self.row_dims: dict[Var, int] = {}
         self.sizes: Var | None = None
+        self.lookups: dict[Var, Var] = {}
+        self.sums: dict[Var, Var] = {}
         self._done = set[int]()
 
     def need(self, what: Any) -> None:
@@ -187,7 +220,7 @@ class _Reader:
             one = waiting[-1]
             eqn = one
             if isinstance(one, Var):
-                if one in self.regions.entries:
+                if one in self.regions.entries or one in self.regions.lookups:
                     self._enter(one)
                     waiting.pop()
                     continue
@@ -204,7 +237,7 @@ class _Reader:
             self._add(eqn)
 
     def _has(self, var: Var) -> bool:
-        if var in self.inputs:
+        if var in self.inputs or var in self.lookups:
             return True
         _, eqn = self.regions.tree.homes[var]
         return id(eqn) in self._done
@@ -215,26 +248,44 @@ class _Reader:
         return [var for x in eqn.invars if isinstance(x, Var) and any((var := self.origin(x)) in one for one in known)]
 
     def _enter(self, var: Var) -> None:
+        self.row_dims[var] = 0
+        if var in self.regions.lookups:
+            array = self.lookups[var] = self.regions.lookups[var]
+            self._outside(array, Kind.GROUP)
+            return
         entry = self.regions.entries[var]
         self.inputs[var] = self.slots.kind(entry.table), entry.array
-        self.row_dims[var] = 0
+
+    def _outside(self, var: Var, kind: Kind) -> None:
+        """An array outside is read as it is.
+
+        Raises:
+            NotAvailable: another equation reads it otherwise.
+        """
+        if self.inputs.setdefault(var, (kind, var))[0] is not kind:
+            raise NotAvailable
 
     def _add(self, eqn: JaxprEqn) -> None:
         self._done.add(id(eqn))
         inside, is_ragged = set(self._operands(eqn)), eqn.primitive.name == RAGGED
+        constants = self.regions.constants if eqn.primitive.name == "select_n" else {}
         for i, x in enumerate(eqn.invars):
-            if not isinstance(x, Var) or (var := self.origin(x)) in inside:
+            if not isinstance(x, Var) or (var := self.origin(x)) in inside or var in constants:
                 continue
             if is_ragged and i == 2:
                 self.sizes = self.sizes or var
-            elif self.inputs.setdefault(var, (Kind.GROUP if is_ragged else Kind.SHARED, var))[0] is not (
-                Kind.GROUP if is_ragged else Kind.SHARED
-            ):
-                raise NotAvailable
-        read = [
-            x if not isinstance(x, Var) else self.sizes if is_ragged and i == 2 else self.origin(x)
-            for i, x in enumerate(eqn.invars)
-        ]
+            else:
+                self._outside(var, Kind.GROUP if is_ragged else Kind.SHARED)
+        read: list[Any] = []
+        for i, x in enumerate(eqn.invars):
+            if not isinstance(x, Var):
+                read.append(x)
+            elif is_ragged and i == 2:
+                read.append(self.sizes)
+            elif (var := self.origin(x)) in constants:
+                read.append(literal(constants[var]))
+            else:
+                read.append(var)
         written = [self.origin(var) if isinstance(var, Var) else var for var in eqn.outvars]
         self.equations.append(eqn.replace(invars=read, outvars=written))
         known = self.regions.row_dims | self.regions.spread
@@ -247,6 +298,8 @@ class _Reader:
             tuple((var, kind) for var, (kind, _) in self.inputs.items()),
             tuple(outputs),
             self.sizes,
+            self.lookups,
+            self.sums,
             self.slots.each,
             self.regions.sorting.groups,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,7 +20,10 @@ from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, run
 from autoshard.recognition.bodies import Tree
 
 _DRAWS = 2
-_SAME_ELEMENTS = frozenset({"convert_element_type", "copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose"})
+_TAKES_ELEMENTS = frozenset({  # of their first operand, each as it is
+    "convert_element_type", "copy", "copy_p", "dynamic_slice", "expand_dims", "gather", "reshape", "slice", "squeeze",
+    "transpose",
+})  # fmt: skip
 _MOST_BYTES = 2**29  # of an array that is evaluated
 
 
@@ -32,36 +36,104 @@ class Index(enum.Enum):
 
 
 @dataclass(eq=False)
+class Integers:
+    """Arrays of integers and flags that follow from constants, and from arrays of which draws are known."""
+
+    tree: Tree
+    known: dict[Var, list[Any] | None] = field(default_factory=dict)  # origin -> its values, one per draw
+
+    def values(self, var: Var) -> list[Any] | None:
+        """What an array is in each draw; None if it depends on anything else."""
+        origin = self.tree.origin(var)
+        waiting = [origin]
+        while waiting:
+            one = waiting[-1]
+            if one in self.known:
+                waiting.pop()
+                continue
+            body, maker = self.tree.homes.get(one, (None, None))
+            if maker is None or body is None or not _is_evaluated(maker) or id(maker) in body.inner:
+                held = None if body is None else body.constants.get(one)
+                self.known[one] = None if held is None else [held] * _DRAWS
+                continue
+            before = [self.tree.origin(x) for x in maker.invars if isinstance(x, Var)]
+            missing = [x for x in before if x not in self.known]
+            if any(self.known.get(x, ()) is None for x in before):
+                self.known |= dict.fromkeys(self._made_by(maker), None)
+            elif missing:
+                waiting += missing
+            else:
+                self._evaluate(maker)
+        return self.known[origin]
+
+    def _made_by(self, eqn: JaxprEqn) -> list[Var]:
+        return [self.tree.origin(var) for var in eqn.outvars if isinstance(var, Var)]
+
+    def _evaluate(self, eqn: JaxprEqn) -> None:
+        found: list[list[Any]] = []
+        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+            for draw in range(_DRAWS):
+                operands = [x.val if isinstance(x, Literal) else self._drawn(x, draw) for x in eqn.invars]
+                found.append([np.asarray(one) for one in run(eqn, list(map(jax.numpy.asarray, operands)))])
+        self.known |= zip(self._made_by(eqn), map(list, zip(*found, strict=True)), strict=True)
+
+    def _drawn(self, var: Var, draw: int) -> Any:
+        values = self.known[self.tree.origin(var)]
+        assert values is not None, "it has been evaluated"
+        return values[draw]
+
+
+def _is_evaluated(eqn: JaxprEqn) -> bool:
+    avals = [aval_of(var) for var in eqn.outvars]
+    small = all(np.prod(one.shape) * 8 <= _MOST_BYTES for one in avals)
+    whole = all(np.issubdtype(one.dtype, np.integer) or one.dtype == bool for one in avals if hasattr(one, "dtype"))
+    return small and whole and not eqn.effects
+
+
 class Sorting:
     """The keys that some equation sorts, one per slot, and arrays that follow from them."""
 
-    tree: Tree
-    keys: Var  # [M], the group of each slot; an origin
-    groups: int
-    _draws: list[np.ndarray] = field(default_factory=list)  # of the keys
-    _known: dict[Var, list[Any] | None] = field(
-        default_factory=dict
-    )  # origin -> its values per draw
-
-    def __post_init__(self) -> None:
-        random, source = np.random.default_rng(0), _source_of(self.tree, self.keys)
-        aval = aval_of(source)
-        self._known[source] = [random.integers(0, self.groups, aval.shape).astype(aval.dtype) for _ in range(_DRAWS)]
-        found = self.values(self.keys)
-        assert found is not None, "they are its elements"
-        self._draws = [np.asarray(one) for one in found]
+    def __init__(self, tree: Tree, keys: Var, source: Var, groups: int):
+        """
+        Args:
+            keys: ``[M]``, the group of each slot; an origin.
+            source: the array that has their elements.
+        """
+        self.tree, self.keys, self.groups = tree, keys, groups
+        random, aval = np.random.default_rng(0), aval_of(source)
+        drawn = [random.integers(0, groups, aval.shape).astype(aval.dtype) for _ in range(_DRAWS)]
+        self._integers = Integers(tree, {source: drawn})
+        self._indices: dict[Var, tuple[Index, np.ndarray | None] | None] = {}
 
     @property
     def rows(self) -> int:
         return int(aval_of(self.keys).shape[0])
 
-    @property
-    def orders(self) -> list[np.ndarray]:
+    @cached_property
+    def _draws(self) -> list[np.ndarray]:
+        found = self._integers.values(self.keys)
+        assert found is not None, "they are elements of the source"
+        return [np.asarray(one) for one in found]
+
+    @cached_property
+    def _orders(self) -> list[np.ndarray]:
         return [np.argsort(keys, kind="stable") for keys in self._draws]
+
+    def follows(self, var: Any) -> bool:
+        """Whether an array follows from the keys alone."""
+        return not isinstance(var, Literal) and self._integers.values(var) is not None
+
+    def constant(self, var: Any) -> Any:
+        """The one value that all elements of an array have, whatever the keys; None if there is none."""
+        found = None if isinstance(var, Literal) else self._integers.values(var)
+        if found is None:
+            return None
+        first = np.asarray(found[0]).reshape(-1)[:1]
+        return first[0] if first.size and all(np.all(np.asarray(one) == first[0]) for one in found) else None
 
     def is_sizes(self, var: Any) -> bool:
         """Whether an array says how many rows each group has."""
-        found = self.values(var) if aval_of(var).shape == (self.groups,) else None
+        found = self._integers.values(var) if aval_of(var).shape == (self.groups,) else None
         expected = [np.bincount(keys, minlength=self.groups) for keys in self._draws]
         return found is not None and all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
@@ -69,76 +141,36 @@ class Sorting:
         """What an array of M integers is, in any shape; of a function of slots, its values per slot."""
         if isinstance(var, Literal) or np.prod(aval_of(var).shape) != self.rows:
             return None
-        found = self.values(var)
+        origin = self.tree.origin(var)
+        if origin not in self._indices:
+            self._indices[origin] = self._index_of(origin)
+        return self._indices[origin]
+
+    def _index_of(self, var: Var) -> tuple[Index, np.ndarray | None] | None:
+        found = self._integers.values(var)
         if found is None:
             return None
-        flat = [np.asarray(one).reshape(-1) for one in found]
+        flat, slots = [np.asarray(one).reshape(-1) for one in found], np.arange(self.rows)
         tables = [np.empty_like(one) for one in flat]
-        for table, one, order in zip(tables, flat, self.orders, strict=True):
+        for table, one, order in zip(tables, flat, self._orders, strict=True):
             table[order] = one
         if all(np.array_equal(tables[0], one) for one in tables[1:]):
             return Index.OF_SORTED, tables[0]
-        if all(np.array_equal(one[order], np.arange(self.rows)) for one, order in zip(flat, self.orders, strict=True)):
+        if all(np.array_equal(one[order], slots) for one, order in zip(flat, self._orders, strict=True)):
             return Index.INVERSE, None
-        pairs = zip(flat, self._draws, self.orders, strict=True)
-        if all(np.array_equal(one, keys[order]) for one, keys, order in pairs):
-            return Index.KEYS, None
-        return None
-
-    def values(self, var: Any) -> list[Any] | None:
-        """What an array is for each draw of the keys; None if it depends on anything else."""
-        origin = self.tree.origin(var)
-        waiting = [origin]
-        while waiting:
-            one = waiting[-1]
-            if one in self._known:
-                waiting.pop()
-                continue
-            body, maker = self.tree.homes.get(one, (None, None))
-            if maker is None or body is None or not self._is_evaluated(maker) or id(maker) in body.inner:
-                held = None if body is None else body.constants.get(one)
-                self._known[one] = None if held is None else [held] * _DRAWS
-                continue
-            before = [self.tree.origin(x) for x in maker.invars if isinstance(x, Var)]
-            missing = [x for x in before if x not in self._known]
-            if any(self._known.get(x, ()) is None for x in before):
-                self._known |= dict.fromkeys(self._made_by(maker), None)
-            elif missing:
-                waiting += missing
-            else:
-                self._evaluate(maker)
-        return self._known[origin]
-
-    def _made_by(self, eqn: JaxprEqn) -> Iterator[Var]:
-        return (self.tree.origin(var) for var in eqn.outvars if isinstance(var, Var))
-
-    @staticmethod
-    def _is_evaluated(eqn: JaxprEqn) -> bool:
-        avals = [aval_of(var) for var in eqn.outvars]
-        small = all(np.prod(one.shape) * 8 <= _MOST_BYTES for one in avals)
-        whole = all(np.issubdtype(one.dtype, np.integer) or one.dtype == bool for one in avals if hasattr(one, "dtype"))
-        return small and whole and not eqn.effects
-
-    def _evaluate(self, eqn: JaxprEqn) -> None:
-        found: list[list[Any]] = []
-        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-            for draw in range(_DRAWS):
-                operands = [
-                    x.val if isinstance(x, Literal) else self._known[self.tree.origin(x)][draw]  # type: ignore[index]
-                    for x in eqn.invars
-                ]
-                found.append([np.asarray(one) for one in run(eqn, list(map(jax.numpy.asarray, operands)))])
-        self._known |= zip(self._made_by(eqn), map(list, zip(*found, strict=True)), strict=True)
+        pairs = zip(flat, self._draws, self._orders, strict=True)
+        return (Index.KEYS, None) if all(np.array_equal(one, keys[order]) for one, keys, order in pairs) else None
 
 
-def _source_of(tree: Tree, var: Var) -> Var:
-    """The array whose elements, and no others, a value has in another shape: one that the program may reshape twice."""
+def _source_of(tree: Tree, constants: Integers, var: Var) -> Var:
+    """The array whose elements a value has, in another shape, or some of them: the program may take these twice."""
     while True:
         var = tree.origin(var)
         _, maker = tree.homes.get(var, (None, None))
-        if maker is None or maker.primitive.name not in _SAME_ELEMENTS or not isinstance(maker.invars[0], Var):
+        if maker is None or maker.primitive.name not in _TAKES_ELEMENTS or not isinstance(maker.invars[0], Var):
             return var
-        if not np.issubdtype(aval_of(maker.invars[0]).dtype, np.integer):
+        fixed = all(isinstance(x, Literal) or constants.values(x) is not None for x in maker.invars[1:])
+        if not fixed or not np.issubdtype(aval_of(maker.invars[0]).dtype, np.integer):
             return var
         var = maker.invars[0]
 
@@ -147,17 +179,18 @@ def sortings(tree: Tree) -> Iterator[Sorting]:
     """A sorting for all keys whose rows some ragged product takes."""
     ragged = [eqn for body in tree.root.all() for eqn in body.equations if eqn.primitive.name == "ragged_dot_general"]
     sizes = {tree.origin(eqn.invars[2]): int(aval_of(eqn.invars[2]).shape[-1]) for eqn in ragged if _is_plain(eqn)}
-    done = set[Var]()
+    constants, done = Integers(tree), set[Var]()
     for body in tree.root.all():
         for eqn in body.equations:
             if eqn.primitive.name != "sort" or not _sorts_keys(eqn):
                 continue
-            keys, source = tree.origin(eqn.invars[0]), _source_of(tree, eqn.invars[0])
+            keys = tree.origin(eqn.invars[0])
+            source = _source_of(tree, constants, keys)
             if source in done:
                 continue
             done.add(source)
             for groups in dict.fromkeys(sizes.values()):
-                found = Sorting(tree, keys, groups)
+                found = Sorting(tree, keys, source, groups)
                 if any(count == groups and found.is_sizes(var) for var, count in sizes.items()):
                     yield found
 
