@@ -76,11 +76,11 @@ class HostState:
         found = list[UpdateLoop]()
         for i, result in sorted(self.carried.items()):
             var, end = inputs[i], self.closed.jaxpr.outvars[result]
-            if not _is_whole_array(var.aval) or var.aval.shape[0] not in lengths or var in self.of_passes:
+            if not _is_whole_array(var.aval) or aval_of(var).shape[0] not in lengths or var in self.of_passes:
                 continue
             following = self.following(var)
             is_made = any(end in eqn.outvars for eqn in following)
-            if not is_made or not all(_is_pointwise(eqn, var.aval.shape) for eqn in following):
+            if not is_made or not all(_is_pointwise(eqn, aval_of(var).shape) for eqn in following):
                 continue
             alike = [one for one in found if one.shares(following)]
             found = [one for one in found if one not in alike]
