@@ -90,6 +90,7 @@ _MORE = {
     "random_split": 3,
     "rng_bit_generator": 5,
     "symmetric_product": 1,
+    "threefry2x32": 3,
     "tridiagonal_solve": 20,
 }
 _FEWEST = 8  # elements in a part of a row; XLA for TPU picks smaller parts as single elements

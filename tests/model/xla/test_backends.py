@@ -128,6 +128,16 @@ def test_plans_say_whose_constants_were_not_measured(chip):
     assert Plan.loads(plan.dumps(), ABSTRACT).warnings == plan.warnings
 
 
+@pytest.mark.parametrize("machine", ["v5e:2x4", "h100:8", None])
+def test_keys_are_arguments_on_every_backend(machine):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    numbers = jax.ShapeDtypeStruct((64, 64), np.float32)
+    plan = autoshard.plan(
+        lambda key, x: x + jax.random.normal(key, x.shape), key, numbers, mesh=ABSTRACT, topology=machine
+    )
+    assert plan.predicted.peak_bytes >= 2 * 64 * 64 * 4 / 8
+
+
 NOT_THERE = [
     ("v5e:2x2", "libtpu", V5E),
     ("2x v5e:2x1", "libtpu", of_slices(V5E, 2)),
