@@ -448,7 +448,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
                 finish = self._finished if self._merges else None
                 if self._merges:
-                    traced = with_operations(traced, self._options.mesh.size * self._options.topology.memory_bytes)
+                    traced = with_operations(traced, self._options.mesh.size, self._options.topology.memory_bytes)
                 return StepVariants(
                     traced, mesh, tried, self._options.topology, finish, self._options.remat is not None
                 )

@@ -30,24 +30,24 @@ from autoshard.recognition.small_arrays import UnknownEquation
 MEMORY_SHARE = 1 / 8  # of all devices' memory that the logits of one attention take, in float32
 
 
-def with_operations(traced: TracedStep, memory: float) -> TracedStep:
+def with_operations(traced: TracedStep, devices: int, memory: float) -> TracedStep:
     """A traced step with its dropless experts as operations, and with its attentions, where a large one is among them.
 
     No plan needs this. So a fault on the way is logged, and the step stays as it was (`batching/boundary.py`).
 
     Args:
-        memory: bytes of all devices together.
+        memory: bytes of one device.
     """
-    found = _with_both(traced.closed, memory * MEMORY_SHARE / 4)
+    found = _with_both(traced.closed, devices, devices * memory * MEMORY_SHARE / 4)
     if found is traced.closed:
         return traced
-    return replace(traced, closed=found, again=lambda structs: _with_both(traced.again(structs), 1))
+    return replace(traced, closed=found, again=lambda structs: _with_both(traced.again(structs), devices, 1))
 
 
-def _with_both(closed: ClosedJaxpr, least: float) -> ClosedJaxpr:
+def _with_both(closed: ClosedJaxpr, devices: int, least: float) -> ClosedJaxpr:
     """The jaxpr itself if there is nothing in it."""
     closed = made_or_none("recognition of attention", lambda: recognized(closed, least)) or closed
-    return made_or_none("recognition of experts", lambda: with_experts(closed)) or closed
+    return made_or_none("recognition of experts", lambda: with_experts(closed, devices)) or closed
 
 
 def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:

@@ -136,8 +136,8 @@ STEPS = {one.__name__: trained(one) for one in FORMS} | {
 }
 
 
-def recognized(step: Callable, *arrays: Any) -> Any:
-    return with_experts(jax.make_jaxpr(step)(*arrays))
+def recognized(step: Callable, *arrays: Any, devices: int = 2) -> Any:
+    return with_experts(jax.make_jaxpr(step)(*arrays), devices)
 
 
 def counts_of(jaxpr: Any) -> tuple[int, int]:
@@ -173,6 +173,15 @@ def test_bfloat16_experts_have_the_same_numbers():
     assert_equal(jax.jit(jaxpr_as_fun(found))(*jax.tree.leaves((params, x)))[0], jax.jit(scattered)(params, x))
 
 
+@pytest.mark.parametrize(("tokens", "hidden", "devices"), [(TOKENS, HIDDEN, 5), (2, 10_000, 2)])
+def test_experts_stay_that_devices_could_not_share_out(tokens, hidden, devices):
+    """Tokens that devices do not divide, and a few tokens of large experts, as in decoding."""
+    params = PARAMS | {name: normal(GROUPS, WIDTH, hidden) for name in ("swish", "up")}
+    params["down"] = normal(GROUPS, hidden, WIDTH)
+    assert recognized(scattered, params, X[:tokens], devices=devices) is None
+    assert recognized(scattered, PARAMS, X, devices=4) is not None
+
+
 # What only looks like it.
 
 
@@ -190,6 +199,14 @@ def mixes_rows(params: Any, x: jax.Array) -> jax.Array:
     rows = x[order // SLOTS]
     made = mlp(params, rows - jnp.roll(rows, 1, 0), jnp.bincount(chosen.reshape(-1), length=GROUPS))
     return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def test_one_layer_that_fits_becomes_operations_beside_one_that_does_not():
+    def both(params: Any, x: jax.Array) -> jax.Array:
+        return scattered(params, x) + mixes_rows(params, x * 2)
+
+    found = recognized(both, PARAMS, X)
+    assert counts_of(found.jaxpr) == (1, 4)
 
 
 def numbers_rows(params: Any, x: jax.Array) -> jax.Array:

@@ -137,12 +137,12 @@ def summed(x: jax.Array, axes: tuple[str, ...], *, scatters: bool) -> jax.Array:
 
 
 def scattered_dim(shape: Sequence[int]) -> int | None:
-    """The dim of a sum per group whose parts devices get: the last, as any would do. None if it has groups alone.
+    """The dim of a sum per group whose parts devices get: the first, whose parts lie together. None if there is none.
 
     >>> scattered_dim((8, 4096, 14336)), scattered_dim((8,))
-    (2, None)
+    (1, None)
     """
-    return len(shape) - 1 if len(shape) > 1 else None
+    return 1 if len(shape) > 1 else None
 
 
 def on_own_rows(function: RowFunction, groups: jax.Array, arrays: Sequence[Any]) -> list[jax.Array]:

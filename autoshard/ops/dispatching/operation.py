@@ -95,7 +95,7 @@ def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Sh
     builder.factor(tokens, *joined(rows, 0), kind="")
     builder.factor(operands[0][1], *joined({Kind.SLOT}, 1), kind="need_replication")
     builder.factor(function.groups, *joined({Kind.GROUP}, 0), kind="need_replication")
-    parts = {}
+    parts: dict[str, str] = {}
     done = {Kind.TOKEN: 1, Kind.SLOT: 2, Kind.GROUP: 1, Kind.SHARED: 0}
     for tensors, of, is_result in ((operands, kinds, False), (results, ends, True)):
         for i, (shape, kind) in enumerate(zip(tensors, of, strict=True)):
@@ -111,7 +111,7 @@ def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Sh
 
 def _named(rule: Rule, parts: Mapping[str, str]) -> Rule:
     """The factors that implementations split, by their names there."""
-    names = dict(zip(rule.sizes, ("t", "r", "g"), strict=False)) | parts
+    names = {**dict(zip(rule.sizes, ("t", "r", "g"), strict=False)), **parts}
     others = [name for name in rule.sizes if name not in names]
     names |= {name: f"d{i}" for i, name in enumerate(others)}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,29 +23,62 @@ from autoshard.ops.ragged_dot import ragged_operation
 from autoshard.recognition.bodies import Tree, is_read
 from autoshard.recognition.editing import Editor, NotAvailable
 from autoshard.recognition.experts.regions import RAGGED, Exit, Regions, RowGather
-from autoshard.recognition.experts.sortings import sortings
+from autoshard.recognition.experts.sortings import Sorting, sortings
+
+MOST_PER_ROW = 64  # elements of matrices per element of rows: where rows are fewer, as in decoding, matrices stay
 
 
-def with_experts(closed: ClosedJaxpr) -> ClosedJaxpr | None:
-    """A jaxpr, from the same arguments to the same results, with dropless experts as operations; None without any."""
+def with_experts(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr | None:
+    """A jaxpr, from the same arguments to the same results, with dropless experts as operations; None without any.
+
+    Args:
+        devices: they divide the tokens. Tokens of any other number stay as they are, since an operation would be whole.
+    """
     if not _has_ragged(closed.jaxpr):
         return None
-    tree = Tree.of(closed, _body_of, opens_too=_is_function_of_jax)
-    editor, done = Editor(tree), False
-    for sorting in list(sortings(tree)):
-        regions = Regions.of(tree, sorting)
-        try:
-            calls = list(_calls(regions))
-            if not calls:
+    left = set[int]()  # sortings whose rows are used in other ways, too
+    while True:
+        tree = Tree.of(closed, _body_of, opens_too=_is_function_of_jax)
+        editor, done, failed = Editor(tree), False, None
+        for i, sorting in enumerate(list(sortings(tree))):
+            if i in left:
                 continue
-            for call in calls:
-                call.put_in(editor)
-        except NotAvailable:
-            return None
-        if is_read(tree, list(regions.row_dims)):
-            return None
-        done = True
-    return editor.jaxpr() if done else None
+            try:
+                calls = _put_in(editor, sorting, devices)
+            except NotAvailable:
+                failed = i
+                break
+            done = done or bool(calls)
+        if failed is None:
+            return editor.jaxpr() if done else None
+        left.add(failed)
+
+
+def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_Call]:
+    """The operations in the place of what is made of the rows of one sorting; [] where it is not worth it.
+
+    Raises:
+        NotAvailable: something else reads these rows, in the order in which they are sorted.
+    """
+    regions = Regions.of(editor.tree, sorting)
+    calls = list(_calls(regions))
+    if not calls or calls[0].slots.tokens % devices or not _has_many_rows(editor.tree, regions):
+        return []
+    for call in calls:
+        call.put_in(editor)
+    if is_read(editor.tree, list(regions.row_dims)):
+        raise NotAvailable
+    return calls
+
+
+def _has_many_rows(tree: Tree, regions: Regions) -> bool:
+    """Whether rows are so many that a device may have whole matrices for its own."""
+    products = [eqn for body in tree.root.all() for eqn in body.equations if eqn.primitive.name == RAGGED]
+    into = [
+        eqn for eqn in products if regions.dim_of(eqn.invars[0]) is not None and regions.dim_of(eqn.invars[1]) is None
+    ]
+    sizes = [[math.prod(aval_of(x).shape) for x in eqn.invars[:2]] for eqn in into]
+    return all(matrices <= MOST_PER_ROW * rows for rows, matrices in sizes)
 
 
 def _body_of(eqn: JaxprEqn) -> ClosedJaxpr | None:
