@@ -86,8 +86,10 @@ class TracedVariants:
         levels = self.variants.recomputation(first).levels if self.options.remat else ()
         if not levels:
             return [self.step(self.variants.program(first))]
-        ends = dict.fromkeys((0, len(levels) - 1))
-        return [self.step(self.variants.program(replace(first, level=level))) for level in ends]
+        moves = Wishes.of(self.options, math.inf).moves and bool(self.variants.movable_state.movable)
+        leanest = replace(first, level=len(levels) - 1, state_on_hosts=moves)
+        ends = dict.fromkeys((replace(first, level=0), leanest))
+        return [self.step(self.variants.program(variant)) for variant in ends]
 
     def step(self, program: Program) -> TracedStep:
         """A variant's program, whose problem is formulated once."""
