@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -13,8 +14,8 @@ from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
 from autoshard.program.flattening import with_flat_modules
-from autoshard.program.paths import printable
-from autoshard.program.trees import Tree
+from autoshard.program.paths import printable, slashed
+from autoshard.program.trees import Tree, holds_flat_objects
 from autoshard.program.wishes import layout_of_wish
 from autoshard.propagation.rule import Rule
 
@@ -167,16 +168,38 @@ def _from_prefix(
     def is_entry(node: Any) -> bool:
         return node is None or isinstance(node, PartitionSpec | NamedSharding)
 
+    flat = with_flat_modules(prefix)
     try:
-        entries = list(tree.under(with_flat_modules(prefix), is_entry))
+        entries = list(tree.under(flat, is_entry))
     except ValueError as error:
-        raise MeshError(f"the shardings are no prefix of what they are for: {error}") from None
+        if not holds_flat_objects(tree.structure):
+            raise MeshError(f"the shardings are no prefix of what they are for: {error}") from None
+        entries = list(_by_keys(tree, flat))
     for entry, below in entries:
         spec = entry.spec if isinstance(entry, NamedSharding) else entry
         if spec is not None and not isinstance(spec, PartitionSpec):
             raise MeshError(f"a sharding is a PartitionSpec, a NamedSharding or None; {spec!r} is none of them")
         if spec is not None:
             yield from ((i, _layout(spec, values[i], mesh)) for i in below)
+
+
+def _by_keys(tree: Tree, prefix: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
+    """What `Tree.under` gives, for modules: states and other instances of them have the same keys, and other classes.
+
+    Raises:
+        MeshError: there is nothing under some entry's keys.
+    """
+    names = [(slashed(path), index) for path, index in zip(tree.paths, tree.order, strict=True) if index is not None]
+    for path, entry in zip(Tree.of(prefix).paths, jax.tree.leaves(prefix), strict=True):
+        name = slashed(path)
+        below = tuple(index for one, index in names if not name or one == name or one.startswith(f"{name}/"))
+        if not below:
+            raise MeshError(
+                f"a sharding stands under {name!r}, where there is no array. There are arrays under "
+                f"{', '.join(repr(one) for one, _ in names[:_LISTED])}{', ...' * (len(names) > _LISTED)}.\n"
+                "Take the keys of the modules: plan.in_shardings, or a state of nnx.state with the shardings in it."
+            )
+        yield entry, below
 
 
 def _layout(spec: PartitionSpec, value: Value | np.ndarray, mesh: MeshShape) -> Layout:

@@ -2,8 +2,9 @@
 
     python benchmarks/pipeline_runtime.py
 
-Every stage has one CPU device. The step has next to no work, so it takes what its tasks cost to dispatch. Then each
-program also sleeps for as long as its task is said to take, which needs no core. The time of the step is held against
+Every stage has one CPU device. The step has next to no work, so it takes what its tasks cost to dispatch. CPU time per
+task is split into transfers between devices, calls of compiled programs, and all else of a task. Then each program also
+sleeps for as long as its task is said to take, which needs no core. The time of the step is held against
 the simulated makespan.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from autoshard import autoshard
 from autoshard.pipeline import simulate
+from autoshard.stages.running.run import Run
 
 LAYERS, WIDTH, ROWS, STEPS = 8, 16, 32, 5
 SECONDS = {"F": 0.02, "B": 0.04, "W": 0.02}  # that tasks sleep
@@ -72,6 +74,32 @@ def sleeping(compiled: Any, seconds: float) -> Callable[..., Any]:
     return run
 
 
+def cpu_seconds(fn: Any, args: Sequence[Any], runtime: Any, tasks: int) -> dict[str, float]:
+    """CPU seconds per task of the threads of stages: of transfers, of compiled programs, of all else."""
+    spent = {"transfers": 0.0, "programs": 0.0, "tasks": 0.0}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            begin = time.thread_time()
+            made = function(*given)
+            spent[name] += time.thread_time() - begin
+            return made
+
+        return run
+
+    move, task, runnable = runtime.move, Run.task, runtime.runnable
+    runtime.move = timed("transfers", move)
+    runtime.runnable = {key: replace(one, compiled=timed("programs", one.compiled)) for key, one in runnable.items()}
+    Run.task = timed("tasks", task)  # type: ignore[method-assign]
+    try:
+        seconds_of(fn, args)
+    finally:
+        runtime.move, runtime.runnable = move, runnable
+        Run.task = task  # type: ignore[method-assign]
+    found = {name: one / STEPS / tasks for name, one in spent.items()}
+    return {**found, "all else": found["tasks"] - found["transfers"] - found["programs"]}
+
+
 def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -85,6 +113,7 @@ def main() -> None:
         runtime = fn._runtime(planned)
         tasks = sum(map(len, planned.schedule.orders))
         plain = seconds_of(fn, args)
+        parts = cpu_seconds(fn, args, runtime, tasks)
         before = runtime.runnable
         runtime.runnable = {
             key: replace(one, compiled=sleeping(one.compiled, SECONDS.get(one.program.kind, 0.0) / chunks))
@@ -95,8 +124,9 @@ def main() -> None:
         ideal = simulate(planned.schedule, SECONDS["F"], SECONDS["B"], SECONDS["W"] if has_weights else 0.0).makespan
         print(
             f"{name:17} {stages} stages, {microbatches:2} microbatches: {tasks:3} tasks, "
-            f"{plain / tasks * 1e6:6.0f} us per task; with sleeps {asleep * 1e3:6.0f} ms, simulated "
-            f"{ideal * 1e3:6.0f} ms, ratio {asleep / ideal:.2f}",
+            f"{plain / tasks * 1e6:6.0f} us per task ({parts['transfers'] * 1e6:.0f} us of CPU for transfers, "
+            f"{parts['programs'] * 1e6:.0f} for programs, {parts['all else'] * 1e6:.0f} for all else); "
+            f"with sleeps {asleep * 1e3:6.0f} ms, simulated {ideal * 1e3:6.0f} ms, ratio {asleep / ideal:.2f}",
             flush=True,
         )
 

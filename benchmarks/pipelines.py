@@ -2,6 +2,7 @@
 
     python benchmarks/pipelines.py large            # Llama 3 70B and GPT-3 on hosts of H100 and slices of v5e
     python benchmarks/pipelines.py alpa             # GPT on V100 machines, beside Alpa's stages
+    python benchmarks/pipelines.py memory           # predicted bytes of stages beside those of compiled ones, on v5e
     python benchmarks/pipelines.py large --only "llama 70b, h100:16x8"
 
 `large` prices Megatron's recipe (arXiv:2104.04473) by the same model: tensor parallelism inside a host, 1F1B or
@@ -16,7 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from jax.sharding import AbstractMesh
 from shardings import megatron
 from workloads import Workload
 
-from autoshard import Link, Topology, topology
+from autoshard import Link, Topology, plan, topology
 from autoshard.layout import Layout, layout_of
 from autoshard.model.xla.backends import Backend, backend_of
 from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline, search_planned
+from autoshard.stage_planning.planned_stage import stage_memory
 from autoshard.stage_planning.space import CHUNKS, SpaceRequest, planned_space
 from autoshard.stage_planning.sub_meshes import sub_mesh_shapes
 from autoshard.stage_search import ChosenStage, PipelineChoice, SearchSettings, SimulatedChoice, simulated
@@ -226,12 +228,44 @@ def alpa(only: Sequence[str]) -> None:
         print(told(f"Alpa's {len(stages)} stages", own), flush=True)
 
 
+SMALL = {"d_model": 1024, "heads": 16, "vocab": 32768, "seq": 1024, "batch": 32, "remat": True} | {
+    "dtype": jnp.bfloat16
+}
+MEMORY = {
+    "gpt": Workload("gpt", SMALL | {"layers": 4}),
+    "gpt scan": Workload("gpt", SMALL | {"layers": 8, "scan": True}),
+    "llama scan": Workload("llama", SMALL | {"layers": 8, "scan": True, "shared_heads": 4, "d_hidden": 4096}),
+}
+
+
+def memory(only: Sequence[str]) -> None:
+    """Bytes per device of each stage: by the plan, and with the peaks of its programs as libtpu compiles them."""
+    for name in only or MEMORY:
+        made, mesh = MEMORY[name].abstract(), AbstractMesh((2, 4), ("data", "model"))
+        asked = {"stages": 2, "microbatches": 4}
+        found = plan(made.step, made.state, made.batch, mesh=mesh, topology="v5e:2x4", pipeline=asked)
+        pipeline, compiled = found.pipeline, found.verify(target="v5e:2x4").programs
+        peaks = [compiled[one.name].actual_peak for one in pipeline.programs.programs]
+        plans = [
+            replace(one, predicted=replace(one.predicted, peak_bytes=peak))
+            for one, peak in zip(pipeline.plans, peaks, strict=True)
+        ]
+        for number, stage in enumerate(found.stages):
+            parts = stage_memory(pipeline.programs, plans, number)
+            held = parts.fixed + stage.in_flight * parts.microbatch + parts.working
+            print(
+                f"{name}, stage {number}: {stage.peak_bytes / 2**20:.0f} MiB predicted, {held / 2**20:.0f} MiB "
+                f"compiled, {stage.peak_bytes / held - 1:+.1%}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["large", "alpa"])
+    parser.add_argument("what", choices=["large", "alpa", "memory"])
     parser.add_argument("--only", nargs="*", default=[])
     given = parser.parse_args()
-    {"large": large, "alpa": alpa}[given.what](given.only)
+    {"large": large, "alpa": alpa, "memory": memory}[given.what](given.only)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
+STALLS = 5  # times the seconds of a task, after which a process that waits is ended, too
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -45,24 +48,33 @@ class Worker:
 
     command: Sequence[str]  # the script and its arguments
     environment: Mapping[str, str]  # beside that of this process
-    seconds: float  # for one task
+    seconds: float  # of the CPU for one task, and in `STALLS` times as many it ends whatever it has used
     _process: subprocess.Popen | None = None
     _said: collections.deque = field(default_factory=lambda: collections.deque(maxlen=20))  # last lines of its errors
 
     def __call__(self, task: Any) -> Any:
         """The answer to a task, or how the process ended."""
         process = self._process or self._started()
-        late = threading.Event()
-        alarm = threading.Timer(self.seconds, lambda: (late.set(), process.kill()))
-        alarm.start()
+        late, answered = threading.Event(), threading.Event()
+        threading.Thread(target=self._end_if_late, args=(process, late, answered), daemon=True).start()
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(task), file=process.stdin, flush=True)
         answer = process.stdout.readline()
-        alarm.cancel()
+        answered.set()
         if answer:
             return json.loads(answer)
         self._process = None
         return Ended(f"exit status {process.wait()}: {' '.join(self._said).strip()[-300:]}", late.is_set())
+
+    def _end_if_late(self, process: subprocess.Popen, late: threading.Event, answered: threading.Event) -> None:
+        """Kills a process that has not answered in time. On a machine that others share, time is what it has used."""
+        used, started = cpu_seconds(process.pid), time.monotonic()
+        while not answered.wait(min(1.0, self.seconds)):
+            waited = time.monotonic() - started
+            if cpu_seconds(process.pid) - used > self.seconds or waited > STALLS * self.seconds:
+                late.set()
+                process.kill()
+                return
 
     def close(self) -> None:
         if self._process is not None:
@@ -77,6 +89,15 @@ class Worker:
         self._said.clear()
         threading.Thread(target=self._said.extend, args=(process.stderr,), daemon=True).start()
         return process
+
+
+def cpu_seconds(process: int) -> float:
+    """What all threads of a process have used; what its clock says where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return time.monotonic()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def serve(answer: Callable[[Any], Any]) -> None:

@@ -4,6 +4,7 @@ import gc
 import os
 from dataclasses import replace
 
+import compilation
 import jax
 import pytest
 
@@ -15,17 +16,10 @@ collect_ignore = ["many_processes.py"]  # a program, which tests start
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What the CPU compiler does after its passes over HLO: collectives and memory are those of a program that is compiled
-# to run fast (`compiled/test_fast_compilation.py`). Without its emitters of fusions XLA takes a third of the time.
-fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-plain = f"{os.environ.get('XLA_FLAGS', '')} {fast}"
-without_emitters = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-
-# XLA ends a process in which the variable has a flag that it does not know. JAX 0.12 no longer has the first of these.
-# libtpu has neither, and reads the variable when it compiles: by then jaxlib, which reads it once, has done so.
-os.environ["XLA_FLAGS"] = f"{plain} {without_emitters}" if jax.__version_info__ < (0, 11) else plain
+# jaxlib reads the variable once, and libtpu when it first compiles, which ends at flags that libtpu does not know.
+os.environ["XLA_FLAGS"] = compilation.CPU_ONLY
 jax.devices()
-os.environ["XLA_FLAGS"] = plain
+os.environ["XLA_FLAGS"] = compilation.PLAIN
 
 boundary.RAISES = True  # faults that users would find in a log alone
 

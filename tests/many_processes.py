@@ -146,6 +146,14 @@ def documented():
     return runpy.run_path(str(Path(__file__).parents[1] / "docs" / "how_to" / "many_hosts.py"))["losses"]
 
 
+def takes_a_typed_key():
+    fn, mesh = decorated(lambda weights, batch, key: (step(weights, batch * jax.random.uniform(key)), key))
+    weights, key = placed(WEIGHTS, mesh), jax.random.key(0)
+    for _ in range(2):
+        weights, key = fn(weights, placed(BATCH, mesh), key)
+    return float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(weights).addressable_data(0))
+
+
 def loads_its_rows():
     """The state is born sharded, and each process passes its own rows of the batch, or all of them."""
     fn, mesh = decorated(lambda weights, batch: step(weights, batch * 2), fixed={"batch": P("x")})
@@ -201,6 +209,18 @@ def tries_again():
 
 def different_memory():
     return trained(*decorated(**differs("memory", "1GiB", "2GiB")))
+
+
+def different_reductions():
+    return trained(*decorated(**differs("reductions", "auto", None)))
+
+
+def mesh_chosen_on_the_last():
+    """The first runs on a mesh that it was given, and would wait for the others there."""
+    mesh = mesh_of()
+    fn = lambda weights, batch: step(weights, batch * 3)  # noqa: E731
+    chosen = autoshard.autoshard(fn, mesh="auto", time_limit=10)
+    return trained(decorated(fn)[0] if HERE == 0 else chosen, mesh)
 
 
 def different_code():

@@ -93,7 +93,7 @@ def stacks_are_copied(count):
 
 
 def in_lockstep(count):
-    """A stage per process, all in one program; the second time by the plan as a file has it, with weights born there."""
+    """A stage per process, all in one program; again by the plan as a file has it, with weights born there."""
     mesh, pipeline = mesh_of(stage=count, data=2), {"stages": count, "microbatches": MICROBATCHES, "backend": "one_jit"}
     fn = autoshard.autoshard(scanned, mesh=mesh, pipeline=pipeline)
     expected = losses_of(fn, scanned)

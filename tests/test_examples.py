@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compilation
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -38,7 +39,8 @@ RUNS = [  # command line, a pattern for each promised piece of output
 def run(command: str, patterns: list[str]) -> None:
     """Run an example and find every pattern in its output."""
     name, *options = command.split()
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8", "COLUMNS": "120"}
+    cpu = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": compilation.CPU_ONLY}
+    environment = {**os.environ, **cpu, "PYTHONIOENCODING": "utf-8", "COLUMNS": "120"}
     script = [sys.executable, EXAMPLES / name, *options]
     result = subprocess.run(script, env=environment, capture_output=True, encoding="utf-8", timeout=200)
     assert result.returncode == 0, result.stderr

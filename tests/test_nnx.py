@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips
 
 import autoshard
-from autoshard import ArgumentError, Plan
+from autoshard import ArgumentError, MeshError, Plan
 
 SHAPE = {"x": 4, "y": 2}
 sharded = functools.partial(autoshard.autoshard, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), time_limit=10)
@@ -21,18 +21,29 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 LABELS = np.arange(16) % 8
 
 
+class Layer(nnx.Module):
+    """What is scanned over: its own stream of random numbers is stacked, too."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(jnp.tanh(self.linear(x)))
+
+
 class Net(nnx.Module):
-    """Batch statistics, dropout, layers under scan and remat, and an embedding that is tied to the head."""
+    """Batch statistics, layers with dropout under scan and remat, and an embedding that is tied to the head."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.layers = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.split(2))
+        self.layers = nnx.vmap(Layer)(rngs.split(2))
         self.embed = nnx.Embed(8, 8, rngs=rngs)
         self.head = self.embed
 
     def __call__(self, x):
-        run = nnx.scan(nnx.remat(lambda layer, x: jnp.tanh(layer(x))), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        run = nnx.scan(nnx.remat(lambda layer, x: layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
         return self.head.attend(run(self.layers, self.dropout(self.norm(x))))
 
 
@@ -368,6 +379,34 @@ def test_dims_that_do_not_divide_are_padded(pad, remark):
         np.testing.assert_allclose(padded(*ours), plain(*theirs), rtol=2e-4, atol=1e-5)
     assert_same(ours, theirs)
     assert any(remark in one for one in padded.plan(*ours).warnings)
+
+
+def test_shardings_of_modules_are_told_by_keys():
+    """Written as a state, or taken from another instance of the module, whose optimizer is another one."""
+
+    def arguments():
+        model = linear()
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), X
+
+    def step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(loss_of)(model, x)
+        optimizer.update(model, gradients)
+        return loss
+
+    def kernels(shardings):
+        plan = autoshard.evaluate(step, *arguments(), mesh=mesh_of(SHAPE), in_shardings=shardings)
+        return {one.name: one.spec for one in plan.arguments if one.name.endswith("kernel")}
+
+    planned = sharded(step, fixed={"*kernel": P("x", "y")}).plan(*arguments())
+    expected = dict.fromkeys(
+        ("model/kernel", *(f"optimizer/opt_state/0/{name}/kernel" for name in ("mu", "nu"))), P("x", "y")
+    )
+    assert kernels(planned.in_shardings) == expected
+    state = nnx.state(linear())
+    state["kernel"], state["bias"] = P("x", "y"), None
+    assert kernels((state, None, P("x"))) == expected | dict.fromkeys(list(expected)[1:], P())
+    with pytest.raises(MeshError, match=r"under '0/weight', where there is no array\. There are arrays under '0/bias'"):
+        kernels(({"weight": P("x")}, None, None))
 
 
 def test_metadata_of_variables_is_a_wish():

@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import compilation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,7 @@ WORK = [
     "plans_are_equal",
     "replanned_to_fit",
     "loads_its_rows",
+    "takes_a_typed_key",
     "plans_together",
     "two_of_them",
     "documented",
@@ -45,6 +47,8 @@ WORK = [
 # Situation -> what every process but the one that caused it says.
 FAIL = {
     "different_memory": "They differ in memory:\n  process 0: 1.0 GiB\n  process ",
+    "different_reductions": "They differ in reductions:\n  process 0: auto\n  process ",
+    "mesh_chosen_on_the_last": "They differ in mesh:\n  process 0: {'x': ",
     "different_code": "They differ in step",
     "different_numbers": "process 0: mul [[], []] -> [[]] with [0.1",
     "different_shapes": "They differ in arguments:\n  process 0: batch float32[32, 8]\n  process ",
@@ -73,7 +77,7 @@ def launched(count: int, folder: Path, order: list[str] = ORDER) -> dict[str, li
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "XLA_FLAGS": compilation.CPU_ONLY}
     running = []
     for index in range(count):
         command = [sys.executable, str(HERE / "many_processes.py"), str(index), str(count), port, str(folder), *order]
@@ -126,6 +130,7 @@ ALONE = {
     "plan_on_the_first_alone": lambda w, b: step(w, jnp.cos(b)),
     "replanned_to_fit": lambda w, b: step(w, jnp.abs(b)),
     "loads_its_rows": lambda w, b: step(w, b * 2),
+    "takes_a_typed_key": lambda w, b: step(w, b * jax.random.uniform(jax.random.key(0))),
     "two_of_them": step,
     "tries_again": lambda w, b: step(w, b / 3),
     "works_after_errors": lambda w, b: step(w, 1 - b),

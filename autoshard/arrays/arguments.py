@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -186,7 +187,7 @@ def place_captured(arrays: Sequence[Any], plan: PlanData) -> list[jax.Array]:
                     "Pass it to the step as an argument, or close over a copy (jax.numpy.copy)."
                 )
             kept = array if isinstance(array, jax.Array) else np.array(array)
-            placed.append(jax.device_put(kept, sharding))
+            placed.append(_put(kept, sharding))
     return placed
 
 
@@ -233,4 +234,16 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
         if copies:
             # The result of the device_put below may share the array's memory. To donate it would delete the array.
             leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
-        return jax.device_put(leaf, sharding)
+        return _put(leaf, sharding)
+
+
+def _put(array: Any, sharding: NamedSharding) -> Any:
+    """The array as `sharding` has it. JAX puts no typed keys onto devices of other processes, so their words go."""
+    is_key = jax.dtypes.issubdtype(getattr(array, "dtype", None), jax.dtypes.prng_key)
+    if not is_key or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    if not array.is_fully_addressable:
+        return jax.jit(lambda keys: keys, out_shardings=sharding)(array)
+    words = jax.device_put(jax.random.key_data(array), NamedSharding(sharding.mesh, sharding.spec))
+    wrapped = functools.partial(jax.random.wrap_key_data, impl=str(jax.random.key_impl(array)))
+    return jax.jit(wrapped, out_shardings=sharding)(words)

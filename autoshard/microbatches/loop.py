@@ -27,7 +27,7 @@ from autoshard.jaxprs import (
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import Proof, proof
-from autoshard.microbatches.relations import Known, Partial, Rows
+from autoshard.microbatches.relations import Invariant, Partial, Rows
 from autoshard.microbatches.rows import Microbatches, Place, stacked, unstacked
 
 _COMBINED = {
@@ -114,7 +114,7 @@ class MicrobatchedStep:
             for var in (atom for atom in atoms if isinstance(atom, Var)):
                 if self.in_loop(var):
                     looping.add(var)
-                elif var in self.makers and self.proof.places[self.makers[var]] is Known.AFTER:
+                elif var in self.makers and self.proof.places[self.makers[var]] is Invariant.AFTER:
                     wanted.add(var)
                 else:
                     before.add(var)
@@ -124,7 +124,7 @@ class MicrobatchedStep:
         places = self.proof.places
         for i in reversed(range(len(self.equations))):
             eqn = self.equations[i]
-            if places[i] is Known.AFTER and (eqn.effects or not wanted.isdisjoint(eqn.outvars)):
+            if places[i] is Invariant.AFTER and (eqn.effects or not wanted.isdisjoint(eqn.outvars)):
                 after.add(i)
                 want(eqn.invars)
         outside = frozenset(looping)
@@ -148,7 +148,7 @@ class MicrobatchedStep:
         wanted, found = set(self.needs.before), []
         for i in reversed(range(len(self.equations))):
             eqn = self.equations[i]
-            has_effect = bool(eqn.effects) and self.proof.places[i] is Known.BEFORE
+            has_effect = bool(eqn.effects) and self.proof.places[i] is Invariant.BEFORE
             if has_effect or not wanted.isdisjoint(eqn.outvars):
                 found.append(i)
                 wanted |= {atom for atom in eqn.invars if isinstance(atom, Var)}

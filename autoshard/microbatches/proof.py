@@ -32,7 +32,7 @@ from autoshard.jaxprs import (
 )
 from autoshard.microbatches.relations import (
     REDUCTIONS,
-    Known,
+    Invariant,
     Partial,
     Relation,
     Rows,
@@ -69,7 +69,7 @@ class Proof:
     """How the values of a step follow from those of its microbatches."""
 
     relations: dict[Var, Relation]  # of the variables of the whole step's own jaxpr
-    places: list[Known | None]  # per equation: computed before, after, or None: in every microbatch
+    places: list[Invariant | None]  # per equation: computed before, after, or None: in every microbatch
     ahead: set[Var]  # sums that microbatches need, and that are made of the batch alone: computed before, of all of it
     drawn: set[Path]  # equations that have no rows, and make some: run for the whole batch, of which rows are taken
     touched: set[Path] = field(default_factory=set)  # equations with one of these somewhere inside
@@ -137,7 +137,7 @@ def _sums_behind(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation]
         var = todo.pop()
         if isinstance(relations[var], Partial):
             found.add(var)
-        elif relations[var] is Known.AFTER and var not in seen:
+        elif relations[var] is Invariant.AFTER and var not in seen:
             seen.add(var)
             todo += [atom for atom in makers[var].invars if isinstance(atom, Var)]
     return found
@@ -186,12 +186,12 @@ class _Walk:
     def step(self, whole: ClosedJaxpr, part: ClosedJaxpr) -> Proof:
         env: dict[Var, Relation] = {}
         for i, var in enumerate(whole.jaxpr.invars):
-            env[var] = Rows(self.split.dims[i], 1) if i in self.split.dims else Known.BEFORE
+            env[var] = Rows(self.split.dims[i], 1) if i in self.split.dims else Invariant.BEFORE
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
-            if (relation := self.made_of_nothing(var, other, Known.BEFORE)) is None:
+            if (relation := self.made_of_nothing(var, other, Invariant.BEFORE)) is None:
                 raise _Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not")
             env[var] = relation
-        places: list[Known | None] = []
+        places: list[Invariant | None] = []
         inside: set[Var] = set()  # made in every microbatch
         pairs = _paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))
         for i, (eqn, small) in enumerate(pairs):
@@ -200,32 +200,34 @@ class _Walk:
                 found, place = self.placed(eqn, small, relations, (i,))
             except _NeedsAhead as needed:
                 raise _NeedsAhead(needed.conflict, _sums_behind(needed.vars, whole.jaxpr, env)) from None
-            if place is Known.BEFORE and not inside.isdisjoint(atom for atom in eqn.invars if isinstance(atom, Var)):
+            if place is Invariant.BEFORE and not inside.isdisjoint(
+                atom for atom in eqn.invars if isinstance(atom, Var)
+            ):
                 place = None
             env.update(zip(eqn.outvars, found, strict=True))
-            env |= dict.fromkeys(self.ahead.intersection(eqn.outvars), Known.BEFORE)
+            env |= dict.fromkeys(self.ahead.intersection(eqn.outvars), Invariant.BEFORE)
             if place is None:
-                inside |= {var for var in eqn.outvars if env[var] in (Known.BEFORE, Known.ZERO)} - self.ahead
+                inside |= {var for var in eqn.outvars if env[var] in (Invariant.BEFORE, Invariant.ZERO)} - self.ahead
             places.append(place)
         touched = {path[:n] for path in (*self.drawn, *self.counted) for n in range(1, len(path))}
         return Proof(env, places, self.ahead, self.drawn, touched, self.counted)
 
     def placed(
         self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path
-    ) -> tuple[list[Relation], Known | None]:
+    ) -> tuple[list[Relation], Invariant | None]:
         """The relations of an equation's results, and when it is computed."""
         rows = any(isinstance(relation, Rows) for relation in relations)
         if not rows and not _may_run_in_loop(eqn, relations):
-            return [Known.AFTER] * len(eqn.outvars), Known.AFTER
+            return [Invariant.AFTER] * len(eqn.outvars), Invariant.AFTER
         try:
             found = self.equation(eqn, small, relations, path)
-            if Known.AFTER in found:
+            if Invariant.AFTER in found:
                 raise _Conflict(eqn, _NEEDS_SUMS)
         except _Conflict as conflict:
             late = {
                 atom
                 for atom, relation in zip(eqn.invars, relations, strict=True)
-                if isinstance(atom, Var) and (relation is Known.AFTER or isinstance(relation, Partial))
+                if isinstance(atom, Var) and (relation is Invariant.AFTER or isinstance(relation, Partial))
             }
             if not late:
                 raise
@@ -233,7 +235,7 @@ class _Walk:
         differs = rows or any(isinstance(relation, Rows | Partial) for relation in found)
         if differs and eqn.effects and any("IO" in str(effect) or "Ordered" in str(effect) for effect in eqn.effects):
             raise _Conflict(eqn, "has an effect that every microbatch would have")
-        return found, None if differs else Known.BEFORE
+        return found, None if differs else Invariant.BEFORE
 
     # Any equation.
 
@@ -242,7 +244,7 @@ class _Walk:
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
             if aval_of(var).shape != aval_of(other).shape:
                 raise _Conflict(whole.jaxpr.eqns[0], "reads a constant of the batch's size inside a loop or call")
-            env[var] = Known.BEFORE
+            env[var] = Invariant.BEFORE
         for i, (eqn, small) in enumerate(_paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
             found = self.equation(eqn, small, [_read(env, atom) for atom in eqn.invars], (*path, i))
             env.update(zip(eqn.outvars, found, strict=True))
@@ -270,14 +272,14 @@ class _Walk:
             return list(relations)
         if any(isinstance(relation, Rows) for relation in relations):
             return self.with_rows(eqn, small, relations, path)
-        if Known.AFTER in relations:
-            return [Known.AFTER] * len(eqn.outvars)
+        if Invariant.AFTER in relations:
+            return [Invariant.AFTER] * len(eqn.outvars)
         if any(isinstance(relation, Partial) for relation in relations):
             is_linear = linear(name, relations, pads_with=1 if name == "pad" else None) and not rounds(eqn)
             if not is_linear and _moves_only(name) and len(relations) == 1:
                 return list(relations) * len(eqn.outvars)
-            return [Partial("add") if is_linear else Known.AFTER] * len(eqn.outvars)
-        known = Known.ZERO if keeps_zero(name, relations) else Known.BEFORE
+            return [Partial("add") if is_linear else Invariant.AFTER] * len(eqn.outvars)
+        known = Invariant.ZERO if keeps_zero(name, relations) else Invariant.BEFORE
         repeats = name == "broadcast_in_dim"
         made: list[Relation] = []
         for out, other in zip(eqn.outvars, small.outvars, strict=True):
@@ -292,7 +294,7 @@ class _Walk:
             self.check_parameters(eqn, small)
         return made
 
-    def made_of_nothing(self, whole: Var, part: Var, known: Known) -> Relation | None:
+    def made_of_nothing(self, whole: Var, part: Var, known: Invariant) -> Relation | None:
         """What a value is that no rows go into: it may have some, as random bits have; None if it cannot be.
 
         Of a dim that holds more than rows, these are taken for its major part. What such a value is combined with has
@@ -310,12 +312,12 @@ class _Walk:
         name = eqn.primitive.name
         array = Rows(relations[0].dim, 1) if isinstance(relations[0], Rows) else None
         others = relations[1:] if name == "scatter-add" and relations[0] == Partial("add") else relations
-        if any(isinstance(relation, Partial) or relation is Known.AFTER for relation in others):
+        if any(isinstance(relation, Partial) or relation is Invariant.AFTER for relation in others):
             raise _Conflict(eqn, _NEEDS_SUMS)
         self.check_parameters(eqn, small)
         if (column := row_column(eqn, relations, self.makers, self.drawn_rows, self.split)) is not None:
             self.counted[path] = column
-            relations = [Known.BEFORE, *relations[1:]]  # the rows of the indices are those of the array
+            relations = [Invariant.BEFORE, *relations[1:]]  # the rows of the indices are those of the array
         elif (fault := _reads_positions(eqn, relations)) is not None:
             raise _Conflict(eqn, fault)
         rule = rule_of(equation_of(eqn))
@@ -338,7 +340,7 @@ class _Walk:
         op = REDUCTIONS.get(eqn.primitive.name)
         if op is None or not is_reduced:
             raise _Conflict(eqn, "needs all rows of the batch at once")
-        if eqn.primitive.name == "scatter-add" and relations[0] not in (Known.ZERO, Partial("add")):
+        if eqn.primitive.name == "scatter-add" and relations[0] not in (Invariant.ZERO, Partial("add")):
             raise _Conflict(eqn, "adds to an array that each microbatch would add again")
         return Partial(op)
 
@@ -376,7 +378,7 @@ class _Walk:
             flag = self.body(
                 params["cond_jaxpr"], small.params["cond_jaxpr"], [*relations[:tests], *carry], (*path, "test")
             )
-            if isinstance(flag[0], Partial) or flag[0] is Known.AFTER:
+            if isinstance(flag[0], Partial) or flag[0] is Invariant.AFTER:
                 raise _Conflict(eqn, "turns until all rows of the batch are done")
             results = self.body(
                 params["body_jaxpr"], small.params["body_jaxpr"], [*relations[tests : tests + consts], *carry],
@@ -387,7 +389,7 @@ class _Walk:
             carry = after
 
     def cond(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
-        if isinstance(relations[0], Partial) or relations[0] is Known.AFTER:
+        if isinstance(relations[0], Partial) or relations[0] is Invariant.AFTER:
             raise _Conflict(eqn, _NEEDS_SUMS)
         pairs = zip(eqn.params["branches"], small.params["branches"], strict=True)
         found = [self.body(*pair, relations[1:], (*path, b)) for b, pair in enumerate(pairs)]
@@ -428,7 +430,7 @@ def _read(env: Mapping[Var, Relation], atom: Var | Literal) -> Relation:
         return env[atom]
     value = atom.val
     is_zero = isinstance(value, int | float | np.ndarray | np.generic | jax.Array) and not np.any(np.asarray(value))
-    return Known.ZERO if is_zero else Known.BEFORE
+    return Invariant.ZERO if is_zero else Invariant.BEFORE
 
 
 def _moved(relation: Relation, by: int) -> Relation:
@@ -441,7 +443,7 @@ def _moves_only(name: str) -> bool:
 
 def _may_run_in_loop(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
     """Whether an equation without rows makes a value before the loop, or a sum that is as well taken of its result."""
-    if Known.AFTER in relations:
+    if Invariant.AFTER in relations:
         return False
     if not any(isinstance(relation, Partial) for relation in relations):
         return True

@@ -6,9 +6,9 @@ microbatch. Equation by equation, the two traces are the same but for shapes.
 =====================  ==========================================================================================
 relation               the whole value is
 =====================  ==========================================================================================
-`Known.ZERO`           zeros
-`Known.BEFORE`         the same in every microbatch, and known before the first one
-`Known.AFTER`          known once the last microbatch has run
+`Invariant.ZERO`           zeros
+`Invariant.BEFORE`         the same in every microbatch, and known before the first one
+`Invariant.AFTER`          known once the last microbatch has run
 `Rows(dim, inner)`     the rows of all microbatches, along `dim`; each row has `inner` elements next to each other there
 `Partial(op)`          what `op` makes of the values of all microbatches: their sum, or their maximum
 =====================  ==========================================================================================
@@ -67,7 +67,7 @@ _TOGETHER = frozenset(
 )  # linear in all of these at once, not in each
 
 
-class Known(Enum):
+class Invariant(Enum):
     """A value that does not differ between microbatches."""
 
     ZERO = auto()
@@ -90,7 +90,7 @@ class Partial:
     op: str  # "add", "max", "min", "and", "or"
 
 
-Relation = Known | Rows | Partial
+Relation = Invariant | Rows | Partial
 
 
 def joined(one: Relation, other: Relation) -> Relation | None:
@@ -98,9 +98,9 @@ def joined(one: Relation, other: Relation) -> Relation | None:
     if one == other:
         return one
     pair = {one, other}
-    if Known.ZERO in pair:
-        (rest,) = pair - {Known.ZERO}
-        if rest in (Known.BEFORE, Partial("add")):
+    if Invariant.ZERO in pair:
+        (rest,) = pair - {Invariant.ZERO}
+        if rest in (Invariant.BEFORE, Partial("add")):
             return rest
     if isinstance(one, Rows) and isinstance(other, Rows) and one.dim == other.dim and None in (one.inner, other.inner):
         return other if one.inner is None else one
@@ -118,15 +118,15 @@ def linear(primitive: str, relations: Sequence[Relation], *, pads_with: int | No
     if len(parts) < sum(isinstance(relation, Partial) for relation in relations):
         return False
     if primitive in _LINEAR:
-        if pads_with is not None and relations[pads_with] is not Known.ZERO:
+        if pads_with is not None and relations[pads_with] is not Invariant.ZERO:
             return False
-        return all(i in parts or relation is Known.ZERO for i, relation in enumerate(relations))
+        return all(i in parts or relation is Invariant.ZERO for i, relation in enumerate(relations))
     allowed = _LINEAR_IN.get(primitive, frozenset())
     if not parts <= allowed:
         return False
     others = [relation for i, relation in enumerate(relations) if i not in parts and (i in allowed)]
     if primitive in _TOGETHER:
-        return all(relation is Known.ZERO for relation in others)
+        return all(relation is Invariant.ZERO for relation in others)
     return len(parts) == 1
 
 
@@ -150,10 +150,10 @@ def widens(eqn: JaxprEqn) -> bool:
 def keeps_zero(primitive: str, relations: Sequence[Relation]) -> bool:
     """Whether the result is zeros, if no operand differs between microbatches."""
     if primitive == "mul":
-        return Known.ZERO in relations
+        return Invariant.ZERO in relations
     if primitive in {"dynamic_slice", "gather"}:
-        return relations[0] is Known.ZERO
-    return primitive in _LINEAR and bool(relations) and all(relation is Known.ZERO for relation in relations)
+        return relations[0] is Invariant.ZERO
+    return primitive in _LINEAR and bool(relations) and all(relation is Invariant.ZERO for relation in relations)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,9 @@ class HeldOutput:
     def least_bytes(self) -> int:
         """Bytes that it takes as a temporary at least."""
         is_number = math.prod(self.value.shape) == 1 and not (self.group.is_idle or self.lifetime.is_start)
-        return self.prices.backend.number_bytes if is_number else 0
+        if not is_number or (self.lifetime.used is None and self.group.reads_numbers):
+            return 0  # what is made of numbers, and only says which branch runs, stays in a register
+        return self.prices.backend.number_bytes
 
     @cached_property
     def unfinished(self) -> np.ndarray:
@@ -251,6 +253,16 @@ def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield HeldBytes(argument.node, _around(loops), np.where(bare, sizes, 0))
 
 
+@of_arguments
+def complex_parts(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """The real and the imaginary part of a complex number, each a number by itself, while it is used."""
+    number_bytes = argument.prices.backend.number_bytes
+    if number_bytes and argument.uses and argument.value.shape == () and argument.value.dtype.kind == "c":
+        span = _around(list(itertools.starmap(use_span, argument.uses)))
+        usage = np.full(len(argument.options), 2 * number_bytes)
+        yield HeldBytes(argument.node, span, usage, may_be_on_chip=False)
+
+
 @of_outputs
 def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
@@ -305,9 +317,17 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             yield HeldBytes(output.node, span, usage, may_be_on_chip=output.may_be_on_chip)
-        if numbers := sum(numbers_of(name, one) for one in group.equations):
+        known = _known_keys(group)
+        drawn = (one for one in group.equations if one.inputs and id(one.inputs[0]) not in known)
+        if numbers := sum(numbers_of(name, one) for one in drawn):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False)
+
+
+def _known_keys(group: Group) -> set[int]:
+    """The keys in a group that are made of a number in the program: XLA knows their words."""
+    seeded = (one for one in group.equations if one.primitive == "random_seed")
+    return {id(one.outputs[0]) for one in seeded if not any(isinstance(value, Value) for value in one.inputs)}
 
 
 def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:

@@ -301,19 +301,24 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
         **dict.fromkeys(("argmax", "argmin", "sort"), 3),
         "cholesky": 2,
         "random_gamma": 23,
-        **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 5),
+        "random_bits": 4,
+        **dict.fromkeys(("random_fold_in", "random_split", "threefry2x32"), 5),
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 16),
         **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
+        "select_and_gather_add": 3,
     },
 }
+_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split"})
 _OF_LOOPS_OVER_ROWS = {"gather": 5, "scatter": 10}
 
 
 def numbers_of(backend: str, equation: Equation) -> int:
     """Numbers that an operation of XLA for TPU works with and puts into memory: flags, counters, the words of a key.
 
-    Each is a temporary of its own (`Backend.number_bytes`).
+    Each is a temporary of its own (`Backend.number_bytes`). The words of many keys are arrays, and no numbers.
     """
     if backend == "tpu" and is_loop_over_rows(equation):
         return _OF_LOOPS_OVER_ROWS[equation.primitive[:7]]
+    if equation.primitive in _OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
+        return 0
     return _NUMBERS.get(backend, {}).get(equation.primitive, 0)

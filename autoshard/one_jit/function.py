@@ -14,7 +14,7 @@ from autoshard.decorated import Parameters, PlannedStep, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import as_function
 from autoshard.lower import Lowering, Step
-from autoshard.one_jit.plan import OneJitPlan, OneJitPlanner, StagesOnMesh
+from autoshard.one_jit.plan import OneJitPlan, OneJitPlanner, StagesOnMesh, of_data
 from autoshard.one_jit.uniform import uniform_stages
 from autoshard.one_jit.whole_step import WholeStep
 from autoshard.options import Options
@@ -109,7 +109,9 @@ class OneJitFunction(ShardedFunction[Parameters, Result]):
         here = StagesOnMesh(stages, program, options, self._axis, self._jit_keywords)
 
         def bound(plan: Plan) -> Plan:
-            return bound_plan(plan, program, options)
+            assert isinstance(plan, OneJitPlan), "its key says what was asked for"
+            made = bound_plan(plan, program, options)
+            return of_data(made, plan.asked, plan.programs)
 
         source = PlanSource(options, self._jit_keywords, self._group, self._given_stages)
         plan, claims = source.plan(program, f"{request}", here.plan, bound)
@@ -126,10 +128,12 @@ class OneJitFunction(ShardedFunction[Parameters, Result]):
         """The plan, which can be run and asked."""
 
         def under(options: Options) -> Plan:
-            other = replace(here, options=options, axis=_axis_of(options.mesh, here.stages.count))
+            other = replace(here, options=options, axis=_axis_of(options.mesh, here.stages.count), known=())
             return self._lowered(other.plan(), other)
 
-        whole = WholeStep(here.stages, here.axis)
+        assert isinstance(plan, OneJitPlan), "its key says what was asked for"
+        here = replace(here, known=plan.programs)
+        whole = WholeStep(here.stages, here.axis, here.by_program)
         lowering = OneJitLowering(here.program, plan, self._jit_keywords, whole=whole)
         return replace(plan, lowering=lowering, planner=OneJitPlanner(here, under))
 

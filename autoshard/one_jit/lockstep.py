@@ -11,7 +11,7 @@ that nobody takes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,8 +22,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from autoshard.jaxprs import as_function
+from autoshard.lower.emitter import Emitter
 from autoshard.one_jit.uniform import Port, UniformStages
 from autoshard.stages.programs import Key, StageProgram
+from autoshard.user_plan import Plan
 
 Place = tuple[Key, int]  # a value, and the stage that has it
 Family = tuple[Key, ...]  # the keys of one thing in stages 1 to S
@@ -54,6 +56,7 @@ class Lockstep:
 
     stages: UniformStages
     axis: str  # of the mesh, over which the stages lie
+    plans: Mapping[StageProgram, Plan]  # how inner values of programs lie on the other axes
 
     @property
     def count(self) -> int:
@@ -129,7 +132,7 @@ class _Tick:
     loop_of: Lockstep
 
     def called(self, program: StageProgram, arrays: Sequence[Any]) -> list[Any]:
-        return as_function(program.jaxpr)(*arrays)
+        return annotated_program(program, self.loop_of.plans, jax.sharding.get_abstract_mesh())(*arrays)
 
     def loop(self, mapped: Any, whole: Any) -> tuple[Any, Any]:
         """All ticks."""
@@ -277,3 +280,20 @@ class _Tick:
         found = {place: owned(array, place[1]) for place, array in state["ends"].items()}
         found_rows = {key: owned(array, makers[key]) for key, array in state["rows"].items()}
         return jax.tree.map(lambda x: x[None], state["sums"]), (found, found_rows)
+
+
+def annotated_program(
+    program: StageProgram, plans: Mapping[StageProgram, Plan], mesh: Mesh | AbstractMesh
+) -> Callable[..., list[Any]]:
+    """A program of a stage as a function whose inner values lie as planned.
+
+    Args:
+        mesh: the whole one. In the loop, its axis of stages is a manual one, and plans say nothing of it.
+    """
+    plan = plans[program]
+    assert plan.lowering is not None, "plans of stages are bound to their programs"
+    if plan.lowering.program.captured:  # what it closes over is no argument here
+        return as_function(program.jaxpr)
+    layouts = [placed.layout for placed in plan.results]
+    emitter = Emitter(plan.lowering.program, plan.annotations, mesh, layouts)
+    return lambda *arrays: emitter.results(arrays)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from autoshard.errors import MemoryLimitError
+from autoshard.errors import MemoryLimitError, PlanError
 from autoshard.layout import Layout, shards
 from autoshard.mesh.collectives import Collective
 from autoshard.mesh.links import Link
@@ -28,10 +28,12 @@ from autoshard.report.units import bytes_text
 from autoshard.specs import fixed_layouts
 from autoshard.stage_planning.planned_stage import stage_memory
 from autoshard.stages.planning import PLANNING_ORDER, StagePlanner
-from autoshard.stages.programs import LOOP, Key
+from autoshard.stages.programs import LOOP, Key, StageProgram
 from autoshard.stages.reading.stages_planner import StagesPlanner
 from autoshard.stages.requests import PipelineRequest
+from autoshard.stages.saved import content_of, restored_plan
 from autoshard.stages.sub_meshes import stage_axis
+from autoshard.stages.traced import program_of
 from autoshard.user_plan import Plan
 
 ONE_JIT = "one_jit"  # the field of a file that other plans do not have
@@ -42,6 +44,7 @@ class OneJitPlan(Plan):
     """How a step in equal stages lies, and what its program is predicted to take."""
 
     asked: PipelineRequest = field(default_factory=lambda: PipelineRequest(2, 2, backend="one_jit"))
+    programs: tuple[Any, ...] = field(repr=False, default=())  # plans of the programs of stages, as JSON has them
 
     @property
     def choices(self) -> Mapping[str, str]:
@@ -50,7 +53,9 @@ class OneJitPlan(Plan):
 
     def dumps(self) -> str:
         """The plan as JSON: what `save` writes."""
-        return to_text(to_json(self, None) | {ONE_JIT: [self.asked.stages, self.asked.microbatches]})
+        return to_text(
+            to_json(self, None) | {ONE_JIT: [self.asked.stages, self.asked.microbatches, list(self.programs)]}
+        )
 
     @classmethod
     def reads(cls, content: Any) -> bool:
@@ -61,20 +66,24 @@ class OneJitPlan(Plan):
     def of_content(cls, content: Any, mesh: Mesh | AbstractMesh, where: str) -> Plan:
         """The plan in a file, not bound to a step."""
         rest = dict(content)
-        stages, microbatches = Node(rest.pop(ONE_JIT), ONE_JIT).parts(2)
+        stages, microbatches, programs = Node(rest.pop(ONE_JIT), ONE_JIT).parts(3)
         asked = PipelineRequest(stages.count(), microbatches.count(), backend="one_jit")
-        return of_data(from_json(rest, mesh, where).plan, asked)
+        return of_data(from_json(rest, mesh, where).plan, asked, tuple(one.value for one in programs.parts()))
 
 
-def of_data(data: PlanData, asked: PipelineRequest) -> OneJitPlan:
-    """The plan that `data` says, of so many stages and microbatches."""
+def of_data(data: PlanData, asked: PipelineRequest, programs: tuple[Any, ...]) -> OneJitPlan:
+    """The plan that `data` says, of so many stages and microbatches.
+
+    Args:
+        programs: plans of the programs of stages, as JSON has them.
+    """
     said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
     axis = list(data.mesh.shape)[stage_axis(data.mesh, asked.stages)]
     remark = (
         f"{asked.stages} stages run in lockstep over {axis!r}: {asked.microbatches} microbatches take "
         f"{asked.microbatches + 2 * (asked.stages - 1)} ticks, each of one forward and one backward pass."
     )
-    return OneJitPlan(**said, remark=remark, asked=asked)
+    return OneJitPlan(**said, remark=remark, asked=asked, programs=programs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +95,7 @@ class StagesOnMesh:
     options: Options
     axis: str  # of the mesh, over which the stages lie
     jit_keywords: Mapping[str, Any]
+    known: tuple[Any, ...] = ()  # plans of the programs of stages, as JSON has them; empty: they are to be made
 
     @functools.cached_property
     def part(self) -> AbstractMesh:
@@ -96,10 +106,32 @@ class StagesOnMesh:
     @functools.cached_property
     def plans(self) -> tuple[Plan, ...]:
         """Of the programs of all stages, in the order of `StagePrograms.programs`."""
+        if self.known:
+            return self._restored()
         programs, fixed = self.stages.programs, fixed_layouts(self.program, self.options.fixed, dict(self.part.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(self.program.own_arguments)}
         planner = StagePlanner(programs, self.options, own, self.program.donated, self.jit_keywords)
         return planner.plans([self.part] * programs.stages)
+
+    def _restored(self) -> tuple[Plan, ...]:
+        """
+        Raises:
+            PlanError: the plans are those of other programs.
+        """
+        programs, given = self.stages.programs, self.stages.programs.given(self.program.donated)
+        if len(self.known) != len(programs.programs):
+            raise PlanError(
+                f"the plan has {len(self.known)} programs of stages, and {self.program.name} has "
+                f"{len(programs.programs)}.\nPlan the step anew."
+            )
+        made = (program_of(one, programs.name, programs.carried, given) for one in programs.programs)
+        pairs = zip(made, self.known, strict=True)
+        return tuple(restored_plan(one, content, self.part, self.jit_keywords, "the plan") for one, content in pairs)
+
+    @property
+    def by_program(self) -> dict[StageProgram, Plan]:
+        """The same by program."""
+        return dict(zip(self.stages.programs.programs, self.plans, strict=True))
 
     def predicted(self, plans: Sequence[Plan]) -> Prediction:
         """What the whole program takes by the plans of the programs of its stages."""
@@ -170,7 +202,8 @@ class StagesOnMesh:
                 budget=options.memory,
                 needed=predicted.peak_bytes / options.backend.usable,
             )
-        return of_data(data, PipelineRequest(stages.count, programs.microbatches, backend="one_jit"))
+        asked = PipelineRequest(stages.count, programs.microbatches, backend="one_jit")
+        return of_data(data, asked, tuple(map(content_of, plans)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,10 +253,12 @@ def _predicted(stages: UniformStages, plans: Sequence[Plan], axis: str, link: Li
     held = sum(one.fixed for one in memory.values()) + max(one.working for one in memory.values())
     held += (2 * stages.count - 1) * (memory[1].microbatch + memory[stages.first].microbatch)
     # Every tick sends what stages hand to each other; XLA runs that before the next tick.
-    ports = Lockstep(stages, axis).passed
-    by_name = {one.name: plan for one, plan in zip(programs.programs, plans, strict=True)}
+    by_program = dict(zip(programs.programs, plans, strict=True))
+    ports = Lockstep(stages, axis, by_program).passed
     sizes = [
-        by_name[f"{kind} of stage 1"].results[port.number].local_bytes for kind in ("F", "B") for port in ports[kind]
+        by_program[programs.loop[kind, 1]].results[port.number].local_bytes
+        for kind in ("F", "B")
+        for port in ports[kind]
     ]
     sent = ticks * sum((link.latency + size / link.one_way() for size in sizes), 0.0)
     permutes = tuple(

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.jaxprs import as_function
-from autoshard.one_jit.lockstep import Family, Lockstep, LoopInputs, Place
+from autoshard.one_jit.lockstep import Family, Lockstep, LoopInputs, Place, annotated_program
 from autoshard.one_jit.uniform import UniformStages, are_alike
 from autoshard.stages.programs import Key, StageProgram
+from autoshard.user_plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +68,11 @@ class WholeStep:
 
     stages: UniformStages
     axis: str  # of the mesh, over which the stages lie
+    plans: Mapping[StageProgram, Plan]  # how inner values of programs lie on the other axes
 
     @cached_property
     def lockstep(self) -> Lockstep:
-        return Lockstep(self.stages, self.axis)
+        return Lockstep(self.stages, self.axis, self.plans)
 
     def __call__(self, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> list[Any]:
         """The flat results, traced."""
@@ -82,11 +83,11 @@ class WholeStep:
             store.put(Key("constant", i), constant)
         stacked = self.split(store, leaves, mesh)
         for stage, program in programs.before.items():
-            made = as_function(program.jaxpr)(*(store[key] for key in program.inputs))
+            made = annotated_program(program, self.plans, mesh)(*(store[key] for key in program.inputs))
             for key, array in zip(program.outputs, made, strict=True):
                 store.put((key, stage), array)
         self.loop(mesh, store, stacked)
-        self.after(store)
+        self.after(store, mesh)
         return [self.result(store, one) for one in programs.results]
 
     def split(self, store: Store, leaves: Sequence[Any], mesh: Mesh | AbstractMesh) -> dict[int, Any]:
@@ -160,17 +161,17 @@ class WholeStep:
         made = {key for one in programs for key in one.outputs}
         return not any(key in made for one in programs for key in one.inputs)
 
-    def after(self, store: Store) -> None:
+    def after(self, store: Store, mesh: Mesh | AbstractMesh) -> None:
         todo = list(self.groups)
         while todo:
             ready = [one for one in todo if all(key in store for program in one for key in program.inputs)]
             assert ready, "programs are in an order in which they can run"
             for group in ready:
-                self.run(store, group)
+                self.run(store, group, mesh)
             todo = [one for one in todo if one not in ready]
 
-    def run(self, store: Store, group: Sequence[StageProgram]) -> None:
-        function = as_function(group[0].jaxpr)
+    def run(self, store: Store, group: Sequence[StageProgram], mesh: Mesh | AbstractMesh) -> None:
+        function = annotated_program(group[0], self.plans, mesh)
         if len(group) == 1:
             made = function(*self.arrays(store, group[0]))
             for key, array in zip(group[0].outputs, made, strict=True):
@@ -187,7 +188,7 @@ class WholeStep:
                 for key, array in zip(one.outputs, made, strict=True):
                     store.put(key, array)
             return
-        mapped = jax.vmap(function, in_axes=tuple(dims))(*arrays)
+        mapped = jax.vmap(function, in_axes=tuple(dims), spmd_axis_name=self.axis)(*arrays)
         for keys, array in zip(zip(*(one.outputs for one in group), strict=True), mapped, strict=True):
             store.spread(keys, array)
 

@@ -29,12 +29,12 @@ def closure_digest(functions: Iterable[Any]) -> str:
     >>> closure_digest([len])
     ''
     """
-    told = _Told()
+    told = _ValueTexts()
     said = [text for one in functions if isinstance(one, FunctionType | functools.partial) and (text := told.of(one))]
     return hashlib.sha256(";".join(said).encode()).hexdigest()[:8] if said else ""
 
 
-class _Told:
+class _ValueTexts:
     """Values as text. Each is read once, however many others share it."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ class Prediction:
     exposed_seconds: float  # of communication: what does not run behind compute
     peak_bytes: int  # of the device's own memory
     collectives: tuple[Collective, ...]
-    host_bytes: int = 0  # of arguments, and of results that replace none, that lie in the host's memory
+    host_bytes: int = 0  # in the host's memory: arguments, results that replace none, and what the step moves there
     arrival_seconds: float = 0.0  # of compute: to write arguments that arrive anew, before the compiled program starts
 
     further_turns_seconds: float = 0.0  # of all turns but one of loops of which no program tells how often they turn

@@ -45,7 +45,7 @@ def shown_from_json(node: Node, axes: MeshShape) -> dict[str, Any]:
     node.only(("machine", "activations", "memory_lines", "memory_parts"))
     lines = node["memory_lines"].items(Node.name)
     parts = node["memory_parts"].items(lambda one: _part(one, len(lines)))
-    if bool(lines) != bool(parts):
+    if parts and not lines:  # a program of numbers alone holds nothing at any line
         raise node["memory_parts"].wrong("what is held at each of the lines")
     return {
         "machine": node["machine"].optional(Node.name),

@@ -25,6 +25,7 @@ from autoshard.cache import key_of, said_by, versions
 from autoshard.errors import ProcessError
 from autoshard.options import Options
 from autoshard.plans.files import to_json
+from autoshard.plans.plan import PlanData
 from autoshard.processes.group import PATIENCE, Group
 from autoshard.program import Equation, Program
 from autoshard.propagation import Rule
@@ -75,6 +76,10 @@ class Claims:
             "refine": str(options.refine),
             "ignore_constraints": str(options.ignore_constraints),
             "tactics": _short(list(map(text_of_tactic, options.tactics))),
+            "reductions": str(options.reductions),
+            "like": "None"
+            if options.like is None
+            else f"a plan of {options.like.name}, {_digest_of_like(options.like)}",
             "trips": _short(dict(options.trips)),
             "jit keywords": _short(dict(jit_keywords)),
             "plan": "found by the search" if given is None else f"given, {digest_of(given)}",
@@ -189,7 +194,14 @@ def mesh_of_all(
     since = time.monotonic()
 
     def watch() -> None:
-        """Finds a leader that chooses the mesh of this step with other options."""
+        """Finds a leader that chooses the mesh of this step with other options, or runs on a mesh that it was given."""
+        running = group.peek(_offer(group))
+        if running is not None and not group.has_said(f"mesh/{key}"):
+            raise ProcessError(
+                f"{step} is not the same on all processes of the mesh. They differ in mesh:\n  process {group.leader}: "
+                f"{Claims.loads(running).said['mesh']}\n  process {group.here}: mesh='auto'\n"
+                "Give every process the same mesh."
+            )
         leaders = group.peek(place)
         if leaders not in {None, key} and time.monotonic() - since > PATIENCE.silence:
             raise ProcessError(
@@ -264,6 +276,10 @@ def _computes(equation: Equation) -> str:
     numbers = [x.item() for x in equation.inputs if isinstance(x, np.ndarray) and x.size == 1 and x.dtype.kind != "V"]
     shapes = [list(x.shape) for x in equation.inputs], [list(x.shape) for x in equation.outputs]
     return f"{equation.primitive} {shapes[0]} -> {shapes[1]}{f' with {numbers}' if numbers else ''}"
+
+
+def _digest_of_like(like: PlanData) -> str:
+    return _digest([f"{one.name} {one.type} {one.layout}" for one in like.arguments])
 
 
 def _digest_of_constants(program: Program) -> str:

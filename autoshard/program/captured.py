@@ -88,7 +88,7 @@ def identity_of(array: Any) -> Hashable:
 
 
 @dataclass(frozen=True)
-class _Capturing:
+class _CapturingJaxpr:
     """A jaxpr whose first inputs are arrays that it closed over."""
 
     closed: ClosedJaxpr
@@ -102,15 +102,15 @@ class _Search:
         self.arrays: dict[Hashable, Any] = {}
         self.lines: dict[Hashable, Source] = {}
         # Addresses of a jaxpr and its constants -> these, kept so that no other gets its address, and what was found.
-        self.known: dict[tuple[int, ...], tuple[ClosedJaxpr, _Capturing]] = {}
+        self.known: dict[tuple[int, ...], tuple[ClosedJaxpr, _CapturingJaxpr]] = {}
 
-    def closed(self, closed: ClosedJaxpr) -> _Capturing:
+    def closed(self, closed: ClosedJaxpr) -> _CapturingJaxpr:
         address = id(closed.jaxpr), *map(id, closed.consts)
         if address not in self.known:
             self.known[address] = closed, self.searched(closed)
         return self.known[address][1]
 
-    def searched(self, closed: ClosedJaxpr) -> _Capturing:
+    def searched(self, closed: ClosedJaxpr) -> _CapturingJaxpr:
         jaxpr, taken = closed.jaxpr, _Inputs(self)
         kept = [
             (var, const)
@@ -121,7 +121,7 @@ class _Search:
         rewritten = [self.equation(eqn, taken) for eqn in equations]
         outvars = [taken.read(atom, None) for atom in jaxpr.outvars]
         if not taken.vars:
-            return _Capturing(closed, ())
+            return _CapturingJaxpr(closed, ())
         jaxpr = jaxpr.replace(
             constvars=[var for var, _ in kept],
             invars=[*taken.vars.values(), *jaxpr.invars],
@@ -129,7 +129,7 @@ class _Search:
             eqns=rewritten,
             debug_info=jaxpr.debug_info,
         )
-        return _Capturing(ClosedJaxpr(jaxpr, [const for _, const in kept]), tuple(taken.vars))
+        return _CapturingJaxpr(ClosedJaxpr(jaxpr, [const for _, const in kept]), tuple(taken.vars))
 
     def equation(self, eqn: JaxprEqn, taken: _Inputs) -> JaxprEqn:
         line = source_of(eqn)
@@ -218,7 +218,7 @@ class _Inputs:
         return self.var(key)
 
 
-def _taking(found: _Capturing, keys: Sequence[Hashable], like: Sequence[Var]) -> ClosedJaxpr:
+def _taking(found: _CapturingJaxpr, keys: Sequence[Hashable], like: Sequence[Var]) -> ClosedJaxpr:
     """The jaxpr of a branch with an input for each of these arrays."""
     jaxpr, count = found.closed.jaxpr, len(found.keys)
     own = dict(zip(found.keys, jaxpr.invars, strict=False))

@@ -35,14 +35,14 @@ def with_flat_modules(tree: Any) -> Any:
     return jax.tree.map(lambda node: _alone(node) if is_module(node) else node, tree, is_leaf=is_module)
 
 
-class _Hashed:
+class _CachedHash:
     """Something that is hashed once: the hash of a graph takes as long as taking its module apart."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Hashed) and self._value == other._value)
+        return self is other or (isinstance(other, _CachedHash) and self._value == other._value)
 
     @cached_property
     def _hash(self) -> int:
@@ -122,7 +122,7 @@ class ModuleArguments:
         self.arrays = without(leaves, self._static)
         # Equal for two calls that differ in the numbers of their arrays alone.
         kinds = tuple(type(leaf) for _, leaf in self._static)
-        self.structure: Hashable = _Hashed((self._tree, self._graphs, self._values, kinds, self._static))
+        self.structure: Hashable = _CachedHash((self._tree, self._graphs, self._values, kinds, self._static))
 
     @property
     def share_arrays(self) -> bool:

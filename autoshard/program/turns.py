@@ -64,14 +64,14 @@ def bounds(eqn: JaxprEqn, numbers: Sequence[float | None]) -> list[int | None]:
     """
     params = eqn.params
     tests, consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    operands = [_Number(x) if x is not None else _Unknown() for x in numbers]
+    operands = [_Number(x) if x is not None else _UnknownValue() for x in numbers]
     carries = [_Carry(i) for i in range(len(numbers) - consts)]
     (condition,) = _expressions(params["cond_jaxpr"], [*operands[:tests], *carries])
     handed_on = _expressions(params["body_jaxpr"], [*operands[tests:consts], *carries])
     return [_count(one, numbers[consts:], handed_on) for one in _conjuncts(condition)]
 
 
-class _Unknown:
+class _UnknownValue:
     """What nothing is known of."""
 
 
@@ -124,7 +124,7 @@ def _is_foreign(eqn: JaxprEqn) -> bool:
 def _number(value: Any) -> Any:
     array = np.asarray(value) if isinstance(value, int | float | np.generic | np.ndarray) else None
     if array is None or array.ndim or array.dtype.kind not in "biuf":
-        return _Unknown()
+        return _UnknownValue()
     return _Number(float(array))
 
 

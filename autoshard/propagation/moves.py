@@ -187,7 +187,7 @@ def _circle(ends: set[tuple[int, Places]], dim: int, shape: tuple[int, ...]) -> 
 
 
 @dataclass(frozen=True)
-class Read:
+class SourceRead:
     """One source, as a device reads it."""
 
     source: int
@@ -198,11 +198,11 @@ class _Reads:
     """Notes what is read."""
 
     def __init__(self) -> None:
-        self.found: list[Read] = []
+        self.found: list[SourceRead] = []
         self.chosen: set[int] = set()  # dims along which rows are chosen
 
     def source(self, index: int, places: Places) -> None:
-        self.found.append(Read(index, places))
+        self.found.append(SourceRead(index, places))
 
     def step(self, index: int, places: Places, operands: Sequence[None]) -> None:
         pass
@@ -211,7 +211,7 @@ class _Reads:
         self.chosen.add(dim)
 
 
-def reads(steps: Sequence[Step], sources: Sequence[tuple[int, ...]]) -> tuple[list[Read], set[int]]:
+def reads(steps: Sequence[Step], sources: Sequence[tuple[int, ...]]) -> tuple[list[SourceRead], set[int]]:
     """What a device reads of each source if all dims are split, and the dims along which anything moves."""
     noted = _Reads()
     shape = steps[-1].shape

@@ -38,11 +38,11 @@ class Part:
         return tuple(self.equation.inputs[i] for i in self.inputs)
 
 
-Known = Callable[[Operand], Part | None]  # how a value inside a stencil is made
+KnownPart = Callable[[Operand], Part | None]  # how a value inside a stencil is made
 Makers = Mapping[int, Equation]
 
 
-def parts_of(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def parts_of(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     """What each result of an equation is inside a stencil; empty if it is no part of one."""
     if not all(math.prod(made.shape) and made.shape for made in equation.outputs):
         return []
@@ -61,19 +61,19 @@ def shape_in(array: Sequence[int], dims: Sequence[int | None], rank: int) -> Sha
     return tuple(shape)
 
 
-def _of(operand: Operand, known: Known) -> tuple[Shape, tuple[int | None, ...]]:
+def _of(operand: Operand, known: KnownPart) -> tuple[Shape, tuple[int | None, ...]]:
     """The shape and dims of an array as a step."""
     part = known(operand)
     return (part.shape, part.dims) if part is not None else (tuple(operand.shape), tuple(range(len(operand.shape))))
 
 
-def _has_all_dims(array: Operand, known: Known) -> bool:
+def _has_all_dims(array: Operand, known: KnownPart) -> bool:
     """Whether the dims of an array are those of its step."""
     part = known(array)
     return part is None or part.dims == tuple(range(len(part.shape)))
 
 
-def _cut(equation: Equation, operand: Operand, starts: Sequence[int], known: Known, output: int = 0) -> Part | None:
+def _cut(equation: Equation, operand: Operand, starts: Sequence[int], known: KnownPart, output: int = 0) -> Part | None:
     """The part that is a slice of an operand."""
     shape, dims = _of(operand, known)
     moved, size = [0] * len(shape), list(shape)
@@ -83,14 +83,14 @@ def _cut(equation: Equation, operand: Operand, starts: Sequence[int], known: Kno
     return Part(equation, "slice", (0,), tuple(size), dims, tuple(moved))
 
 
-def _slice(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _slice(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     params = equation.params
     if any(stride != 1 for stride in params["strides"] or ()):
         return []
     return _some(_cut(equation, equation.inputs[0], params["start_indices"], known))
 
 
-def _split(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _split(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     (operand,), axis, sizes = equation.inputs, equation.params["axis"], equation.params["sizes"]
     starts = [[0] * len(operand.shape) for _ in sizes]
     for start, at in zip(starts, itertools.accumulate(sizes, initial=0), strict=False):
@@ -98,7 +98,7 @@ def _split(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     return _some(*(_cut(equation, operand, start, known, i) for i, start in enumerate(starts)))
 
 
-def _dynamic_slice(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _dynamic_slice(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     operand, *starts = equation.inputs
     at = _numbers(starts, makers)
     if at is None:
@@ -107,7 +107,7 @@ def _dynamic_slice(equation: Equation, known: Known, makers: Makers) -> list[Par
     return _some(_cut(equation, operand, [min(max(a, 0), n - m) for a, n, m in sizes], known))
 
 
-def _pad(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _pad(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     operand, _ = equation.inputs
     shape, dims = _of(operand, known)
     config, size = [(0, 0)] * len(shape), list(shape)
@@ -120,7 +120,7 @@ def _pad(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     return [Part(equation, "pad", (0, 1), tuple(size), dims, tuple(config))]
 
 
-def _concatenate(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _concatenate(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     axis = equation.params["dimension"]
     inputs = tuple(i for i, x in enumerate(equation.inputs) if x.shape[axis])
     operands = [equation.inputs[i] for i in inputs]
@@ -134,14 +134,14 @@ def _concatenate(equation: Equation, known: Known, makers: Makers) -> list[Part]
     return [Part(equation, kind, inputs, tuple(shape), dims, dims[axis])]
 
 
-def _broadcast(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _broadcast(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     (operand, *_), (made,) = equation.inputs, equation.outputs
     if not operand.shape:
         return [Part(equation, "fill", (0,), made.shape, tuple(range(len(made.shape))))] if made.shape else []
     return _renamed(equation, known, makers)
 
 
-def _renamed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _renamed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     """What only drops or adds dims of size 1. Only the inside of a stencil has any use for it."""
     part, (made,) = known(equation.inputs[0]), equation.outputs
     if part is None:
@@ -156,14 +156,14 @@ def _renamed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     return [Part(equation, "same", (0,), part.shape, dims)]
 
 
-def _summed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _summed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     """A sum over dims of one element, as gradients of broadcasts may be."""
     (operand,) = equation.inputs
     alone = all(operand.shape[dim] == 1 for dim in equation.params["axes"])
     return _renamed(equation, known, makers) if alone else []
 
 
-def _reversed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _reversed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     """One row is the same the other way round."""
     turned = (equation.outputs[0].shape[dim] for dim in equation.params["dimensions"])
     part = known(equation.inputs[0])
@@ -172,7 +172,7 @@ def _reversed(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     return [replace(part, equation=equation, kind="same", inputs=(0,), moves=0, reads=())]
 
 
-def _pointwise(equation: Equation, known: Known) -> list[Part]:
+def _pointwise(equation: Equation, known: KnownPart) -> list[Part]:
     shapes = {tuple(x.shape) for x in equation.inputs} - {()}
     inside = [part for part in map(known, equation.inputs) if part is not None]
     if len(equation.outputs) != 1 or shapes != {equation.outputs[0].shape} or not inside:
@@ -181,7 +181,7 @@ def _pointwise(equation: Equation, known: Known) -> list[Part]:
     return [Part(equation, "pointwise", tuple(range(len(equation.inputs))), first.shape, first.dims)]
 
 
-def _put(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _put(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     """A scatter of one window at a place that is known."""
     array, indices, update = equation.inputs
     numbers = equation.params["dimension_numbers"]
@@ -197,7 +197,7 @@ def _put(equation: Equation, known: Known, makers: Makers) -> list[Part]:
     return [Part(equation, kind, (0, 2), tuple(array.shape), whole, (starts, shape), (whole, tuple(window)))]
 
 
-def _dynamic_update_slice(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _dynamic_update_slice(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     array, update, *starts = equation.inputs
     at = _numbers(starts, makers)
     if at is None or not _has_all_dims(array, known):
@@ -208,7 +208,7 @@ def _dynamic_update_slice(equation: Equation, known: Known, makers: Makers) -> l
     return [Part(equation, "put", (0, 1), tuple(array.shape), whole, moves, (whole, whole))]
 
 
-def _gather(equation: Equation, known: Known, makers: Makers) -> list[Part]:
+def _gather(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     """A gather of one window at a place that is known."""
     (array, indices), params = equation.inputs, equation.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
@@ -269,7 +269,7 @@ def _some(*parts: Part | None) -> list[Part]:
     return [part for part in parts if part is not None]
 
 
-_PARTS: Mapping[str, Callable[[Equation, Known, Makers], list[Part]]] = {
+_PARTS: Mapping[str, Callable[[Equation, KnownPart, Makers], list[Part]]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "dynamic_slice": _dynamic_slice,

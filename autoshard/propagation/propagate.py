@@ -102,7 +102,7 @@ def propagate_layouts(
             otherwise before.
     """
     parts = {axis: _parts(axis, devices) for axis, devices in mesh.items()}
-    spread = _Spread(Operations(program, rules, fixed, ends or {}), parts)
+    spread = _LayoutSpread(Operations(program, rules, fixed, ends or {}), parts)
     for round_ in range(_ROUNDS):
         spread.to_fixed_point(round_)
     spread.lay_out_constants()
@@ -115,7 +115,7 @@ def propagate_layouts(
     )
 
 
-def _result(result: Value | np.ndarray, spread: _Spread, values: Mapping[int, Layout], mesh: MeshShape) -> Layout:
+def _result(result: Value | np.ndarray, spread: _LayoutSpread, values: Mapping[int, Layout], mesh: MeshShape) -> Layout:
     if not isinstance(result, Value) or (seen := spread.operations.read_as(result)) is None:
         return replicated(len(result.shape))
     return evened(result.shape, values[seen], mesh)
@@ -144,7 +144,7 @@ def _joined(axes: Axes, parts: Mapping[str, Mapping[_Part, int]]) -> tuple[str, 
     return tuple(whole)
 
 
-class _Spread:
+class _LayoutSpread:
     """Layouts, in parts of axes, on their way to the fixed point."""
 
     def __init__(self, operations: Operations, parts: Mapping[str, Mapping[_Part, int]]):

@@ -26,7 +26,7 @@ Grid = tuple[int | None, ...]  # dim of a step -> size; None: of no grid, as wha
 
 
 @dataclass(frozen=True)
-class _Inner:
+class _InnerValue:
     """A value inside a stencil."""
 
     part: Part
@@ -37,7 +37,9 @@ class _Inner:
         return any(size not in (None, whole) for size, whole in zip(self.grid, self.part.shape, strict=True))
 
 
-_Find = Callable[[Operand, Equation], _Inner | None]  # an operand inside a stencil that the equation can be a part of
+_Find = Callable[
+    [Operand, Equation], _InnerValue | None
+]  # an operand inside a stencil that the equation can be a part of
 
 
 def with_stencils(program: Program) -> Program:
@@ -59,10 +61,10 @@ def _is_whole(program: Program) -> bool:
 
 
 def _replaced(program: Program, at_splits: bool) -> Program:
-    inner: dict[int, _Inner] = {}
+    inner: dict[int, _InnerValue] = {}
     found: dict[int, Equation] = {}
 
-    def find(operand: Operand, equation: Equation) -> _Inner | None:
+    def find(operand: Operand, equation: Equation) -> _InnerValue | None:
         one = inner.get(operand.id) if isinstance(operand, Value) else None
         if one is None or program.scope(one.part.equation.path) != program.scope(equation.path):
             return None
@@ -79,7 +81,7 @@ def _replaced(program: Program, at_splits: bool) -> Program:
             grid = _grid(made, operands)
             if grid is None:
                 continue
-            entry = _Inner(made, grid)
+            entry = _InnerValue(made, grid)
             if entry.is_off_grid or not any(grid):
                 inner[value.id] = entry
             elif (at_splits or len(parts) == 1) and equation.index not in found and _ends(made, operands):
@@ -93,13 +95,13 @@ def _replaced(program: Program, at_splits: bool) -> Program:
     return program.with_equations(equations, frozenset(inside))
 
 
-def _ends(part: Part, operands: Sequence[_Inner | None]) -> bool:
+def _ends(part: Part, operands: Sequence[_InnerValue | None]) -> bool:
     """Whether a stencil may end here: its result is on the grid, and something has moved."""
     moves = part.kind == "put" or part.kind == "put_add" or (part.kind == "pad" and any(map(any, part.moves)))
     return len(part.dims) == len(part.shape) and (moves or any(one and one.is_off_grid for one in operands))
 
 
-def _grid(part: Part, operands: Sequence[_Inner | None]) -> Grid | None:
+def _grid(part: Part, operands: Sequence[_InnerValue | None]) -> Grid | None:
     """The grids of what a part makes; None if operands that are inside a stencil have not the same.
 
     What is outside, and not as large as the grid, is read whole. Of several that are joined, the largest has the grid.

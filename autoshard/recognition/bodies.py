@@ -63,7 +63,7 @@ class Tree:
             body_of: what a call that is opened runs; None for what is no call.
             opens_too: calls that are opened beside plain ones; softmaxes by default.
         """
-        made = _Making(body_of, opens_too or is_softmax)
+        made = _BodyWalk(body_of, opens_too or is_softmax)
         return cls(made.body(closed, None, None, {}), made.origins, made.homes)
 
     def origin(self, var: Any) -> Var:
@@ -72,7 +72,7 @@ class Tree:
         return found
 
 
-class _Making:
+class _BodyWalk:
     """One walk over a jaxpr."""
 
     def __init__(

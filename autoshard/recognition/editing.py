@@ -29,7 +29,7 @@ class NotAvailable(Exception):
 
 
 @dataclass(eq=False)
-class _Handed:
+class _BodyInterface:
     """What a body gets and gives beside what it did: pairs of a variable outside and one inside."""
 
     constants: list[tuple[Var, Var]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Editor:
     """One tree, changed in place."""
 
     tree: Tree
-    handed: dict[Body, _Handed] = field(default_factory=dict)
+    handed: dict[Body, _BodyInterface] = field(default_factory=dict)
     changed: set[Body] = field(default_factory=set)
 
     def here(self, origin: Var, body: Body) -> Var:
@@ -70,8 +70,8 @@ class Editor:
         outside = self.here(origin, body.parent)
         return self._joins(body, origin, outside, self._handed(body).constants)
 
-    def _handed(self, body: Body) -> _Handed:
-        return self.handed.setdefault(body, _Handed())
+    def _handed(self, body: Body) -> _BodyInterface:
+        return self.handed.setdefault(body, _BodyInterface())
 
     def _turn_together(self, first: Body, second: Body) -> bool:
         """Whether two scans have their turns in common: the second reads slices of what the first stacks."""
@@ -182,7 +182,7 @@ class Editor:
         operands = [*(outside for outside, _ in handed.constants), *eqn.invars]
         return eqn.replace(params=capturing_call(eqn, called, len(handed.constants)), invars=operands)
 
-    def _scan(self, eqn: JaxprEqn, body: Body, handed: _Handed, equations: list[JaxprEqn]) -> JaxprEqn:
+    def _scan(self, eqn: JaxprEqn, body: Body, handed: _BodyInterface, equations: list[JaxprEqn]) -> JaxprEqn:
         if not handed:
             return eqn.replace(
                 params={**eqn.params, "jaxpr": jaxpr_of(body.constants, body.inputs, body.results, equations)}

@@ -49,7 +49,7 @@ class Backward:
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
+class _WeightProduct:
     """A product of a value with known roles and another value."""
 
     other: Var
@@ -58,7 +58,9 @@ class _Read:
     other_roles: Roles  # by dim of the other
 
 
-def _reads(weights: Weights, body: Body, origin: Var, roles: Roles, free_role: str) -> Iterator[tuple[JaxprEqn, _Read]]:
+def _reads(
+    weights: Weights, body: Body, origin: Var, roles: Roles, free_role: str
+) -> Iterator[tuple[JaxprEqn, _WeightProduct]]:
     for eqn in body.equations:
         if eqn.primitive.name != "dot_general" or not is_ordinary(eqn):
             continue
@@ -79,7 +81,7 @@ def _reads(weights: Weights, body: Body, origin: Var, roles: Roles, free_role: s
             found |= {i: (free_role,) if shape[i] > 1 else () for i in free}
             other_roles = tuple(found[i] for i in range(len(shape)))
             contracted, shared = (tuple(roles[i] for i in dims if roles[i]) for dims in (gone, both))
-            yield eqn, _Read(other, contracted, shared, other_roles)
+            yield eqn, _WeightProduct(other, contracted, shared, other_roles)
 
 
 def _flat(dims: Roles) -> set[str]:
@@ -112,7 +114,7 @@ def backwards(weights: Weights) -> Iterator[Backward]:
                     yield found
 
 
-def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _Read) -> Backward | None:
+def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _WeightProduct) -> Backward | None:
     """The backward pass around a product of weights and a cotangent, which is the gradient of the values."""
     tree = weights.tree
     cotangent = tree.origin(read.other)

@@ -1,15 +1,15 @@
 """State that the passes of a step do not read, as moments of an optimizer, in the memory of hosts between steps.
 
-Which arguments these are follows from the equations: a result takes the argument's place, and no equation of a forward
-or backward pass depends on it. Such an argument is fetched where the update first reads it, behind a barrier that a
-gradient passes too, and what takes its place is sent back as soon as it is made. The update runs result by result, and
-an array is fetched once all but one of those before it have been updated. So no more of the state than the update of
-two results needs has to be on devices at a time, and both ways of the link to the host are busy.
+Which arguments these are follows from the equations: a result takes the argument's place, no equation of a forward or
+backward pass depends on it, and what depends on it works element by element. It has one part per layer of a scanned
+model, since it is updated in a loop over these: each turn fetches the part of one layer, and sends back what takes its
+place. A loop is what keeps XLA from fetching all of it early. Whole arrays it brings over while the backward pass runs,
+whatever barriers say, so that they would be on devices when memory is scarcest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from autoshard.jaxprs import (
     HOST,
     ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
     aval_of,
     evaluated,
@@ -33,14 +33,13 @@ from autoshard.jaxprs import (
     on_host,
 )
 from autoshard.microbatches.opening import opened
-from autoshard.remat.barriers import behind_barrier
+from autoshard.primitives import facts_of
 from autoshard.remat.costs import bytes_of
 from autoshard.remat.numbering import variables
 from autoshard.report.units import bytes_text
 
-AT_ONCE = 2  # arrays that are on devices or on their way: as many moments as Adam has of each weight
-
 _NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
+_IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,64 +59,72 @@ class HostState:
         return equations
 
     @cached_property
-    def read_by_passes(self) -> frozenset[Var]:
-        """What equations of a backward pass depend on."""
+    def of_passes(self) -> frozenset[Var]:
+        """What the backward passes make and depend on."""
         found = set[Var]()
         for eqn in reversed(self.equations):
-            if _is_backward(eqn) or not found.isdisjoint(eqn.outvars):
+            if _is_backward(eqn):
+                found.update(eqn.outvars)
+            if not found.isdisjoint(eqn.outvars):
                 found.update(variables(eqn.invars))
         return frozenset(found)
 
     @cached_property
-    def movable(self) -> tuple[int, ...]:
-        """The arguments that can lie on hosts; none where the step has no backward pass."""
-        inputs, results = self.closed.jaxpr.invars, self.closed.jaxpr.outvars
-        if not self.read_by_passes:
-            return ()
-        return tuple(
-            i
-            for i, result in sorted(self.carried.items())
-            if _is_large_array(inputs[i].aval)
-            and inputs[i] not in self.read_by_passes
-            and isinstance(results[result], Var)
-            and results[result] is not inputs[i]
-            and not any(eqn.effects for eqn in self.following([i]))
-        )
+    def loops(self) -> tuple[UpdateLoop, ...]:
+        """The loops in which state on hosts is updated; none share an equation."""
+        lengths, inputs = set(_layers(self.closed.jaxpr)), self.closed.jaxpr.invars
+        found = list[UpdateLoop]()
+        for i, result in sorted(self.carried.items()):
+            var, end = inputs[i], self.closed.jaxpr.outvars[result]
+            if not _is_whole_array(var.aval) or var.aval.shape[0] not in lengths or var in self.of_passes:
+                continue
+            following = self.following(var)
+            is_made = any(end in eqn.outvars for eqn in following)
+            if not is_made or not all(_is_pointwise(eqn, var.aval.shape) for eqn in following):
+                continue
+            alike = [one for one in found if one.shares(following)]
+            found = [one for one in found if one not in alike]
+            found.append(UpdateLoop.of(self, [var, *(var for one in alike for var in one.moved)]))
+        return tuple(found)
 
-    @cached_property
-    def bytes(self) -> float:
-        """Of whole arrays that can lie on hosts."""
-        return sum(bytes_of(self.closed.jaxpr.invars[i].aval) for i in self.movable)
-
-    @property
-    def remark(self) -> str:
-        """What is moved, in words."""
-        return (
-            f"{len(self.movable)} arrays of the state, {bytes_text(self.bytes)}, lie in the memory of hosts between "
-            "steps: only the update reads them."
-        )
-
-    def following(self, arguments: Collection[int]) -> list[JaxprEqn]:
+    def following(self, *arguments: Var) -> list[JaxprEqn]:
         """The equations that depend on these arguments."""
-        reached, found = {self.closed.jaxpr.invars[i] for i in arguments}, list[JaxprEqn]()
+        reached, found = set(arguments), list[JaxprEqn]()
         for eqn in self.equations:
             if not reached.isdisjoint(variables(eqn.invars)):
                 reached.update(eqn.outvars)
                 found.append(eqn)
         return found
 
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """The arguments that can lie on hosts."""
+        moved = {var for loop in self.loops for var in loop.moved}
+        return tuple(i for i, var in enumerate(self.closed.jaxpr.invars) if var in moved)
+
+    @property
+    def bytes(self) -> float:
+        """Of whole arrays that can lie on hosts."""
+        return sum(bytes_of(self.closed.in_avals[i]) for i in self.movable)
+
+    @property
+    def remark(self) -> str:
+        """What is moved, in words."""
+        return (
+            f"{len(self.movable)} arrays of the state, {bytes_text(self.bytes)}, lie in the memory of hosts between "
+            "steps: only the update reads them, layer by layer."
+        )
+
     def rewritten(self) -> ClosedJaxpr:
         """The step with this state on hosts: it takes it from there, and leaves it there."""
-        avals, moved = self.closed.in_avals, frozenset(self.movable)
+        moved, constants = frozenset(self.movable), self.closed.jaxpr.constvars
         types = [
             jax.ShapeDtypeStruct(
-                aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=_host_sharding() if i in moved else None
+                aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=_IN_HOST_MEMORY if i in moved else None
             )
-            for i, aval in enumerate(avals)
+            for i, aval in enumerate([*map(aval_of, constants), *self.closed.in_avals], start=-len(constants))
         ]
-        constants = self.closed.jaxpr.constvars
-        consts = [jax.ShapeDtypeStruct(aval_of(var).shape, aval_of(var).dtype) for var in constants]
-        made = jax.make_jaxpr(lambda consts, *arrays: self.run(consts, arrays))(consts, *types)
+        made = jax.make_jaxpr(self.run)(*types)
         jaxpr = made.jaxpr.replace(
             constvars=[*made.jaxpr.constvars, *made.jaxpr.invars[: len(constants)]],
             invars=made.jaxpr.invars[len(constants) :],
@@ -125,116 +132,126 @@ class HostState:
         )
         return ClosedJaxpr(jaxpr, [*made.consts, *self.closed.consts])
 
-    def run(self, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    def run(self, *arrays: Any) -> list[Any]:
         jaxpr = self.closed.jaxpr
-        env: dict[Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env |= dict(zip(jaxpr.invars, arrays, strict=True))
-        passes, update = self.equations[: self.end_of_passes], self.equations[self.end_of_passes :]
-        depends = {id(eqn) for eqn in self.following(self.movable)}
-        passes = [eqn for eqn in passes if id(eqn) not in depends]
-        update = [*(eqn for eqn in self.equations[: self.end_of_passes] if id(eqn) in depends), *update]
-        made = list(dict.fromkeys(var for eqn in passes for var in eqn.outvars))
-        env.update(zip(made, evaluated(passes, env, made), strict=True))
-        run = _Update(self, update, env, frozenset(made))
-        return [run.result(atom) for atom in jaxpr.outvars]
-
-    @cached_property
-    def end_of_passes(self) -> int:
-        """The place behind the last equation that a backward pass is made of."""
-        return 1 + max(i for i, eqn in enumerate(self.equations) if _is_backward(eqn))
+        env: dict[Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arrays, strict=True))
+        inside = {id(eqn) for loop in self.loops for eqn in loop.equations}
+        outside = [eqn for eqn in self.equations if id(eqn) not in inside]  # none reads what a loop makes
+        made = list(dict.fromkeys(var for eqn in outside for var in eqn.outvars))
+        env.update(zip(made, evaluated(outside, env, made), strict=True))
+        for loop in self.loops:
+            env.update(loop.run(env))
+        return [env[atom] if isinstance(atom, Var) else atom.val for atom in jaxpr.outvars]
 
 
-class _Update:
-    """The part of a step that reads state from hosts, run result by result."""
+@dataclass(frozen=True, eq=False)
+class UpdateLoop:
+    """Equations that work element by element on arrays of one shape, run layer by layer."""
 
-    def __init__(
-        self, state: HostState, equations: Sequence[JaxprEqn], env: dict[Var, Any], of_passes: frozenset[Var]
-    ) -> None:
-        """
-        Args:
-            equations: of the update, in their order.
-            env: what there is before it; `of_passes` of that is made by the passes.
-        """
-        self.env, self.ends = env, dict[Var, Any]()  # results that lie on hosts
-        self.updated = list[Any]()  # these results, before they are sent
-        inputs = state.closed.jaxpr.invars
-        self.away = {inputs[i] for i in state.movable}
-        self.sent = {state.closed.jaxpr.outvars[state.carried[i]] for i in state.movable}
-        self.makers = {var: eqn for eqn in equations for var in eqn.outvars}
-        self.gradients = self.gradients_of(equations, of_passes)
-        for eqn in equations:
-            if eqn.effects:
-                for var in variables(eqn.invars):
-                    self.make(var)
-                self.run(eqn)
+    equations: tuple[JaxprEqn, ...]
+    moved: tuple[Var, ...]  # arguments on hosts
+    sent: frozenset[Var]  # results on hosts
+    replaced: Mapping[Var, Var]  # argument on devices -> the result that is written over it
+    results: tuple[Var, ...]  # all other results
 
-    def gradients_of(self, equations: Sequence[JaxprEqn], of_passes: frozenset[Var]) -> dict[Var, Var]:
-        """Argument -> an array of its shape that the passes make, and that what takes its place is made of."""
-        roots = {var: frozenset({var}) for var in self.away}
-        gradients = {var: var for var in of_passes}
-        found = dict[Var, Var]()
-        for eqn in equations:
-            read = variables(eqn.invars)
-            above = frozenset[Var]().union(*(roots.get(var, frozenset()) for var in read))
-            near = [gradients[var] for var in read if var in gradients]
-            for var in eqn.outvars:
-                roots[var] = above
-                alike = next((one for one in near if one.aval.shape == var.aval.shape), None)
-                if alike is not None:
-                    gradients[var] = alike
-            for root in above - found.keys():
-                alike = next((one for one in near if one.aval.shape == root.aval.shape), None)
-                if alike is not None:
-                    found[root] = alike
-        return found
+    @classmethod
+    def of(cls, state: HostState, moved: Sequence[Var]) -> UpdateLoop:
+        """The loop that updates these arguments, with what is made for it alone."""
+        jaxpr, shape = state.closed.jaxpr, moved[0].aval.shape
+        chosen = {id(eqn) for eqn in state.following(*moved)}
+        ends, readers = set(variables(jaxpr.outvars)), dict[Var, list[int]]()
+        for eqn in state.equations:
+            for var in variables(eqn.invars):
+                readers.setdefault(var, []).append(id(eqn))
+        for eqn in reversed(state.equations):
+            is_read_here = all(chosen.issuperset(readers.get(var, ())) and var not in ends for var in eqn.outvars)
+            if is_read_here and _is_pointwise(eqn, shape) and state.of_passes.isdisjoint(eqn.outvars):
+                chosen.add(id(eqn))
+        equations = tuple(eqn for eqn in state.equations if id(eqn) in chosen)
+        made = {var for eqn in equations for var in eqn.outvars}
+        read = {var for eqn in equations for var in variables(eqn.invars)}
+        pairs = {jaxpr.invars[i]: jaxpr.outvars[j] for i, j in state.carried.items()}
+        sent = frozenset(pairs[var] for var in moved)
+        replaced = {var: end for var, end in pairs.items() if var in read and end in made and end not in sent}
+        results = tuple(var for var in dict.fromkeys(variables(jaxpr.outvars)) if var in made)
+        others = tuple(var for var in results if var not in replaced.values())
+        return cls(equations, tuple(moved), sent, replaced, others)
 
-    def result(self, atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return atom.val
-        self.make(atom)
-        return self.ends.get(atom, self.env[atom])
+    def shares(self, equations: Sequence[JaxprEqn]) -> bool:
+        """Whether some of these are its own."""
+        own = {id(eqn) for eqn in self.equations}
+        return any(id(eqn) in own for eqn in equations)
 
-    def make(self, wanted: Var) -> None:
-        """Runs what a value needs, and nothing else."""
-        waiting = [wanted]
-        while waiting:
-            eqn = self.makers.get(waiting[-1])
-            if eqn is None or waiting[-1] in self.env:
-                waiting.pop()
-                continue
-            missing = [var for var in variables(eqn.invars) if var in self.makers and var not in self.env]
-            if missing:
-                waiting += reversed(missing)
-                continue
-            self.run(eqn)
+    def run(self, env: Mapping[Var, Any]) -> dict[Var, Any]:
+        """What takes the place of all that is updated."""
+        layers, *shape = self.moved[0].aval.shape
+        made = {var for eqn in self.equations for var in eqn.outvars}
+        read = dict.fromkeys(var for eqn in self.equations for var in variables(eqn.invars) if var not in made)
+        numbers = [var for var in read if not var.aval.shape]
+        sliced = [var for var in read if var.aval.shape and var not in self.replaced]
+        moved, wanted = frozenset(self.moved), [*self.replaced.values(), *self.results]
+        equations = [_of_one_layer(eqn, tuple(shape)) for eqn in self.equations]
 
-    def run(self, eqn: JaxprEqn) -> None:
-        for var in self.away.intersection(variables(eqn.invars)):
-            self.fetch(var, eqn)
-        made = list(eqn.outvars)
-        self.env.update(zip(made, evaluated([eqn], self.env, made), strict=True))
-        for var in self.sent.intersection(made):
-            self.updated.append(self.env[var])
-            self.ends[var] = jax.device_put(self.env[var], jax.memory.Space.Host)
+        def turn(carry: Any, slices: Any) -> tuple[Any, list[Any]]:
+            layer, known, written = carry
+            there = dict(zip(numbers, known, strict=True))
+            there |= {
+                var: jax.device_put(one, jax.memory.Space.Device) if var in moved else one
+                for var, one in zip(sliced, slices, strict=True)
+            }
+            parts = (jax.lax.dynamic_index_in_dim(one, layer, keepdims=False) for one in written)
+            there |= dict(zip(self.replaced, parts, strict=True))
+            found = dict(zip(wanted, evaluated(equations, there, wanted), strict=True))
+            written = [
+                jax.lax.dynamic_update_index_in_dim(one, found[end], layer, 0)
+                for one, end in zip(written, self.replaced.values(), strict=True)
+            ]
+            ends = [
+                jax.device_put(found[var], jax.memory.Space.Host) if var in self.sent else found[var]
+                for var in self.results
+            ]
+            return (layer + 1, known, written), ends
 
-    def fetch(self, var: Var, eqn: JaxprEqn) -> None:
-        """Brings an argument to devices, no earlier than its gradient is there and others have been updated."""
-        beside = [self.env[self.gradients[var]]] if var in self.gradients else []
-        beside += self.updated[-AT_ONCE:][:1] if len(self.updated) >= AT_ONCE else []
-        (self.env[var],) = behind_barrier(
-            lambda array, *_: [jax.device_put(array, jax.memory.Space.Device)], [self.env[var], *beside], eqn
-        )
-        self.away.discard(var)
+        def loop(numbers: Any, written: Any, arrays: Any) -> list[Any]:
+            start = jax.numpy.int32(0), numbers, written
+            (_, _, ends), stacks = jax.lax.scan(turn, start, arrays, length=layers)
+            return [*ends, *stacks]
+
+        operands = ([env[var] for var in some] for some in (numbers, self.replaced, sliced))
+        return dict(zip(wanted, loop(*operands), strict=True))
+
+
+def _of_one_layer(eqn: JaxprEqn, shape: tuple[int, ...]) -> JaxprEqn:
+    """The equation for a part of its arrays."""
+    if eqn.primitive.name != "broadcast_in_dim":
+        return eqn
+    return eqn.replace(params={**eqn.params, "shape": shape, "broadcast_dimensions": ()})
+
+
+def _layers(jaxpr: Jaxpr) -> Iterator[int]:
+    """The lengths of loops of a backward pass."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and is_transposed(eqn):
+            yield eqn.params["length"]
+        for inner in inner_jaxprs(eqn):
+            yield from _layers(inner.jaxpr)
 
 
 def _is_backward(eqn: JaxprEqn) -> bool:
     return is_transposed(eqn) or any(has_backward_pass(inner.jaxpr) for inner in inner_jaxprs(eqn))
 
 
-def _is_large_array(aval: Any) -> bool:
-    """Whether it is an array of more than numbers in the memory of devices."""
-    return bool(is_array(aval) and aval.shape and key_bytes(aval) is None and not on_host(aval))
+def _is_pointwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
+    """Whether an equation makes arrays of this shape, element by element, of such arrays and numbers."""
+    name = eqn.primitive.name
+    if eqn.effects or not all(var.aval.shape == shape for var in eqn.outvars):
+        return False
+    if name == "broadcast_in_dim":
+        return not aval_of(eqn.invars[0]).shape
+    is_pointwise = facts_of(name).is_pointwise or name == "copy"
+    return is_pointwise and all(aval_of(atom).shape in (shape, ()) for atom in eqn.invars)
 
 
-def _host_sharding() -> NamedSharding:
-    return NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
+def _is_whole_array(aval: Any) -> bool:
+    """Whether it is an array of layers in the memory of devices."""
+    return bool(is_array(aval) and len(aval.shape) > 1 and key_bytes(aval) is None and not on_host(aval))

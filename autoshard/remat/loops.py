@@ -8,6 +8,7 @@ and fetches one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +17,9 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, evaluated, written_at
+from autoshard.mesh.topology import Topology
 from autoshard.program.user_code import source_of
-from autoshard.remat.costs import Seconds, bytes_of
+from autoshard.remat.costs import Seconds, bytes_of, moving_seconds
 from autoshard.remat.cuts import Cut, ForwardPass
 from autoshard.remat.numbering import Atom, Loop, needed, variables
 from autoshard.remat.residuals import Residuals
@@ -109,9 +111,12 @@ class LoopPair(Residuals):
 
     # The choice.
 
-    @property
-    def runs(self) -> int:
-        return self.first.length
+    def moving(self, topology: Topology) -> tuple[float, ...]:
+        turns = self.first.length
+        return tuple(
+            moving_seconds(var.aval, turns, topology) if size > 0 else math.inf
+            for var, size in zip(self.values, self.forward_pass.bytes, strict=True)
+        )
 
     @cached_property
     def values(self) -> tuple[Var, ...]:

@@ -133,19 +133,19 @@ class Recomputation:
         """What can be chosen of a block, with what of it can be moved to hosts."""
         if exposed is None:
             return block.forward_pass
-        moving = tuple(exposed * seconds for seconds in block.movable(self.topology))
+        moving = tuple(exposed * seconds for seconds in block.moving(self.topology))
         return replace(block.forward_pass, moving=moving)
 
     def seconds_of(self, block: Block, cut: Cut) -> float:
         """Seconds of what a block computes again, and of waiting for transfers to hosts and back.
 
-        In loops, transfers run beside compute: those to hosts beside the forward pass, those back beside the backward
-        pass, which takes twice as long.
+        Transfers run beside compute: those to hosts beside the forward pass, those back beside the backward pass, which
+        takes twice as long.
         """
         run = block.forward_pass.seconds
         again = math.fsum(run[e] for e in cut.again)
-        one_way = math.fsum(block.movable(self.topology)[v] for v in cut.moved) / 2
-        beside = math.fsum(seconds for seconds in run if math.isfinite(seconds)) if block.runs > 1 else 0.0
+        one_way = math.fsum(block.moving(self.topology)[v] for v in cut.moved) / 2
+        beside = math.fsum(seconds for seconds in run if math.isfinite(seconds))
         return again + max(0.0, one_way - beside) + max(0.0, one_way - 2 * beside - again)
 
     def level(self, size: int, chains: Sequence[Sequence[Cut]], at: Sequence[int]) -> Level:

@@ -6,9 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from functools import cached_property
 
-from autoshard.jaxprs import Var, aval_of
+from autoshard.jaxprs import Var
 from autoshard.mesh.topology import Topology
-from autoshard.remat.costs import moving_seconds
 from autoshard.remat.cuts import Cut, ForwardPass
 
 
@@ -25,17 +24,9 @@ class Residuals(ABC):
     def forward_pass(self) -> ForwardPass:
         """What can be chosen."""
 
-    @property
-    @abstractmethod
-    def runs(self) -> int:
-        """How often each value is made per step, wherever the block stands."""
-
-    def movable(self, topology: Topology) -> tuple[float, ...]:
-        """Per value, seconds of taking it to the host and back on one device; infinite if it stays or is free."""
-        return tuple(
-            moving_seconds(aval_of(var), self.runs, topology) if size > 0 else math.inf
-            for var, size in zip(self.values, self.forward_pass.bytes, strict=True)
-        )
+    def moving(self, topology: Topology) -> tuple[float, ...]:
+        """Per value, seconds of taking it to the host and back on one device, or infinite; empty: all stay."""
+        return ()
 
     def kept(self, cut: Cut) -> list[Var]:
         """What a cut keeps, on devices or their hosts."""

@@ -126,13 +126,6 @@ class Scope:
         held = itertools.accumulate(size for _, size in sorted(changes))
         return max([*held, *(scope.held_bytes(kept) for scope in self.inner.values())], default=0.0)
 
-    def on_hosts(self, chosen: Mapping[Block, Cut]) -> list[Var]:
-        """What lies on hosts between the passes outside of loops: what all blocks that keep it want there."""
-        blocks = [block for block in itertools.chain(*self.straight.values()) if block in chosen]
-        moved = dict.fromkeys(var for block in blocks for var in block.moved(chosen[block]))
-        elsewhere = {block.values[v] for block in blocks for v in chosen[block].on_devices}
-        return [var for var in moved if var not in elsewhere]
-
     def rewritten(self, chosen: Mapping[Block, Cut]) -> ClosedJaxpr:
         """The jaxpr, from the same arguments to the same results, with these values kept."""
         variables_in = [*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars]
@@ -158,8 +151,7 @@ class Scope:
         for block in itertools.chain(*self.straight.values()):
             if block in chosen and (place := block.place(chosen[block])) is not None:
                 again.setdefault(place, []).append(block)
-        late: dict[Var, Any] = {}  # what is made again or fetched, which the backward pass reads from then on
-        on_hosts: dict[Var, Any] = {}
+        late: dict[Var, Any] = {}  # what is made again, which the backward pass reads from then on
         waiting: list[JaxprEqn] = []
 
         def flush() -> None:
@@ -176,14 +168,12 @@ class Scope:
                         moved = [one for one in block.forward if not one.effects and one.outvars[0] not in env]
                         waiting += needed(moved, late_kept)
                         flush()
-                for var in self.on_hosts(chosen):
-                    on_hosts[var] = jax.device_put(env[var], jax.memory.Space.Host)
             if eqn.outvars and all(var in env for var in eqn.outvars):  # it was moved to the end of the forward pass
                 continue
             if i in again:
                 flush()
                 for block in again[i]:
-                    late.update(block.run_again(chosen[block], on_hosts, env | late))
+                    late.update(block.run_again(chosen[block], env | late))
             if id(eqn) in starts or id(eqn) in ends:
                 flush()
                 pair = starts.get(id(eqn)) or ends[id(eqn)]

@@ -21,7 +21,6 @@ import jax
 from autoshard.jaxprs import JaxprEqn, Var, evaluated, is_transposed
 from autoshard.primitives import Work, facts_of
 from autoshard.program.user_code import source_of
-from autoshard.remat.barriers import behind_barrier
 from autoshard.remat.costs import Seconds, bytes_of
 from autoshard.remat.cuts import Cut, ForwardPass
 from autoshard.remat.numbering import LOOPS, needed, variables
@@ -174,18 +173,14 @@ class StraightBlock(Residuals):
             wanted=tuple(place[var] for var in self.wanted),
         )
 
-    @property
-    def runs(self) -> int:
-        return 1
-
     def is_there(self, var: Var) -> bool:
         """Whether a value is there for the backward pass anyhow."""
         passes = self.passes
         return var in passes.inputs or var in passes.results or var in passes.made_of_nothing
 
     def bytes_again(self, cut: Cut) -> float:
-        """Of what the backward pass makes again or fetches and reads, which is there at once."""
-        return sum(self.bytes_of_values[var] for var in {*self.made_again(cut), *self.moved(cut)})
+        """Of what the backward pass makes again and reads, which is made at once."""
+        return sum(self.bytes_of_values[var] for var in self.made_again(cut))
 
     def line_of(self, var: Var) -> str:
         """The user's line that makes a value."""
@@ -198,36 +193,32 @@ class StraightBlock(Residuals):
         return [var for var in self.wanted if var in made]
 
     def place(self, cut: Cut) -> int | None:
-        """Before which equation values are made again or fetched from hosts; None if none are."""
-        here = {*self.made_again(cut), *self.moved(cut)}
-        return min((self.passes.read_late[var] for var in here if var in self.passes.read_late), default=None)
+        """Before which equation values are made again; None if none are."""
+        return min((self.passes.read_late[var] for var in self.made_again(cut)), default=None)
 
-    def run_again(self, cut: Cut, on_hosts: Mapping[Var, Any], env: Mapping[Var, Any]) -> dict[Var, Any]:
-        """Makes what is not kept again, and fetches what lies on hosts, no earlier than the one or the other is read.
-
-        Args:
-            on_hosts: what lies there.
-            env: all else.
-        """
-        place = self.place(cut)
-        if place is None:
-            return {}
-        moved = [var for var in self.moved(cut) if var in on_hosts]
-        made = [*self.made_again(cut), *moved]
+    def run_again(self, cut: Cut, env: Mapping[Var, Any]) -> dict[Var, Any]:
+        """Makes what is not kept again."""
+        made, place = self.made_again(cut), self.place(cut)
+        assert place is not None, "something is made again"
         equations = needed([self.forward[e] for e in sorted(cut.again)], made)
         inside = {var for eqn in equations for var in eqn.outvars}
         read = dict.fromkeys(var for eqn in equations for var in variables(eqn.invars) if var not in inside)
         first = self.passes.equations[place]
         cotangents = [var for var in variables(first.invars) if var in self.passes.late][:1]
-        operands = list(dict.fromkeys([*moved, *read, *cotangents]))
+        operands = list(dict.fromkeys([*read, *cotangents]))
 
         def again(*arrays: Any) -> list[Any]:
-            there = dict(zip(operands, arrays, strict=True))
-            there |= {var: jax.device_put(there[var], jax.memory.Space.Device) for var in moved}
-            return evaluated(equations, there, made)
+            return evaluated(equations, dict(zip(operands, arrays, strict=True)), made)
 
-        here = {**env, **{var: on_hosts[var] for var in moved}}
-        return dict(zip(made, behind_barrier(again, [here[var] for var in operands], first), strict=True))
+        # JAX puts a barrier before a checkpoint of a backward pass alone, which only differentiation makes.
+        (call,) = jax.make_jaxpr(jax.checkpoint(again))(*(env[var] for var in operands)).jaxpr.eqns
+        call = call.replace(
+            params={**call.params, "differentiated": True},
+            invars=operands,
+            outvars=made,
+            source_info=first.source_info,
+        )
+        return dict(zip(made, evaluated([call], env, made), strict=True))
 
 
 def _is_product(eqn: JaxprEqn) -> bool:

@@ -163,7 +163,7 @@ class _Walk:
         inner = {id(eqn): made for eqn in graph.jaxpr.eqns if (made := self.with_bodies(eqn)) is not eqn}
         if not chosen and not inner:
             return closed
-        return ClosedJaxpr(_Rebuilding(graph, inner).jaxpr(chosen), plain.consts)
+        return ClosedJaxpr(_BodyBuilder(graph, inner).jaxpr(chosen), plain.consts)
 
     def with_bodies(self, eqn: JaxprEqn) -> JaxprEqn:
         params = dict(eqn.params)
@@ -196,7 +196,7 @@ def _bodies_of(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
                 yield ClosedJaxpr(one, ())
 
 
-class _Rebuilding:
+class _BodyBuilder:
     """A body whose equations are put in order again, once some are replaced."""
 
     def __init__(self, graph: Graph, replaced: Mapping[int, JaxprEqn]):

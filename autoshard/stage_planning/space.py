@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.errors import StageError
+from autoshard.errors import MicrobatchError, StageError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend
@@ -28,6 +28,9 @@ SCHEDULES = (
     *((name, chunks) for name in ("interleaved_1f1b", "looped_bfs") for chunks in CHUNKS),
     *(("zb_v", 2), ("v_half", 2), ("v_min", 2)),
 )
+# Microbatches in flight on the first device, as a share of the stages, in interleaved 1F1B with two chunks. With one
+# chunk it is 1, with more than two less than 1.5.
+MOST_IN_FLIGHT = 1.5
 # Seconds that a controller takes to dispatch one task and its transfers: measured on CPU with 64 programs and 56
 # transfers, 310 microseconds each. No task is taken to be shorter.
 DISPATCH_SECONDS = 3.1e-4
@@ -104,7 +107,7 @@ class _UnitPlanner:
             return False
         try:
             costs = unit_costs(self.cut(microbatches), shape, self.request.backend)
-        except StageError:
+        except (MicrobatchError, StageError):  # others can be planned
             return False
         if costs is not None:
             found[microbatches] = costs
@@ -112,7 +115,7 @@ class _UnitPlanner:
 
     def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> None:
         """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages."""
-        name, in_flight = shape.in_row.name, float(min(stages, microbatches))
+        name, in_flight = shape.in_row.name, min(MOST_IN_FLIGHT * stages, float(microbatches))
         fast = self.fast[name][microbatches]
         leaner = lean_unit_costs(self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight)
         if leaner is not None and leaner is not fast:
@@ -129,7 +132,7 @@ class _UnitPlanner:
         costs = between_microbatches(fast, microbatches)
         variants = {"": costs}
         if lean:
-            most = microbatches if microbatches in lean else max(lean)
+            most = microbatches if microbatches in lean else max(lean)  # with the most each holds the least
             variants["lean"] = _in_proportion(lean[most], costs, fast[most])
         return [one.layer_costs().table(shape.in_row, variant) for variant, one in variants.items()]
 
@@ -157,9 +160,9 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
     counts = list(planner.cuts)
     for shape in shapes:
-        known = [count for count in counts if planner.plan(shape, count)]
-        if known:  # with the most microbatches each holds the least
-            planner.plan_lean(shape, max(1, row.devices // shape.in_row.devices), known[-1])
+        for count in counts:
+            if planner.plan(shape, count):
+                planner.plan_lean(shape, max(1, row.devices // shape.in_row.devices), count)
     first = counts[0]
     costs = {}
     for count in request.microbatches:

@@ -162,6 +162,7 @@ class _Orders:
 
     def __init__(self, graph: OperationGraph, lag: Mapping[tuple[str, int, int], float]) -> None:
         self.rows = graph.rows
+        self.firsts = {row[0] for row in graph.rows}
         tasks = [operation[0] for operation in graph.operations]
         self.keys = [(task.kind, task.virtual_stage) for task in tasks]
         self.lags = [
@@ -177,9 +178,11 @@ class _Orders:
         """
         taken = [seconds[key] for key in self.keys]
         starts, _ = start_times(self.rows, self.lags, taken)
-        found, seen = [], set()
+        found: list[tuple[Counter[Any], float]] = []
+        seen: set[Any] = set()
         for row in self.rows:
-            at, path, travel = row[-1], Counter[Any](), 0.0
+            path, travel = Counter[Any](), 0.0
+            at: int | None = row[-1]
             while at is not None:
                 path[self.keys[at]] += 1
                 at, spent = self._before(at, starts, taken)
@@ -193,15 +196,12 @@ class _Orders:
     def _before(self, task: int, starts: Sequence[float], taken: Sequence[float]) -> tuple[int | None, float]:
         """What a task waited for last, and the seconds that its result travelled; None if it did not wait."""
         ways = [(starts[other] + taken[other] + spent, other, spent) for other, spent in self.lags[task]]
-        if task - 1 in self._row_of(task):
+        if task not in self.firsts:
             ways.append((starts[task - 1] + taken[task - 1], task - 1, 0.0))
         if not ways:
             return None, 0.0
         _, other, spent = max(ways)
         return other, spent
-
-    def _row_of(self, task: int) -> range:
-        return next(row for row in self.rows if task in row)
 
 
 def _add_up_tasks(

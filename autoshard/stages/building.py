@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from autoshard.jaxprs import Jaxpr, JaxprEqn, Var, aval_of, evaluated, is_array
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.microbatch import Microbatch
-from autoshard.microbatches.relations import Known, Partial, Rows
+from autoshard.microbatches.relations import Invariant, Partial, Rows
 from autoshard.microbatches.rows import Place, taken, unstacked
 from autoshard.stages.placement.after import AfterLoop
 from autoshard.stages.programs import MICROBATCH, Key, StageProgram
@@ -57,7 +57,7 @@ class Builder:
         """Equations before the loop that read nothing, as counts and zeros: every program makes them itself."""
         found: set[int] = set()
         for i, eqn in enumerate(self.step.equations):
-            if self.step.proof.places[i] is not Known.BEFORE or eqn.effects or i in self.apart:
+            if self.step.proof.places[i] is not Invariant.BEFORE or eqn.effects or i in self.apart:
                 continue
             if all(self.step.makers.get(var) in found for var in variables(eqn.invars)):
                 found.add(i)

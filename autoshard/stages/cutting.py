@@ -14,7 +14,7 @@ from autoshard.microbatches.batch import traced_in_part
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import proof
-from autoshard.microbatches.relations import Known, Rows
+from autoshard.microbatches.relations import Invariant, Rows
 from autoshard.microbatches.rows import Microbatches
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.building import Builder, Names
@@ -90,7 +90,7 @@ def cut(
     stages = stages_of(roles, whole.origins, boundaries, pins(roles, whole.origins) if pins is not None else None)
     late = _settle_sums(roles, stages)
     if late:
-        places = [Known.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
+        places = [Invariant.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
         found = replace(roles.step.proof, places=places)
         again = MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found)
         roles = Roles(again, held)
@@ -306,7 +306,7 @@ class _Cut:
         return self.builder.after_programs(placed, results, located), placed
 
     def is_late_effect(self, i: int) -> bool:
-        return bool(self.step.equations[i].effects) and self.step.proof.places[i] is Known.AFTER
+        return bool(self.step.equations[i].effects) and self.step.proof.places[i] is Invariant.AFTER
 
     def parameter_homes(self) -> dict[Var, int]:
         """Arguments and pieces -> the first stage whose loop programs read them."""

@@ -79,7 +79,7 @@ class SavedPipeline:
                 MeshPart(dict(mesh.shape), places)
                 for mesh, places in zip(planned.meshes, planned.positions, strict=True)
             ),
-            tuple(json.loads(json.dumps(to_json(plan, None))) for plan in planned.plans),
+            tuple(map(content_of, planned.plans)),
         )
         if saved.order() != order:
             raise PlanError(
@@ -185,10 +185,25 @@ class SavedPipeline:
         meshes = tuple(part.on(mesh) for part in self.parts)
         given, plans = programs.given(program.donated), []
         for one, content in zip(programs.programs, self.plans, strict=True):
-            there = meshes[order.placement[one.stage]]
             made = program_of(one, programs.name, programs.carried, given)
-            plan = Plan.of(from_json(content, there, where).plan).bound_to(made)
-            check_plan(made, plan.annotations, dict(there.shape))
-            plans.append(lowered(made, replace(plan, name=made.name), jit_keywords))
+            plans.append(restored_plan(made, content, meshes[order.placement[one.stage]], jit_keywords, where))
         positions = tuple(part.devices for part in self.parts)
         return PlannedPipeline(programs, tuple(plans), order, meshes, program, self.layers, positions)
+
+
+def content_of(plan: Plan) -> Any:
+    """The plan of one program as JSON has it."""
+    return json.loads(json.dumps(to_json(plan, None)))
+
+
+def restored_plan(
+    program: Program, content: Any, mesh: Mesh | AbstractMesh, jit_keywords: Mapping[str, Any], where: str
+) -> Plan:
+    """What `content_of` made, bound to its program.
+
+    Raises:
+        PlanError: it was made for another program, or contradicts it.
+    """
+    plan = Plan.of(from_json(content, mesh, where).plan).bound_to(program)
+    check_plan(program, plan.annotations, dict(mesh.shape))
+    return lowered(program, replace(plan, name=program.name), jit_keywords)

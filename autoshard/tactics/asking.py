@@ -60,7 +60,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Said:
+class AxisRequest:
     """What one tactic says of one axis."""
 
     tactic: Tactic
@@ -69,10 +69,10 @@ class Said:
 
 
 @dataclass
-class Asked:
+class TacticRequests:
     """What all tactics together ask for."""
 
-    said: dict[str, list[Said]] = field(default_factory=dict)  # axis -> what tactics say of it
+    said: dict[str, list[AxisRequest]] = field(default_factory=dict)  # axis -> what tactics say of it
     layouts: dict[int, tuple[Layout, str]] = field(default_factory=dict)  # argument -> its layout, which function
     tactics: list[Tactic] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class Asked:
         said = self._in_order(axis)
         return next((one.tactic for one in reversed(said) if says(one.own)), said[0].tactic)
 
-    def _in_order(self, axis: str) -> list[Said]:
+    def _in_order(self, axis: str) -> list[AxisRequest]:
         return sorted(self.said[axis], key=lambda one: one.tactic.order)
 
 
@@ -100,7 +100,7 @@ def text_of_tactic(tactic: TacticLike) -> str:
     return repr(tactic) if isinstance(tactic, Tactic) else text_of_function(tactic)
 
 
-def ask(asked: Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
+def ask(asked: TacticRequests, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int]) -> None:
     """Adds what a tactic asks for.
 
     Raises:
@@ -123,11 +123,11 @@ def ask(asked: Asked, tactic: TacticLike, roles: Roles, mesh: Mapping[str, int])
                     f"{one.tactic} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
                     "Give one of them another axis, or drop it."
                 )
-        said.append(Said(tactic, basis, own))
+        said.append(AxisRequest(tactic, basis, own))
     asked.tactics.append(tactic)
 
 
-def _ask_function(asked: Asked, tactic: Callable[[Step], Any], roles: Roles, mesh: Mapping[str, int]) -> None:
+def _ask_function(asked: TacticRequests, tactic: Callable[[Step], Any], roles: Roles, mesh: Mapping[str, int]) -> None:
     """Adds what a function returns: tactics, or PartitionSpecs by path or glob."""
     found = tactic(Step.of(roles, mesh))
     if isinstance(found, Mapping):
@@ -149,7 +149,7 @@ def _ask_function(asked: Asked, tactic: Callable[[Step], Any], roles: Roles, mes
 
 
 def _ask_layouts(
-    asked: Asked, said_by: str, specs: Mapping[str, PartitionSpec], roles: Roles, mesh: Mapping[str, int]
+    asked: TacticRequests, said_by: str, specs: Mapping[str, PartitionSpec], roles: Roles, mesh: Mapping[str, int]
 ) -> None:
     """Adds layouts by path or glob, of which each fits some argument."""
     program = roles.formulation.program

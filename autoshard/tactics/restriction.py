@@ -26,9 +26,9 @@ from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
-from autoshard.tactics.asking import Asked, TacticLike, ask, text_of_tactic
+from autoshard.tactics.asking import TacticLike, TacticRequests, ask, text_of_tactic
 from autoshard.tactics.roles import Dim, Roles, State, Work
-from autoshard.tactics.rules import AxisRule, Moved, Storage
+from autoshard.tactics.rules import AxisRule, Payload, Storage
 from autoshard.tactics.schemes import Tactic
 
 _PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
@@ -46,7 +46,7 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         MeshError: a tactic names an axis that the mesh does not have.
     """
     roles = Roles(formulation)
-    asked = Asked()
+    asked = TacticRequests()
     for tactic in tactics:
         ask(asked, tactic, roles, mesh)
     found = _Restriction(roles, asked)
@@ -90,7 +90,7 @@ def _is_feasible(problem: Problem) -> bool:
 class _Restriction:
     """The choices that are left of a formulation."""
 
-    def __init__(self, roles: Roles, asked: Asked):
+    def __init__(self, roles: Roles, asked: TacticRequests):
         self.roles, self.asked, self.formulation = roles, asked, roles.formulation
         self.rules = {axis: asked.rule(axis) for axis in asked.said if axis in self.formulation.mesh}
         self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
@@ -241,7 +241,7 @@ class _Restriction:
     def _with_copies(self, argument: int) -> list[int]:
         options = self.formulation.arguments[argument]
         state = self.roles.state.get(argument)
-        moved = Moved.ACTIVATIONS if state in (None, State.CACHE) else Moved.PARAMETERS
+        moved = Payload.ACTIVATIONS if state in (None, State.CACHE) else Payload.PARAMETERS
         value = self.formulation.program.arguments[argument]
         if any(map(_goes_through, self.formulation.readers[value.id])):
             moved = _of_stacks(moved)
@@ -257,7 +257,7 @@ class _Restriction:
         formulation, program = self.formulation, self.formulation.program
         for i, value in enumerate(program.arguments):
             copies = tuple(option.copy for option in formulation.arguments[i])
-            moved = Moved.ACTIVATIONS if self.roles.state.get(i) in (None, State.CACHE) else Moved.PARAMETERS
+            moved = Payload.ACTIVATIONS if self.roles.state.get(i) in (None, State.CACHE) else Payload.PARAMETERS
             for reader in formulation.readers[value.id]:
                 yield from self._edge(i, copies, reader, moved)
         for group, work in zip(self.roles.groups, self.roles.work, strict=True):
@@ -276,12 +276,12 @@ class _Restriction:
                 for reader in readers:
                     yield from self._edge(shared.node, shared.layouts, reader, moved)
 
-    def _moved(self, value: int, work: Work) -> Moved:
+    def _moved(self, value: int, work: Work) -> Payload:
         if value in self.roles.of_state:
-            return Moved.PARAMETERS
-        return Moved.UPDATES if work in (Work.UPDATE, Work.GRADIENT, Work.SUM) else Moved.ACTIVATIONS
+            return Payload.PARAMETERS
+        return Payload.UPDATES if work in (Work.UPDATE, Work.GRADIENT, Work.SUM) else Payload.ACTIVATIONS
 
-    def _edge(self, i: int, left: tuple[Layout, ...], reader: Reader, moved: Moved) -> Iterator[Edge]:
+    def _edge(self, i: int, left: tuple[Layout, ...], reader: Reader, moved: Payload) -> Iterator[Edge]:
         if i == reader.node:
             return
         wanted, moved = reader.wants, _of_stacks(moved) if _goes_through(reader) else moved
@@ -303,8 +303,8 @@ def _goes_through(reader: Reader) -> bool:
     return reader.group is not None and reader.group.equations[0].primitive == "scan_slice"
 
 
-def _of_stacks(moved: Moved) -> Moved:
-    return Moved.STACKS if moved is Moved.PARAMETERS else moved
+def _of_stacks(moved: Payload) -> Payload:
+    return Payload.STACKS if moved is Payload.PARAMETERS else moved
 
 
 def _restricted_further(problem: Problem, allowed: Mapping[int, Iterable[int]]) -> Problem:

@@ -19,7 +19,7 @@ class Storage(enum.Enum):
     OPEN = "open"
 
 
-class Moved(enum.Enum):
+class Payload(enum.Enum):
     """What is communicated, by what it is for."""
 
     PARAMETERS = "parameters"  # and what is made of these alone
@@ -55,7 +55,7 @@ class AxisRule:
     state: Mapping[State, Storage] = field(default_factory=dict)
     batch: Dim | None = None  # the dims along which arrays of the batch are split; OTHER: they are whole; None: open
     splits: Mapping[Work, Split] = field(default_factory=dict)
-    reshardings: Mapping[Moved, frozenset[str]] = field(default_factory=dict)
+    reshardings: Mapping[Payload, frozenset[str]] = field(default_factory=dict)
     sums: Mapping[Work, frozenset[str]] = field(default_factory=dict)
     scatters: frozenset[Work] = frozenset()  # whose products are reduce_scattered wherever they can be
     apart_from: frozenset[str] = frozenset()  # axes with which it splits no dim of a weight product together

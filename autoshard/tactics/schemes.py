@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from autoshard.errors import ArgumentError
 from autoshard.tactics.roles import Dim, State, Work
-from autoshard.tactics.rules import ANYTHING, NOTHING, AxisRule, Moved, Split, Storage
+from autoshard.tactics.rules import ANYTHING, NOTHING, AxisRule, Payload, Split, Storage
 
 _NONE = frozenset[str]()
 _GATHERS, _EXCHANGES = frozenset({"all_gather"}), frozenset({"all_to_all"})
@@ -24,27 +24,27 @@ _DATA = AxisRule(
     state=dict.fromkeys(_STAYING, Storage.WHOLE),
     batch=Dim.BATCH,
     splits={**dict.fromkeys(Work, Split(Dim.BATCH)), Work.UPDATE: NOTHING},
-    reshardings=dict.fromkeys(Moved, _NONE),
+    reshardings=dict.fromkeys(Payload, _NONE),
     sums=dict.fromkeys(Work, _REDUCES),
 )
 _ZERO = {
     1: AxisRule(
         state=dict.fromkeys(_OPTIMIZER, Storage.SPLIT),
         splits={Work.UPDATE: ANYTHING},
-        reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
+        reshardings={Payload.PARAMETERS: _GATHERS, Payload.UPDATES: _GATHERS},
         sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
     ),
     2: AxisRule(
         state=dict.fromkeys(_OPTIMIZER, Storage.SPLIT),
         splits={Work.UPDATE: ANYTHING},
-        reshardings={Moved.PARAMETERS: _GATHERS, Moved.UPDATES: _GATHERS},
+        reshardings={Payload.PARAMETERS: _GATHERS, Payload.UPDATES: _GATHERS},
         sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
         scatters=frozenset({Work.GRADIENT}),
     ),
     3: AxisRule(
         state={**dict.fromkeys(_STAYING, Storage.SPLIT), State.PARAMETER: Storage.OPEN},
         splits={Work.UPDATE: ANYTHING},
-        reshardings={Moved.PARAMETERS: _GATHERS, Moved.STACKS: _NONE, Moved.UPDATES: _GATHERS},
+        reshardings={Payload.PARAMETERS: _GATHERS, Payload.STACKS: _NONE, Payload.UPDATES: _GATHERS},
         sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
         scatters=frozenset({Work.GRADIENT}),
     ),
@@ -60,13 +60,13 @@ _MEGATRON = AxisRule(
         **dict.fromkeys((Work.GRADIENT, Work.SUM), Split(Dim.FEATURE, is_required=False)),
         Work.UPDATE: ANYTHING,
     },
-    reshardings=dict.fromkeys(Moved, _NONE),
+    reshardings=dict.fromkeys(Payload, _NONE),
     sums=dict.fromkeys(Work, _REDUCES),
 )
 _SEQUENCE = AxisRule(
     batch=Dim.SEQUENCE | Dim.OTHER,
     splits={Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE), Work.SUM: Split(Dim.FEATURE | Dim.SEQUENCE)},
-    reshardings={Moved.ACTIVATIONS: _GATHERS},
+    reshardings={Payload.ACTIVATIONS: _GATHERS},
     sums={Work.PRODUCT: _SUMS},
     scatters=frozenset({Work.PRODUCT}),
 )
@@ -79,7 +79,7 @@ _ULYSSES = AxisRule(
         Work.ACTIVATION: Split(Dim.SEQUENCE | Dim.HEAD),
         Work.UPDATE: NOTHING,
     },
-    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _EXCHANGES, Moved.UPDATES: _GATHERS},
+    reshardings={**dict.fromkeys(Payload, _NONE), Payload.ACTIVATIONS: _EXCHANGES, Payload.UPDATES: _GATHERS},
     sums=dict.fromkeys(Work, _REDUCES),
 )
 _EXPERTS = AxisRule(
@@ -89,7 +89,7 @@ _EXPERTS = AxisRule(
         **dict.fromkeys((Work.ACTIVATION, Work.ATTENTION, Work.GRADIENT, Work.SUM), Split(Dim.BATCH | Dim.EXPERT)),
         Work.UPDATE: ANYTHING,
     },
-    reshardings={Moved.ACTIVATIONS: _EXCHANGES},
+    reshardings={Payload.ACTIVATIONS: _EXCHANGES},
 )
 _COLUMNS = AxisRule(
     state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
@@ -98,7 +98,7 @@ _COLUMNS = AxisRule(
         Work.ATTENTION: Split(Dim.HEAD),
         Work.UPDATE: ANYTHING,
     },
-    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _GATHERS},
+    reshardings={**dict.fromkeys(Payload, _NONE), Payload.ACTIVATIONS: _GATHERS},
     sums=dict.fromkeys(Work, _SUMS),
     scatters=frozenset({Work.PRODUCT, Work.EXPERT}),
 )
@@ -113,7 +113,7 @@ _CUBE = AxisRule(
         Work.SUM: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
         Work.UPDATE: ANYTHING,
     },
-    reshardings={**dict.fromkeys(Moved, _NONE), Moved.ACTIVATIONS: _GATHERS},
+    reshardings={**dict.fromkeys(Payload, _NONE), Payload.ACTIVATIONS: _GATHERS},
     sums=dict.fromkeys(Work, _SUMS),
     scatters=frozenset({Work.PRODUCT, Work.EXPERT}),
 )

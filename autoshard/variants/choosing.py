@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import operator
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from autoshard.errors import MemoryLimitError, MicrobatchError
+from autoshard.errors import ConflictError, MemoryLimitError, MicrobatchError
 from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.solver.runtime.cutoff import CutoffReached
@@ -44,14 +45,13 @@ class Wishes:
     memory: float  # bytes per device that a plan may be predicted to fill
     until: float  # when no more variants are planned, as `time.monotonic` has it
     moves: bool  # whether state may be moved to hosts: their links are known
-    stacks: bool  # whether what is computed of each matrix by itself may be computed of stacks of them
 
     @classmethod
     def of(cls, options: Options, memory: float) -> Wishes:
-        """Those of a user's options; tactics say how the step is split as it is written."""
+        """Those of a user's options."""
         mesh, recomputes = dict(options.mesh.shape), options.remat is not None
         moves = recomputes and options.topology.host_bandwidth is not None
-        return cls(mesh, options.microbatches, recomputes, memory, options.ends, moves, stacks=not options.tactics)
+        return cls(mesh, options.microbatches, recomputes, memory, options.ends, moves)
 
     def is_one(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""
@@ -59,7 +59,7 @@ class Wishes:
 
     def sizes(self, variants: StepVariants, variant: Variant) -> tuple[int, ...]:
         """The sizes of stacks to choose from."""
-        found = variants.batched(variant) if self.stacks else None
+        found = variants.batched(variant)
         return () if found is None else found.multiples(self.mesh)
 
 
@@ -278,4 +278,5 @@ class _Search(Generic[Planned]):
             if self.best is not None and time.monotonic() > self.wishes.until:
                 self.bounds.append(0.0)
                 break
-            self.plan(replace(variant, stacked=size))
+            with contextlib.suppress(ConflictError):  # tactics ask for what the stacks do not have
+                self.plan(replace(variant, stacked=size))

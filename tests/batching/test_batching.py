@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.batching import boundary
 from autoshard.batching.rewriting import BatchedFunctions
+from autoshard.tactics import DataParallel, ZeRO
 
 RNG = np.random.default_rng(0)
 
@@ -191,12 +192,11 @@ def test_stacks_are_as_large_as_mesh_axes_ask():
     assert found.multiples({"data": 1}) == ()
 
 
-def test_unrolled_muon_is_faster_than_fsdp_by_hand():
-    """Predicted on a TPU; layers whose number the devices do not divide. The bar is that of stacked layers."""
-    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+@pytest.fixture(scope="module")
+def unrolled_muon():
+    """A step of six unrolled layers with Muon, its arguments, and options; planned for a TPU that is not there."""
     optimizer = optax.contrib.muon(1e-3)
-    shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    params = {str(i): shape for i in range(6)}
+    params = {str(i): jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(6)}
 
     def step(state, x):
         params, moments = state
@@ -211,12 +211,32 @@ def test_unrolled_muon_is_faster_than_fsdp_by_hand():
         return optax.apply_updates(params, updates), moments
 
     arguments = (params, jax.eval_shape(optimizer.init, params)), jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
-    options = {"mesh": mesh, "topology": "v5e:2x4", "donate_argnums": 0}
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    return step, arguments, {"mesh": mesh, "topology": "v5e:2x4", "donate_argnums": 0}
+
+
+def test_unrolled_muon_is_faster_than_fsdp_by_hand(unrolled_muon):
+    """Layers whose number the devices do not divide. The bar is that of stacked layers."""
+    step, arguments, options = unrolled_muon
     plan = autoshard.plan(step, *arguments, **options)
     specs = jax.tree.map(lambda x: P(("data", "model")) if x.ndim == 2 else P(), arguments)
     by_hand = autoshard.evaluate(step, *arguments, in_shardings=specs, **options)
     assert plan.gap < 1e-6 and "in a stack of 8" in plan.warnings[0]
     assert plan.predicted.step_seconds < 0.6 * by_hand.predicted.step_seconds
+
+
+def test_tactics_hold_in_stacks(unrolled_muon, monkeypatch):
+    """State lies as the tactics want it, with and without stacks; what the stacks do is left open."""
+    step, arguments, options = unrolled_muon
+    tactics = {"tactics": [DataParallel("data", "model"), ZeRO(3)]}
+    stacked = autoshard.plan(step, *arguments, **options, **tactics)
+    monkeypatch.setattr(BatchedFunctions, "of", lambda closed: None)
+    written = autoshard.plan(step, *arguments, **options, **tactics)
+    assert any("in a stack of 8" in one for one in stacked.warnings) and stacked.gap < 1e-6
+    assert stacked.predicted.step_seconds < 0.8 * written.predicted.step_seconds
+    weights = [one.spec for one in stacked.arguments if one.name.startswith("state/0")]
+    assert weights == [P(("data", "model"))] * 6
+    assert weights == [one.spec for one in written.arguments if one.name.startswith("state/0")]
 
 
 def test_runs_and_is_given_again(tmp_path):

@@ -162,6 +162,21 @@ def test_what_is_joined_along_a_split_dim_goes_aside():
     assert found.collectives_agree and {kind for kind, _ in found.actual} == {"all_to_all"}, str(found)
 
 
+def test_what_is_merged_behind_another_dim_is_computed_whole_and_sliced():
+    """Rows of the batch behind those of the length have no layout: the way back from them is a slice."""
+
+    def head(w, x):
+        flat = x.swapaxes(0, 1).reshape(-1, 16)  # length before batch
+        return jnp.sum(jnp.sin(jnp.cos(flat) @ w))
+
+    arguments = f32(16, 64), f32(32, 8, 16)
+    plan = autoshard.evaluate(
+        jax.grad(head, argnums=(0, 1)), *arguments, mesh=mesh_of(LINE), in_shardings=(P(), P("x"))
+    )
+    found = plan.verify()
+    assert found.collectives_agree and {kind for kind, _ in found.actual} == {"all_gather"}, str(found)
+
+
 # Slices and pads of a split dim: rows of 32, into so many.
 SHIFTS = {
     "second half": (lambda x: jax.lax.slice(x, (16, 0), (32, 3)), 8),

@@ -1,13 +1,16 @@
-"""What operations need while they run, beside what XLA's programs for CPU allocate."""
+"""What operations need while they run, and what is never stored, beside what XLA's programs for CPU allocate."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
 from programs import f32
 
 from autoshard import plan
 from autoshard.model import workspaces
+from autoshard.model.xla import fusion
 
 TOKENS, MATRICES, MADE = f32(512, 64), f32(16, 64, 64), f32(512, 64)
 SIZES = jax.ShapeDtypeStruct((16,), np.int32)
@@ -44,3 +47,28 @@ def test_a_workspace_that_is_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(workspaces, "WORKSPACES", {**workspaces.WORKSPACES, "cpu": rows})
     with pytest.raises(AssertionError):
         assert_peak_as_compiled("product")
+
+
+MOVES = {
+    "reversed": lambda x: jnp.cos(jax.lax.rev(jnp.sin(x), (1,))),
+    "padded": lambda x: jnp.cos(jnp.pad(jnp.sin(x), ((0, 0), (1, 1), (0, 0)))),
+    "joined": lambda x: jnp.cos(jax.lax.concatenate([jnp.sin(x), x], 1)),
+    "taken apart": lambda x: sum(jnp.split(jnp.sin(x), 2, 1)),
+    "picked": lambda x: jnp.sin(x)[:, np.array([3, 1, 2])],
+}
+
+
+def assert_nothing_is_stored_between(name):
+    found = plan(MOVES[name], f32(512, 16, 64), mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.01), name
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_moves_is_one_loop_with_its_only_reader(name):
+    assert_nothing_is_stored_between(name)
+
+
+def test_a_value_that_is_stored_between_is_caught(monkeypatch):
+    monkeypatch.setattr(fusion, "_is_repeated", lambda *_: False)
+    with pytest.raises(AssertionError):
+        assert_nothing_is_stored_between("padded")

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import ArgumentError, MemoryLimitError, MeshError, Plan, PlanError, StageError, autoshard, plan
 from autoshard.one_jit import lockstep
 from autoshard.one_jit.plan import StagesOnMesh
+from autoshard.stages.planning import StagePlanner
 
 LAYERS, WIDTH, ROWS, WORDS = 4, 8, 12, 16
 PIPELINE = {"stages": 2, "microbatches": 3, "backend": "one_jit"}
@@ -92,7 +93,7 @@ def test_a_saved_plan_runs_without_planning(sharded, tmp_path, monkeypatch):
     assert loaded.dumps() == made.dumps() and str(loaded.remark) == str(made.remark)
     assert not made.diff(loaded)
     made.assert_same(tmp_path / "plan.json")
-    monkeypatch.setattr(StagesOnMesh, "plan", None)
+    monkeypatch.setattr(StagePlanner, "plans", None)
     given = autoshard(step, mesh=mesh, plan=loaded, donate_argnums=0)
     assert_equal(trained(given, 1)[0], trained(jax.jit(step), 1)[0])
     with pytest.raises(PlanError, match="made for another program"):

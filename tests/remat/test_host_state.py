@@ -9,7 +9,7 @@ from equality import assert_equal
 from jax.extend import core
 
 from autoshard.jaxprs import on_host
-from autoshard.remat.host_state import HostState, _Update
+from autoshard.remat.host_state import HostState, UpdateLoop
 
 
 def numbers(seed, *shape):
@@ -102,24 +102,25 @@ def test_numbers_are_those_of_the_step(name):
     check_numbers(name)
 
 
-def test_state_that_is_not_sent_back_is_caught(monkeypatch):
-    right = _Update.fetch
+def test_a_wrong_part_is_caught(monkeypatch):
+    right = UpdateLoop.run
 
-    def fetched_twice(self, var, eqn):
-        right(self, var, eqn)
-        self.env[var] = self.env[var] + 1
+    def of_another_layer(self, env):
+        found = right(self, env)
+        return {**found, self.results[0]: jnp.flip(found[self.results[0]], axis=0)}
 
-    monkeypatch.setattr(_Update, "fetch", fetched_twice)
-    with pytest.raises(AssertionError):
+    monkeypatch.setattr(UpdateLoop, "run", of_another_layer)
+    with pytest.raises((AssertionError, ValueError)):
         check_numbers("masters")
 
 
-def test_the_update_runs_result_by_result():
-    """What one matrix needs is fetched after what the matrix before needed has been sent back."""
+def test_the_update_runs_layer_by_layer():
+    """All transfers are of one layer, and weights are written over."""
     found, _ = state_of("adamw with clipping")
-    order = [
-        "fetch" if eqn.primitive.name == "remat2" else "send"
-        for eqn in found.rewritten().jaxpr.eqns
-        if eqn.primitive.name in {"device_put", "remat2", "checkpoint"}
-    ]
-    assert order == ["fetch", "send"] * 4
+    jaxpr = found.rewritten().jaxpr
+    assert not any(eqn.primitive.name == "device_put" for eqn in jaxpr.eqns)
+    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"][-2:]
+    for loop, shape in zip(loops, [(16, 8), (8, 16)], strict=True):
+        body = loop.params["jaxpr"].jaxpr.eqns
+        assert [eqn.outvars[0].aval.shape for eqn in body if eqn.primitive.name == "device_put"] == [shape] * 4
+        assert str(loop.params["jaxpr"]).count("= dynamic_update_slice ") == 1

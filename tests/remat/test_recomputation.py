@@ -229,7 +229,7 @@ def test_numbers_are_those_of_the_step(name):
     "name",
     [
         "accumulated", "chunked", "custom_vjp", "dropout", "encoder and decoder", "recurrent", "returned",
-        "two losses, unrolled", "unrolled chain", "unrolled remat", "with skips",
+        "two losses, scanned", "with skips",
     ],
 )  # fmt: skip
 def test_numbers_are_those_of_the_step_where_values_are_moved_to_hosts(name):

@@ -77,6 +77,10 @@ class PlacedEquation:
         """How each tensor is split, factor by factor."""
         return tuple(factors_of_layout(one.dims, one.layout, self.rule.sizes, self.mesh) for one in self.tensors)
 
+    def has_layouts(self, split: Split) -> bool:
+        """Whether every operand and result has a layout in which it is split so."""
+        return all(layout_of_factors(one.dims, split, self.rule.sizes, self.mesh) is not None for one in self.tensors)
+
     def cost(self, split: Split) -> tuple[float, float]:
         """Bytes that are made and bytes that are moved on one device, if the equation is split so."""
         made = moved = 0.0

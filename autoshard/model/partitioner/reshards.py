@@ -52,7 +52,7 @@ def partitioned(
     """
     shapes = {value.id: value.shape for value in program.values}
     even = {id_: _in_order(shapes[id_], layout, mesh) for id_, layout in layouts.items()}
-    rewriting = _Rewriting(program, even, mesh, scatters)
+    rewriting = _ProgramBuilder(program, even, mesh, scatters)
     for equation, rule in zip(program.equations, rules, strict=True):
         rewriting.add(equation, rule)
     return rewriting.finished()
@@ -66,7 +66,7 @@ def _in_order(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> Layout:
 
 
 @dataclass
-class _Rewriting:
+class _ProgramBuilder:
     """The equations so far, and what has become of the values."""
 
     program: Program

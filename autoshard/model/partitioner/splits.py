@@ -7,7 +7,8 @@ The partitioner decides operation by operation (openxla/xla, xla/service/spmd):
 - What picks from an array or adds into one, at given places, is split as one of its arrays is: as makes the fewest
   bytes, then as moves the fewest.
 - What is joined along a dim that is to be split is split along another one, if it can be.
-- Everything else is computed in the layout of its results: operands go there first.
+- Everything else is computed in the layout of its results: operands go there first. Where an operand can have no such
+  layout, the result is computed whole and sliced.
 """
 
 from __future__ import annotations
@@ -41,11 +42,23 @@ def split_of(
     if contracts(equation) and len(placed.tensors) == 3:
         return product_split(placed)
     if not rule.reduction:
-        return _moved_aside(_first(made, rule), placed) if equation.primitive == "concatenate" else _first(made, rule)
+        split = _moved_aside(_first(made, rule), placed) if equation.primitive == "concatenate" else _first(made, rule)
+        return _with_layouts(split, placed)
     if len(read) == 1:
         return _first(read, rule)
     ways = [_first(order, rule) for order in itertools.permutations(placed.splits)]
     return min(ways, key=placed.cost)
+
+
+def _with_layouts(split: Split, placed: PlacedEquation) -> Split:
+    """As much of a split as leaves every tensor in a layout: what a reshape merges behind another dim stays whole."""
+    kept: Split = {}
+    left = dict(split)
+    while True:
+        fitting = next((factor for factor in left if placed.has_layouts({**kept, factor: left[factor]})), None)
+        if fitting is None:
+            return kept
+        kept = {**kept, fitting: left.pop(fitting)}
 
 
 def _moved_aside(split: Split, placed: PlacedEquation) -> Split:

@@ -139,9 +139,8 @@ class Prices:
             )
             wants = tuple(map(self.memo.one, zip(*(strategy.operand_layouts for strategy in strategies), strict=True)))
             leaves = tuple(map(self.memo.one, zip(*(strategy.output_layouts for strategy in strategies), strict=True)))
-            self._groups[key] = PricedStrategies(
-                strategies, self._seconds(group, strategies, wants, leaves), wants, leaves
-            )
+            seconds = self._seconds(group, strategies, wants, leaves)
+            self._groups[key] = PricedStrategies(strategies, seconds, wants, leaves)
         return self._groups[key]
 
     def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
@@ -252,9 +251,7 @@ class Prices:
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [
-            finish.elements * self.widths.summed(group.outputs[finish.output].value) for finish in strategy.finishes
-        ]
+        return [one.elements * self.widths.summed(group.outputs[one.output].value) for one in strategy.finishes]
 
     def halo_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of each halo that a device receives, one run."""

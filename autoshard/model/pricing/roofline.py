@@ -116,9 +116,9 @@ class GroupWork:
         """
         unit = self.arrays.backend.vector_unit
         counted = [equation for equation in group.equations if unit.counts(equation)]
-        if not counted or not group.made:
+        if not counted or not group.outputs:
             return 0.0
-        made = group.made[0].value
+        made = group.outputs[0].value
         elements = np.array([self.arrays.elements(made, layout) for layout in leaves[0]])
         bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in leaves[0]])
         padding = elements / np.maximum(1, bare)

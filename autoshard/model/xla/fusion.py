@@ -1,7 +1,8 @@
 """Fusion: which work XLA's compilers do again in each reader of a value instead of storing the value.
 
 Elementwise work goes into the loops that read it, on GPU also into reductions and gathers, on TPU into products, and
-slices are cut as they are read. Source: compiled programs. `tests/end_to_end/test_what_xla_does.py` compiles models for
+slices are cut as they are read. On CPU what moves data is one loop with its only reader (xla/service/cpu:
+`CpuInstructionFusion`). Source: compiled programs. `tests/end_to_end/test_what_xla_does.py` compiles models for
 CPU devices and compares heaps, `tests/mesh/test_targets.py` an associative scan for GPU, and
 `python benchmarks/prediction.py` nine models for CPU, TPU and GPU.
 """
@@ -150,12 +151,18 @@ def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], b
         return all(user.is_stack or user.fuses or user.equations[0].primitive in takers for user in users)
 
     def takes(user: Group) -> bool:
-        reads_views = group.is_view and is_matrix_product(user.equations[0])
+        reader = user.equations[0]
+        if reader.primitive in backend.fusion.taken_in:
+            return True
+        reads_views = group.is_view and is_matrix_product(reader)
         return user.is_stack or (user.fuses and not folded[user.index]) or reads_views
 
     if not all(map(takes, users)):
         return False
-    return len(set(map(id, users))) == 1 or not any(_is_dear(equation) for equation in group.equations)
+    if len(set(map(id, users))) == 1:
+        return True
+    moves = any(one.equations[0].primitive in backend.fusion.taken_in for one in (group, *users))
+    return not (moves or any(_is_dear(equation) for equation in group.equations))
 
 
 def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]], padded: Container[int]) -> bool:

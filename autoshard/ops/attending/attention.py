@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from autoshard.errors import ArgumentError
 from autoshard.operations.operation import Operation, operation
 from autoshard.ops.attending.implementations import add_implementations
-from autoshard.ops.attending.operands import Attended, Rows, Variant, gradients_like, saved_of
+from autoshard.ops.attending.operands import AttentionOperands, Rows, Variant, gradients_like, saved_of
 
 
 def attention(
@@ -161,18 +161,18 @@ def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation
     """
     operands, results, whole = variant.notation()
 
-    def has_all(call: Attended) -> bool:
+    def has_all(call: AttentionOperands) -> bool:
         return (call.query.shape[1], call.key.shape[1]) == lengths
 
     @operation(f"{operands} -> {results}", need_replication=whole, name="attention")
     def computed(query: Any, key: Any, value: Any, *others: Any) -> tuple[jax.Array, jax.Array]:
-        call = Attended.of(variant, query, key, value, *others)
+        call = AttentionOperands.of(variant, query, key, value, *others)
         return Rows.of(call.forward(whole=has_all(call)), query).results
 
     @computed.backward
     def backward(*arrays: Any) -> tuple[jax.Array, ...]:
         *inputs, output, statistics, cotangent, of_statistics = arrays
-        call = Attended.of(variant, *inputs)
+        call = AttentionOperands.of(variant, *inputs)
         saved = saved_of(output, statistics, cotangent, of_statistics, call.key.shape[2])
         return gradients_like(call.backward(saved, whole=has_all(call)), inputs)
 

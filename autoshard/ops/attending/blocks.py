@@ -164,7 +164,7 @@ class Gradients(NamedTuple):
     bias: jax.Array | None
 
 
-class Saved(NamedTuple):
+class SoftmaxResiduals(NamedTuple):
     """What the backward pass knows of rows: ``m`` and ``l`` of the softmax, what weights' gradients have too much."""
 
     m: jax.Array
@@ -174,7 +174,7 @@ class Saved(NamedTuple):
 
 
 def gradients_of_block(
-    query: jax.Array, key: jax.Array, value: jax.Array, saved: Saved, seeing: Visibility, scale: float
+    query: jax.Array, key: jax.Array, value: jax.Array, saved: SoftmaxResiduals, seeing: Visibility, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """What one block adds to the gradients of queries, keys, values and logits."""
     logits, seen = _logits(query, key, seeing, scale)
@@ -272,7 +272,7 @@ def swept_back(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    saved: Saved,
+    saved: SoftmaxResiduals,
     seeing: Visibility,
     scale: float,
     blocks: Blocks,
@@ -282,7 +282,7 @@ def swept_back(
     def turn(state: Gradients, pair: Any) -> tuple[Gradients, None]:
         row, column = pair[0] * blocks.rows, pair[1] * blocks.keys
         sees = seeing.rows(row, blocks.rows).keys(column, blocks.keys)
-        here = Saved(*(_cut(x, row, blocks.rows, dim) for x, dim in zip(saved, (3, 3, 3, 1), strict=True)))
+        here = SoftmaxResiduals(*(_cut(x, row, blocks.rows, dim) for x, dim in zip(saved, (3, 3, 3, 1), strict=True)))
         own = _cut(query, row, blocks.rows, 1)
         met = _cut(key, column, blocks.keys, 1), _cut(value, column, blocks.keys, 1)
         of_query, of_key, of_value, of_logits = gradients_of_block(own, *met, here, sees, scale)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.operations.split import CallSplit
-from autoshard.ops.attending.blocks import Gradients, Saved
-from autoshard.ops.attending.operands import Attended
+from autoshard.ops.attending.blocks import Gradients, SoftmaxResiduals
+from autoshard.ops.attending.operands import AttentionOperands
 
 ROLE = "heads"
 
@@ -44,7 +44,7 @@ class Exchange:
     heads: int  # queries' heads per key head before
 
     @classmethod
-    def of(cls, split: CallSplit, call: Attended) -> Exchange:
+    def of(cls, split: CallSplit, call: AttentionOperands) -> Exchange:
         _, _, groups, heads, _ = call.query.shape
         return cls(split.axes(ROLE), split.count(ROLE), split.index(ROLE), groups, heads)
 
@@ -112,7 +112,7 @@ class Exchange:
             return lax.psum_scatter(x, self.axes, scatter_dimension=2, tiled=True)
         return lax.psum(x, self.axes)
 
-    def call(self, call: Attended) -> Attended:
+    def call(self, call: AttentionOperands) -> AttentionOperands:
         """The call on all rows of the ring's stretch and some heads."""
         seeing = call.seeing
         first = seeing.query_positions[0] - self.index * seeing.query_positions.shape[0]
@@ -129,11 +129,11 @@ class Exchange:
         key, value = self.keys(call.key), self.keys(call.value)
         return replace(call, query=self.queries(call.query), key=key, value=value, seeing=moved)
 
-    def saved(self, saved: Saved) -> Saved:
+    def saved(self, saved: SoftmaxResiduals) -> SoftmaxResiduals:
         m, l, delta = map(self.statistics, (saved.m, saved.l, saved.delta))  # noqa: E741
-        return Saved(m, l, delta, self.queries(saved.cotangent))
+        return SoftmaxResiduals(m, l, delta, self.queries(saved.cotangent))
 
-    def gradients_back(self, found: Gradients, call: Attended) -> Gradients:
+    def gradients_back(self, found: Gradients, call: AttentionOperands) -> Gradients:
         """Gradients on all rows and some heads to those of this device's rows; sent in the operands' dtypes."""
         query, key, value = (one.astype(like.dtype) for one, like in zip(found[:3], call.arrays, strict=True))
         bias = self.of_logits_back(found.bias, call.seeing.bias)

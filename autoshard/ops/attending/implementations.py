@@ -13,9 +13,9 @@ from jax import lax
 from autoshard.operations.operation import Operation
 from autoshard.operations.split import CallSplit
 from autoshard.ops.attending import heads, rings
-from autoshard.ops.attending.blocks import Gradients, Saved, Softmax
+from autoshard.ops.attending.blocks import Gradients, Softmax, SoftmaxResiduals
 from autoshard.ops.attending.heads import Exchange
-from autoshard.ops.attending.operands import Attended, Rows, Variant, gradients_like, saved_of
+from autoshard.ops.attending.operands import AttentionOperands, Rows, Variant, gradients_like, saved_of
 
 PARTS = "parts"
 
@@ -23,8 +23,8 @@ PARTS = "parts"
 class _Kind(NamedTuple):
     """One way to go over the keys of a ring's stretch."""
 
-    forward: Callable[[CallSplit, Attended], Rows]
-    backward: Callable[[CallSplit, Attended, Saved], Gradients]
+    forward: Callable[[CallSplit, AttentionOperands], Rows]
+    backward: Callable[[CallSplit, AttentionOperands, SoftmaxResiduals], Gradients]
 
 
 def _of_ring() -> _Kind:
@@ -32,13 +32,13 @@ def _of_ring() -> _Kind:
 
 
 def _of_zigzag() -> _Kind:
-    def forward(split: CallSplit, call: Attended) -> Rows:
+    def forward(split: CallSplit, call: AttentionOperands) -> Rows:
         found = Rows.of(rings.zigzag(split, rings.in_zigzag(split, call)), call.query)
         return Rows(*(rings.from_zigzag(split, x, dim) for x, dim in zip(found, (1, 3, 3), strict=True)))
 
-    def backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients:
+    def backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxResiduals) -> Gradients:
         in_order, dims = rings.in_zigzag(split, call), (3, 3, 3, 1)
-        moved = Saved(*(rings.to_zigzag(split, x, dim) for x, dim in zip(saved, dims, strict=True)))
+        moved = SoftmaxResiduals(*(rings.to_zigzag(split, x, dim) for x, dim in zip(saved, dims, strict=True)))
         found = rings.zigzag_backward(split, in_order, moved)
         pairs = zip(found[:3], call.arrays, strict=True)
         query, key, value = (rings.from_zigzag(split, one.astype(like.dtype), 1) for one, like in pairs)
@@ -72,7 +72,7 @@ def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ..
         return all(split.count(role) > 1 for role in roles) and shared and _is_stretch(split) and fits(split)
 
     def local(split: CallSplit, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-        call = Attended.of(variant, *arrays)
+        call = AttentionOperands.of(variant, *arrays)
         if heads.ROLE not in roles:
             return kind.forward(split, call).results
         exchange = Exchange.of(split, call)
@@ -85,7 +85,7 @@ def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ..
     @made.backward
     def backward(split: CallSplit, *arrays: Any) -> tuple[jax.Array, ...]:
         *inputs, output, statistics, cotangent, of_statistics = arrays
-        call = Attended.of(variant, *inputs)
+        call = AttentionOperands.of(variant, *inputs)
         saved = saved_of(output, statistics, cotangent, of_statistics, call.key.shape[2])
         if heads.ROLE in roles:
             exchange = Exchange.of(split, call)
@@ -96,7 +96,7 @@ def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ..
         return _finished(split, found, call, inputs)
 
 
-def _finished(split: CallSplit, found: Gradients, call: Attended, inputs: Any) -> tuple[jax.Array, ...]:
+def _finished(split: CallSplit, found: Gradients, call: AttentionOperands, inputs: Any) -> tuple[jax.Array, ...]:
     """Gradients as the operation returns them. A bias that all rows share has the sum of all devices."""
     bias, axes = call.seeing.bias, split.axes(rings.ROLE)
     if bias is not None and bias.shape[2] == 1 and axes:
@@ -107,8 +107,8 @@ def _finished(split: CallSplit, found: Gradients, call: Attended, inputs: Any) -
 def _add_split_keys(operation: Operation, variant: Variant) -> None:
     """Keys in parts and all queries on each device, as one token reads a long cache (Dao, "Flash-Decoding", 2023)."""
 
-    def part(split: CallSplit, arrays: Any) -> Attended:
-        call = Attended.of(variant, *arrays)
+    def part(split: CallSplit, arrays: Any) -> AttentionOperands:
+        call = AttentionOperands.of(variant, *arrays)
         first = split.index(PARTS) * call.key.shape[1]
         return replace(call, seeing=replace(call.seeing, first_column=first))
 

@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.ops.attending.blocks import Blocks, Gradients, Saved, Softmax, Visibility, swept, swept_back, wide
+from autoshard.ops.attending.blocks import (
+    Blocks,
+    Gradients,
+    Softmax,
+    SoftmaxResiduals,
+    Visibility,
+    swept,
+    swept_back,
+    wide,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionOperands:
     """The operands of one call on one device."""
 
     query: jax.Array  # [b, t, g, r, d]
@@ -62,7 +71,7 @@ class Attended:
     variant: Variant
 
     @classmethod
-    def of(cls, variant: Variant, query: Any, key: Any, value: Any, *others: Any) -> Attended:
+    def of(cls, variant: Variant, query: Any, key: Any, value: Any, *others: Any) -> AttentionOperands:
         rest = list(others)
         bias = rest.pop(0) if variant.bias else None
         mask = rest.pop(0) if variant.mask else None
@@ -105,7 +114,7 @@ class Attended:
         empty = Softmax.empty(self.query, self.value)
         return swept(empty, *self.arrays, self.seeing, self.variant.scale, self.blocks(whole=whole))
 
-    def backward(self, saved: Saved, *, whole: bool) -> Gradients:
+    def backward(self, saved: SoftmaxResiduals, *, whole: bool) -> Gradients:
         return swept_back(
             self.no_gradients, *self.arrays, saved, self.seeing, self.variant.scale, self.blocks(whole=whole)
         )
@@ -120,12 +129,12 @@ class Attended:
         bias = self.seeing.bias
         return Gradients(query, key, value, None if bias is None else jnp.zeros(bias.shape, wide(self.query)))
 
-    def rows(self, start: int, size: int) -> Attended:
+    def rows(self, start: int, size: int) -> AttentionOperands:
         """Some of its queries."""
         query = lax.slice_in_dim(self.query, start, start + size, axis=1)
         return replace(self, query=query, seeing=self.seeing.rows(start, size))
 
-    def keys(self, start: int, size: int) -> Attended:
+    def keys(self, start: int, size: int) -> AttentionOperands:
         """Some of its keys."""
         key, value = (lax.slice_in_dim(x, start, start + size, axis=1) for x in (self.key, self.value))
         return replace(self, key=key, value=value, seeing=self.seeing.keys(start, size))
@@ -155,7 +164,7 @@ class Rows(NamedTuple):
         return self.output.reshape(b, t, g * r, v), jnp.stack([self.m, self.l]).reshape(2, b, g * r, t)
 
 
-def saved_of(output: Any, statistics: Any, cotangent: Any, of_statistics: Any, groups: int) -> Saved:
+def saved_of(output: Any, statistics: Any, cotangent: Any, of_statistics: Any, groups: int) -> SoftmaxResiduals:
     """What the backward pass knows of rows.
 
     Statistics have a cotangent in second derivatives. That of `l` reaches a logit as ``l`` times its weight; `m` is a
@@ -165,7 +174,7 @@ def saved_of(output: Any, statistics: Any, cotangent: Any, of_statistics: Any, g
     m, l = statistics.reshape(two, b, groups, n // groups, t)  # noqa: E741
     wide_rows = (by_groups(x, groups).astype(wide(output)) for x in (output, cotangent))
     delta = jnp.einsum("btgrv,btgrv->bgrt", *wide_rows) - l * of_statistics[1].reshape(l.shape)
-    return Saved(m, l, delta, by_groups(cotangent, groups))
+    return SoftmaxResiduals(m, l, delta, by_groups(cotangent, groups))
 
 
 def gradients_like(found: Gradients, operands: Sequence[Any]) -> tuple[jax.Array, ...]:

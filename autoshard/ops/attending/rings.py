@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.operations.split import CallSplit
-from autoshard.ops.attending.blocks import Blocks, Gradients, Saved, Softmax, swept, swept_back
-from autoshard.ops.attending.operands import Attended
+from autoshard.ops.attending.blocks import Blocks, Gradients, Softmax, SoftmaxResiduals, swept, swept_back
+from autoshard.ops.attending.operands import AttentionOperands
 
 ROLE = "ring"
 
@@ -48,7 +48,7 @@ def _turned(turn: Callable[[Any, Any], tuple[Any, None]], start: Any, steps: ran
     return lax.scan(turn, start, jnp.arange(steps.start, steps.stop))[0]
 
 
-def _hops(split: CallSplit, call: Attended) -> int:
+def _hops(split: CallSplit, call: AttentionOperands) -> int:
     """How often keys go on: all round, unless a causal window ends before."""
     count, variant = split.count(ROLE), call.variant
     is_square = call.query.shape[1] == call.key.shape[1]  # stretches of queries and of keys are then at the same places
@@ -57,7 +57,7 @@ def _hops(split: CallSplit, call: Attended) -> int:
     return count - 1
 
 
-def _at(call: Attended, moved: Any, step: Any, split: CallSplit) -> Attended:
+def _at(call: AttentionOperands, moved: Any, step: Any, split: CallSplit) -> AttentionOperands:
     """The call with the keys that have arrived after so many steps."""
     key, value, segments = moved
     count, own, size = split.count(ROLE), split.index(ROLE), call.key.shape[1]
@@ -67,7 +67,7 @@ def _at(call: Attended, moved: Any, step: Any, split: CallSplit) -> Attended:
     return replace(call, key=key, value=value, seeing=seeing)
 
 
-def ring(split: CallSplit, call: Attended) -> Softmax:
+def ring(split: CallSplit, call: AttentionOperands) -> Softmax:
     """The softmax of a device's queries over all keys."""
     hops, blocks = _hops(split, call), Blocks.of(call.query, call.key)
 
@@ -84,7 +84,7 @@ def ring(split: CallSplit, call: Attended) -> Softmax:
     return met(state, moved, hops)
 
 
-def ring_backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients:
+def ring_backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxResiduals) -> Gradients:
     """The gradients of a device's queries, keys and values; those of keys travel with the keys."""
     hops, blocks, none = _hops(split, call), Blocks.of(call.query, call.key), call.no_gradients
 
@@ -138,7 +138,7 @@ def from_zigzag(split: CallSplit, x: jax.Array, dim: int) -> jax.Array:
     return jnp.concatenate(back, dim)
 
 
-def in_zigzag(split: CallSplit, call: Attended) -> Attended:
+def in_zigzag(split: CallSplit, call: AttentionOperands) -> AttentionOperands:
     """The call on the halves of this device. Positions are those of the halves; only segments hide anything else."""
     size = call.query.shape[1] // 2
     own, count = split.index(ROLE), split.count(ROLE)
@@ -157,18 +157,18 @@ def in_zigzag(split: CallSplit, call: Attended) -> Attended:
     return replace(call, query=query, key=key, value=value, seeing=seeing)
 
 
-def _all_seen(call: Attended) -> Attended:
+def _all_seen(call: AttentionOperands) -> AttentionOperands:
     """A call of whole halves: no place decides any more."""
     variant = replace(call.variant, is_causal=False)
     return replace(call, variant=variant, seeing=replace(call.seeing, is_causal=False))
 
 
-def _halves(call: Attended) -> list[Attended]:
+def _halves(call: AttentionOperands) -> list[AttentionOperands]:
     size = call.query.shape[1] // 2
     return [call.rows(0, size), call.rows(size, size)]
 
 
-def _keys(call: Attended, moved: Any) -> list[Attended]:
+def _keys(call: AttentionOperands, moved: Any) -> list[AttentionOperands]:
     """The call with the low keys, and with the high keys, of those that have arrived."""
     key, value, segments = moved
     size = key.shape[1] // 2
@@ -180,16 +180,18 @@ def _picked(flag: Any, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), one, other)
 
 
-def _rows_of(saved: Saved, size: int) -> list[Saved]:
+def _rows_of(saved: SoftmaxResiduals, size: int) -> list[SoftmaxResiduals]:
     """What is known of the low and of the high rows."""
     dims = (3, 3, 3, 1)
     return [
-        Saved(*(lax.slice_in_dim(x, start, start + size, axis=dim) for x, dim in zip(saved, dims, strict=True)))
+        SoftmaxResiduals(
+            *(lax.slice_in_dim(x, start, start + size, axis=dim) for x, dim in zip(saved, dims, strict=True))
+        )
         for start in (0, size)
     ]
 
 
-def _second(call: Attended, keys: list[Attended], is_earlier: Any) -> Attended:
+def _second(call: AttentionOperands, keys: list[AttentionOperands], is_earlier: Any) -> AttentionOperands:
     """The pair that is picked: low queries and low keys, or high queries and high keys."""
     low, high = _halves(keys[0])[0], _halves(keys[1])[1]
     arrays = _picked(is_earlier, low.arrays, high.arrays)
@@ -202,13 +204,13 @@ def _second(call: Attended, keys: list[Attended], is_earlier: Any) -> Attended:
     return replace(call, query=arrays[0], key=arrays[1], value=arrays[2], seeing=seeing)
 
 
-def zigzag(split: CallSplit, call: Attended) -> Softmax:
+def zigzag(split: CallSplit, call: AttentionOperands) -> Softmax:
     """The softmax of a device's two halves of the queries, low and high, of a call in zigzag order."""
     count, own, scale = split.count(ROLE), split.index(ROLE), call.variant.scale
     seen = _all_seen(call)
     moved = call.key, call.value, call.seeing.key_segments
 
-    def over(state: Softmax, one: Attended) -> Softmax:
+    def over(state: Softmax, one: AttentionOperands) -> Softmax:
         return swept(state, *one.arrays, one.seeing, scale, one.blocks(whole=True))
 
     low_keys, high_keys = _keys(call, moved)
@@ -230,7 +232,7 @@ def zigzag(split: CallSplit, call: Attended) -> Softmax:
     return Softmax(*(jnp.concatenate(both, dim) for *both, dim in zip(low, high, dims, strict=True)))
 
 
-def zigzag_backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients:
+def zigzag_backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxResiduals) -> Gradients:
     """The gradients of a device's halves, of a call in zigzag order."""
     count, own, scale = split.count(ROLE), split.index(ROLE), call.variant.scale
     seen, none = _all_seen(call), call.no_gradients
@@ -238,7 +240,7 @@ def zigzag_backward(split: CallSplit, call: Attended, saved: Saved) -> Gradients
     low_rows, high_rows = _rows_of(saved, size)
     moved = call.key, call.value, call.seeing.key_segments
 
-    def of(one: Attended, rows: Saved) -> Gradients:
+    def of(one: AttentionOperands, rows: SoftmaxResiduals) -> Gradients:
         return swept_back(one.no_gradients, *one.arrays, rows, one.seeing, scale, one.blocks(whole=True))
 
     def both(low: Any, high: Any) -> jax.Array:

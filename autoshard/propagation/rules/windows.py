@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.program import Equation
 from autoshard.propagation.halos import Reach, Rows, hops, window_rows
-from autoshard.propagation.moves import Place, Read, Step, reads
+from autoshard.propagation.moves import Place, SourceRead, Step, reads
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
@@ -257,13 +257,13 @@ def rows_at(place: Place, dim: int, factor: str) -> Rows[str]:
     return Rows(dim, factor, -place.offset, place.offset, place.first, place.last, place.wraps)
 
 
-def _rows_of(read: Read, dim: int, factor: str) -> Rows[str]:
+def _rows_of(read: SourceRead, dim: int, factor: str) -> Rows[str]:
     place = read.places[dim]
     assert place is not None, "all dims were taken for split"
     return rows_at(place, dim, factor)
 
 
-def _is_small(dim: int, found: list[Read], sources: Sequence[Shape], size: int) -> bool:
+def _is_small(dim: int, found: list[SourceRead], sources: Sequence[Shape], size: int) -> bool:
     """Whether little moves along a dim, if it is split in as few pieces as can be."""
     pieces = next((n for n in (2, 3, 5, 7) if size % n == 0), None)
     if pieces is None:

@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Leaving:
+class RowGather:
     """An equation that takes rows out."""
 
     body: Body
@@ -65,7 +65,7 @@ class Regions:
     lookups: dict[Var, Var] = field(default_factory=dict)  # value of rows -> the array of which it has their groups'
     constants: dict[Var, Any] = field(default_factory=dict)  # predicate of a selection -> what it is in all rows
     spread: dict[Var, int] = field(default_factory=dict)  # what all rows have alike, broadcast -> its dim of rows
-    leaving: list[Leaving] = field(default_factory=list)
+    leaving: list[RowGather] = field(default_factory=list)
 
     @classmethod
     def of(cls, tree: Tree, sorting: Sorting) -> Regions:
@@ -102,7 +102,7 @@ class Regions:
             return
         if name == "gather" and dims[0] == 0 and dims[1] is None:
             if takes_rows(eqn) and self._is(eqn.invars[1], Index.INVERSE):
-                self.leaving.append(Leaving(body, eqn, Exit.IN_SLOTS, self.tree.origin(eqn.invars[0]), None, level))
+                self.leaving.append(RowGather(body, eqn, Exit.IN_SLOTS, self.tree.origin(eqn.invars[0]), None, level))
         elif name in ("scatter-add", "scatter") and dims[2] == 0 and dims[:2] == [None, None]:
             self._scatter(body, eqn, level)
         elif name == RAGGED:
@@ -154,11 +154,11 @@ class Regions:
         if table is None:
             is_sum = eqn.primitive.name == "scatter-add" and found[0] is Index.KEYS
             if is_sum and aval_of(eqn.outvars[0]).shape[0] == self.sorting.groups:
-                self.leaving.append(Leaving(body, eqn, Exit.ADDED_TO_GROUPS, rows, None, level))
+                self.leaving.append(RowGather(body, eqn, Exit.ADDED_TO_GROUPS, rows, None, level))
         elif eqn.primitive.name == "scatter-add":
-            self.leaving.append(Leaving(body, eqn, Exit.ADDED, rows, table, level))
+            self.leaving.append(RowGather(body, eqn, Exit.ADDED, rows, table, level))
         elif np.array_equal(table, np.arange(self._rows)) and aval_of(eqn.outvars[0]).shape[0] == self._rows:
-            self.leaving.append(Leaving(body, eqn, Exit.IN_SLOTS, rows, None, level))
+            self.leaving.append(RowGather(body, eqn, Exit.IN_SLOTS, rows, None, level))
 
     def _ragged(self, body: Body, eqn: JaxprEqn, dims: list[int | None], level: int) -> None:
         numbers: Any = eqn.params["ragged_dot_dimension_numbers"]
@@ -170,7 +170,7 @@ class Regions:
             return
         if dims[0] in contracted:
             if dims[1] is not None:
-                self.leaving.append(Leaving(body, eqn, Exit.PER_GROUP, None, None, level))
+                self.leaving.append(RowGather(body, eqn, Exit.PER_GROUP, None, None, level))
         elif dims[1] is None and of_groups == (0,):
             self._inside(eqn, dims)
 

@@ -22,7 +22,7 @@ from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
 from autoshard.ops.ragged_dot import ragged_operation
 from autoshard.recognition.bodies import Tree, is_read
 from autoshard.recognition.editing import Editor, NotAvailable
-from autoshard.recognition.experts.regions import RAGGED, Exit, Leaving, Regions
+from autoshard.recognition.experts.regions import RAGGED, Exit, Regions, RowGather
 from autoshard.recognition.experts.sortings import Sorting, sortings
 
 MOST_PER_ROW = 64  # elements of matrices per element of rows: where rows are fewer, as in decoding, matrices stay
@@ -162,7 +162,7 @@ class _Call:
 
     regions: Regions
     slots: Slots
-    leaving: tuple[Leaving, ...]
+    leaving: tuple[RowGather, ...]
 
     def function(self) -> tuple[RowFunction, list[Var]]:
         """The function of rows, and the arrays outside that it reads."""
@@ -226,7 +226,7 @@ def _calls(regions: Regions) -> Iterator[_Call]:
     tables = [table for table in (*into, *out) if table is not None]
     slots = Slots.of(regions.sorting.rows, tables)
 
-    def place(one: Leaving) -> tuple[int, int]:
+    def place(one: RowGather) -> tuple[int, int]:
         return id(one.body), one.level
 
     for _, several in itertools.groupby(sorted(regions.leaving, key=place), key=place):

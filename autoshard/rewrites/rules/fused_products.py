@@ -11,7 +11,7 @@ from autoshard.jaxprs import aval_of
 from autoshard.rewrites.graph import Graph
 from autoshard.rewrites.product import Atom, Label, Operand, Product, ordered
 from autoshard.rewrites.rewrite import Match, register
-from autoshard.rewrites.rules.joining import JOINED, Joining
+from autoshard.rewrites.rules.joining import JOINED, Concatenation
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def fused_products(graph: Graph) -> Iterator[Match]:
             alike[_canonical_shape(factor)].append(factor)
         subsets = [factors, *alike.values()] if len(alike) > 1 else [factors]
         for several in subsets:
-            joining = Joining.of([_canonical_shape(one) for one in several], graph.devices)
+            joining = Concatenation.of([_canonical_shape(one) for one in several], graph.devices)
             if len(several) > 1 and joining is not None:
                 yield _fused(key[0], several, joining)
 
@@ -64,7 +64,7 @@ def _canonical_shape(factor: _Factor) -> tuple[int, ...]:
     return tuple(factor.own.sizes[label] for label in _canonical(factor))
 
 
-def _fused(shared: Atom, factors: Sequence[_Factor], joining: Joining) -> Match:
+def _fused(shared: Atom, factors: Sequence[_Factor], joining: Concatenation) -> Match:
     first = factors[0]
     side = 0 if first.product.left.atom is not first.own.atom else 1
     if first.product.left.atom is first.product.right.atom:

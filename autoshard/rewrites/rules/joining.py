@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
-class Joining:
+class Concatenation:
     """How arrays that differ in at most one dim become one.
 
     Arrays of one shape are stacked in a new first dim. Others are joined in the dim in which they differ, taken apart
@@ -25,11 +25,11 @@ class Joining:
     sizes: tuple[int, ...]  # of that dim, per array
 
     @classmethod
-    def of(cls, shapes: Sequence[tuple[int, ...]], devices: int) -> Joining | None:
+    def of(cls, shapes: Sequence[tuple[int, ...]], devices: int) -> Concatenation | None:
         """That of arrays of these shapes on so many devices; None if they differ in several dims.
 
-        >>> Joining.of([(8, 12), (8, 4)], devices=2)
-        Joining(dim=1, groups=2, sizes=(12, 4))
+        >>> Concatenation.of([(8, 12), (8, 4)], devices=2)
+        Concatenation(dim=1, groups=2, sizes=(12, 4))
         """
         if len({len(shape) for shape in shapes}) != 1:
             return None
@@ -57,7 +57,7 @@ class Joining:
     def labels(self, labels: Sequence[Any]) -> list[Any]:
         """The labels of the joined array's dims, from those of each array's: `JOINED` is the new one.
 
-        >>> Joining.of([(8, 12), (8, 4)], devices=2).labels("ab")
+        >>> Concatenation.of([(8, 12), (8, 4)], devices=2).labels("ab")
         ['a', 'b', 'joined']
         """
         at = 0 if self.dim is None else self.dim + 1

@@ -14,7 +14,7 @@ from autoshard.jaxprs import JaxprEqn
 from autoshard.rewrites.graph import Graph
 from autoshard.rewrites.product import Atom, Label, Product, ordered
 from autoshard.rewrites.rewrite import Match, register
-from autoshard.rewrites.rules.joining import Joining
+from autoshard.rewrites.rules.joining import Concatenation
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _as_one(graph: Graph, eqn: JaxprEqn, atoms: Sequence[Atom], several: Sequenc
         [tuple(one.product.sizes[label] for label in order) for one, order in zip(several, orders[side], strict=True)]
         for side in range(2)
     ]
-    joining = Joining.of(shapes[0], graph.devices)
-    if joining is None or joining != Joining.of(shapes[1], graph.devices):
+    joining = Concatenation.of(shapes[0], graph.devices)
+    if joining is None or joining != Concatenation.of(shapes[1], graph.devices):
         return None
     labels = [joining.labels(orders[side][0]) for side in range(2)]
     operands = [one.product.operands[side] for side in range(2) for one in several]

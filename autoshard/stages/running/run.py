@@ -33,7 +33,7 @@ _COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 
 
-class Stopped(Exception):
+class PeerFailure(Exception):
     """Another thread failed."""
 
 
@@ -46,6 +46,7 @@ class Run:
         self.changed = threading.Condition()
         self.store: dict[Any, Any] = {}  # what threads hand to each other, and values of microbatches
         self.left: dict[tuple[Key, int, int], int] = {}  # value, microbatch, device -> how often it is still read
+        self.away: dict[tuple[Key, int, int], Any] = {}  # value, microbatch, device -> how it lay before it was evicted
         self.failure: tuple[str, BaseException] | None = None
 
     def results(self) -> list[Any]:
@@ -107,7 +108,7 @@ class Run:
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None or key in self.store)
             if self.failure is not None:
-                raise Stopped
+                raise PeerFailure
             return self.store[key]
 
     # One device.
@@ -116,7 +117,7 @@ class Run:
         at = [f"stage {device}"]
         try:
             self.device(device, at)
-        except Stopped:
+        except PeerFailure:
             return
         except BaseException as error:  # whatever a program or a transfer raises
             self.fail(at[0], error)
@@ -135,7 +136,7 @@ class Run:
         for task in schedule.orders[device]:
             at[0] = f"stage {runtime.stage_of(task.virtual_stage)} in {words(task)}"
             if self.failure is not None:
-                raise Stopped
+                raise PeerFailure
             self.task(task, device, state)
         self.hand_sums(state)
         stages = sorted({runtime.stage_of(v) for v in runtime.virtual_stages_of(device)})
@@ -167,6 +168,8 @@ class Run:
     def task(self, task: Task, device: int, state: State) -> None:
         """Runs a task, if its stage has a program for it."""
         v, m = task.virtual_stage, task.microbatch
+        for forward in self.runtime.returns.get(task, ()):
+            self.bring_back(forward, device)
         program = self.programs.loop.get((task.kind, self.runtime.stage_of(v)))
         if program is None:
             return
@@ -191,6 +194,26 @@ class Run:
         for key in program.inputs:
             if key.kind == "value":
                 self.let_go(key, m, device, v // self.programs.stages)
+        if (keeper := self.runtime.keepers.get(task)) is not None:
+            self.evict(task, device, keeper)
+
+    def kept(self, forward: Task, device: int) -> list[tuple[Key, int, int]]:
+        """What a forward task has left on its device for its backward task."""
+        keys = self.programs.kept[self.runtime.stage_of(forward.virtual_stage)]
+        places = ((key, forward.microbatch, device) for key in keys)
+        return [place for place in places if place in self.store]
+
+    def evict(self, forward: Task, device: int, keeper: int) -> None:
+        """Puts what a forward task has left onto the devices of the neighbour that keeps it."""
+        mesh = self.runtime.meshes[keeper]
+        for place in self.kept(forward, device):
+            array = self.store[place]
+            self.away[place] = array.sharding
+            self.put(place, self.runtime.move(array, NamedSharding(mesh, array.sharding.spec)))
+
+    def bring_back(self, forward: Task, device: int) -> None:
+        for place in self.kept(forward, device):
+            self.put(place, self.runtime.move(self.store[place], self.away.pop(place)))
 
     def hand(self, key: Key, m: int, array: Any, replica: int) -> None:
         """Puts a value of a microbatch onto the devices that read it."""

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autoshard.pipeline.orders import Schedule
+from autoshard.pipeline.orders import Schedule, Task
 from autoshard.planning import lowered
 from autoshard.processes import Group
 from autoshard.stages.planning import compiled
@@ -147,6 +147,19 @@ class PipelineRuntime:
                 for replica, device in enumerate(self.devices_of(stage)):
                     count[key, replica, device] += 1
         return count
+
+    @cached_property
+    def keepers(self) -> Mapping[Task, int]:
+        """Forward task whose residuals are evicted -> the device of the schedule that keeps them."""
+        return {one.forward: one.keeper for one in self.schedule.evictions}
+
+    @cached_property
+    def returns(self) -> Mapping[Task, tuple[Task, ...]]:
+        """Task -> the forward tasks whose residuals are back before it starts."""
+        found: dict[Task, list[Task]] = {}
+        for one in self.schedule.evictions:
+            found.setdefault(one.before, []).append(one.forward)
+        return {task: tuple(several) for task, several in found.items()}
 
     @cached_property
     def outside(self) -> Mapping[tuple[Key, int], NamedSharding]:

@@ -1,0 +1,18 @@
+"""Options under which XLA compiles for CPU devices fast, rather than programs that run fast.
+
+They change what comes after the passes over HLO. Collectives and memory are those of a program as users compile it
+(`compiled/test_fast_compilation.py`). Without its emitters of fusions XLA takes a third of the time.
+"""
+
+import os
+
+import jax
+
+FEWER_PASSES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+PLAIN = f"{os.environ.get('XLA_FLAGS', '')} {FEWER_PASSES}"
+
+# For processes that compile for CPU devices alone. XLA ends a process in which the variable has a flag that XLA does
+# not know: JAX 0.12 no longer has the first of these, and libtpu has neither.
+CPU_ONLY = PLAIN
+if jax.__version_info__ < (0, 11):
+    CPU_ONLY += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"

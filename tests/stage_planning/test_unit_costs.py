@@ -1,0 +1,38 @@
+"""Costs of units: what a lean plan may hold, and costs in numbers of microbatches that were not planned."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from autoshard.stage_planning.space import between_microbatches
+from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, lean_unit_costs
+
+
+def unit_costs_of(**rows):
+    return UnitCosts(np.array([rows.get(name, [0.0, 0.0]) for name in FIELDS]))
+
+
+def test_lean_units_fill_the_memory_of_a_stage_beside_what_one_of_them_works_in():
+    fast = unit_costs_of(fixed_bytes=[10.0, 30.0], microbatch_bytes=[1.0, 1.0], working_bytes=[5.0, 4.0])
+    asked, stages, in_flight, room, usable = {}, 2, 2.0, 20.0, 0.5
+
+    def cost(stage, where, **_):
+        asked[stage] = where.memory * usable
+        return SimpleNamespace(row=(0.0,) * len(FIELDS))
+
+    units = SimpleNamespace(planned=(0, 1), cut=SimpleNamespace(cost=cost))
+    shape = SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(memory_bytes=room))
+    assert lean_unit_costs(units, shape, SimpleNamespace(usable=usable), fast, stages, in_flight) is not fast
+    held = asked[0] - 5.0, asked[1] - 4.0
+    assert sum(held) / stages + 5.0 == pytest.approx(room)
+    assert held[1] / held[0] == pytest.approx(32 / 12)  # in proportion to what fast plans hold
+    roomy = SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(memory_bytes=100.0))
+    assert lean_unit_costs(units, roomy, SimpleNamespace(usable=usable), fast, stages, in_flight) is fast
+
+
+def test_costs_that_are_planned_are_taken_and_others_lie_between():
+    known = {2: unit_costs_of(forward=[8.0, 4.0]), 8: unit_costs_of(forward=[5.0, 1.0])}
+    assert between_microbatches(known, 8) is known[8]
+    # A quarter of the rows is a third of the way from an eighth to a half.
+    assert between_microbatches(known, 4).values[0].tolist() == [6.0, 2.0]
