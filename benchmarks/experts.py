@@ -72,9 +72,8 @@ def main() -> None:
         measured()
     else:
         mesh = target_mesh(said.machine, MESHES[said.machine])
-        print(
-            f"{said.machine}, {said.layer}: program | peak | seconds | computing | each kind of collective, apart | bytes"
-        )
+        columns = "program | peak | seconds | computing | each kind of collective, apart | bytes"
+        print(f"{said.machine}, {said.layer}: {columns}")
         for name in said.programs:
             row(name, LAYERS[said.layer], said.machine, mesh)
 

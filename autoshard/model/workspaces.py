@@ -308,7 +308,7 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
         "select_and_gather_add": 3,
     },
 }
-_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split"})
+_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
 _OF_LOOPS_OVER_ROWS = {"gather": 5, "scatter": 10}
 
 

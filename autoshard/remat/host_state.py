@@ -76,11 +76,11 @@ class HostState:
         found = list[UpdateLoop]()
         for i, result in sorted(self.carried.items()):
             var, end = inputs[i], self.closed.jaxpr.outvars[result]
-            if not _is_whole_array(var.aval) or var.aval.shape[0] not in lengths or var in self.of_passes:
+            if not _is_whole_array(var.aval) or aval_of(var).shape[0] not in lengths or var in self.of_passes:
                 continue
             following = self.following(var)
             is_made = any(end in eqn.outvars for eqn in following)
-            if not is_made or not all(_is_pointwise(eqn, var.aval.shape) for eqn in following):
+            if not is_made or not all(_is_pointwise(eqn, aval_of(var).shape) for eqn in following):
                 continue
             alike = [one for one in found if one.shares(following)]
             found = [one for one in found if one not in alike]
@@ -157,7 +157,7 @@ class UpdateLoop:
     @classmethod
     def of(cls, state: HostState, moved: Sequence[Var]) -> UpdateLoop:
         """The loop that updates these arguments, with what is made for it alone."""
-        jaxpr, shape = state.closed.jaxpr, moved[0].aval.shape
+        jaxpr, shape = state.closed.jaxpr, aval_of(moved[0]).shape
         chosen = {id(eqn) for eqn in state.following(*moved)}
         ends, readers = set(variables(jaxpr.outvars)), dict[Var, list[int]]()
         for eqn in state.equations:
@@ -184,11 +184,11 @@ class UpdateLoop:
 
     def run(self, env: Mapping[Var, Any]) -> dict[Var, Any]:
         """What takes the place of all that is updated."""
-        layers, *shape = self.moved[0].aval.shape
+        layers, *shape = aval_of(self.moved[0]).shape
         made = {var for eqn in self.equations for var in eqn.outvars}
         read = dict.fromkeys(var for eqn in self.equations for var in variables(eqn.invars) if var not in made)
-        numbers = [var for var in read if not var.aval.shape]
-        sliced = [var for var in read if var.aval.shape and var not in self.replaced]
+        numbers = [var for var in read if not aval_of(var).shape]
+        sliced = [var for var in read if aval_of(var).shape and var not in self.replaced]
         moved, wanted = frozenset(self.moved), [*self.replaced.values(), *self.results]
         equations = [_of_one_layer(eqn, tuple(shape)) for eqn in self.equations]
 
@@ -244,7 +244,7 @@ def _is_backward(eqn: JaxprEqn) -> bool:
 def _is_pointwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
     """Whether an equation makes arrays of this shape, element by element, of such arrays and numbers."""
     name = eqn.primitive.name
-    if eqn.effects or not all(var.aval.shape == shape for var in eqn.outvars):
+    if eqn.effects or not all(aval_of(var).shape == shape for var in eqn.outvars):
         return False
     if name == "broadcast_in_dim":
         return not aval_of(eqn.invars[0]).shape

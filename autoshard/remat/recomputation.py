@@ -98,7 +98,12 @@ class Recomputation:
             return ()
         found = [level for size in SIZES for share in EXPOSED for level in self.levels_of(size, share)]
         ordered = _best([*self.levels_on_devices, *found])
-        return _apart([level for level in ordered if level.moved])
+        least = LEAST_STEP * (ordered[0].held - ordered[-1].held)
+        apart = list[Level]()  # the leanest first
+        for level in reversed(ordered):
+            if level.moved and (not apart or level.held - apart[-1].held >= least):
+                apart.append(level)
+        return tuple(reversed(apart))
 
     def levels_of(self, size: int, exposed: float | None = None) -> list[Level]:
         """The levels for blocks of one size.

@@ -213,9 +213,9 @@ class _Search(Generic[Planned]):
 
     def plan_leanest(self, variant: Variant) -> tuple[float, Variant] | None:
         """Plans a variant as lean as it can be, and leaner on hosts if need be: its seconds, and the way that fits."""
-        ends = [levels[-1] for levels in self.levels(variant) if levels] or [None]
+        ends: list[int | None] = [levels[-1] for levels in self.levels(variant) if levels]
         for one in (variant, replace(variant, state_on_hosts=True))[: 1 + self.has_movable_state]:
-            for level in ends:
+            for level in ends or [None]:
                 if (cost := self.plan(replace(one, level=level))) is not None:
                     return cost, one
         return None

@@ -341,6 +341,7 @@ PEAKS = {  # function of what shapes: what a TPU has in the memory that arrays c
         lambda key, x: jax.random.bits(jax.random.wrap_key_data(key), (8, 128)) + x,
         [jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in ((2,), (8, 128))],
     ),
+    "parts of a complex number do not": (lambda c: jnp.exp(c).real, [jax.ShapeDtypeStruct((), jnp.complex64)]),
     "what is too large does not": (lambda x: jnp.sort(jnp.sort(x, 1) * 2, 1).sum(), [f32(2**14, 1024)]),
 }
 

@@ -228,7 +228,7 @@ def test_numbers_are_those_of_the_step(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "accumulated", "chunked", "custom_vjp", "dropout", "encoder and decoder", "recurrent", "returned",
+        "accumulated", "chunked", "custom_vjp", "dropout", "encoder and decoder", "recurrent",
         "two losses, scanned", "with skips",
     ],
 )  # fmt: skip
@@ -285,10 +285,10 @@ def test_a_missing_stack_is_caught(monkeypatch):
     """The oracle sees a backward pass that reads the slices of another turn."""
     right = loops._scan
 
-    def turned(loop, env, *rest):
+    def turned(loop, env, *rest, **how):
         reverse = loop.eqn.params["reverse"]
         wrong = loop.eqn.replace(params=loop.eqn.params | {"reverse": not reverse}) if reverse else loop.eqn
-        return right(loops.Loop(wrong, loop.consts, loop.carries, loop.body), env, *rest)
+        return right(loops.Loop(wrong, loop.consts, loop.carries, loop.body), env, *rest, **how)
 
     found = recomputation(STEPS["plain"])
     monkeypatch.setattr(loops, "_scan", turned)
