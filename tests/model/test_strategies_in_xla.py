@@ -16,7 +16,7 @@ from autoshard.layout import spec_of
 from autoshard.lower import annotated
 from autoshard.model.groups import Group
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy, strategies_of
-from autoshard.model.xla.backends import CPU, V5E
+from autoshard.model.xla.backends import CPU, V5P
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.chosen import scatter_of
 
@@ -99,17 +99,17 @@ def test_strategies_finish_as_they_say(name, mesh):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", ["matmul", "batched", "a long vector"])
 def test_scatters_in_stages(name, mesh):
-    """As for TPU, which has none over all devices."""
+    """As for v5p, which has none over all of eight devices."""
     fn, operands = PROGRAMS[name]
     (group,) = grouped(fn, *operands)
     kinds = [REDUCE_SCATTER] * 2
-    staged = [s for s in strategies_of(group, MESHES[mesh], V5E) if [f.kind for f in s.finishes] == kinds]
+    staged = [s for s in strategies_of(group, MESHES[mesh], V5P) if [f.kind for f in s.finishes] == kinds]
     assert staged
     for strategy in staged:
         assert_finished(fn, group, strategy, MESHES[mesh])
 
 
-@pytest.mark.parametrize("backend", [CPU, V5E])
+@pytest.mark.parametrize("backend", [CPU, V5P])
 def test_scatters_can_be_differentiated(backend):
     fn, operands = PROGRAMS["over two dims"]
     (group,) = grouped(fn, *operands)
@@ -136,6 +136,6 @@ def test_a_strategy_that_xla_does_not_run_is_caught():
 def test_stages_the_wrong_way_round_are_caught():
     fn, operands = PROGRAMS["matmul"]
     (group,) = grouped(fn, *operands)
-    strategy = next(s for s in strategies_of(group, MESHES["4x2"], V5E) if len(s.finishes) > 1)
+    strategy = next(s for s in strategies_of(group, MESHES["4x2"], V5P) if len(s.finishes) > 1)
     with pytest.raises(AssertionError):
         run_as(replace(strategy, finishes=strategy.finishes[::-1]), fn, group, MESHES["4x2"])
