@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import api_util
 from jax.extend import core
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.experimental import compute_on, set_xla_metadata
 from autoshard.layout import with_auto_axes
@@ -29,6 +29,8 @@ Var = core.Var
 _UNCAPTURED = "uncaptured"  # the parameter in which `capturing_call` keeps an equation
 NO_MESH = AbstractMesh((), ())
 HOST = "pinned_host"  # the memory kind of shardings of arrays in the host's memory
+_NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
+IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)  # of types to trace with
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
 _KERNELS = frozenset({"mosaic_gpu_p", "pallas_call", "tpu_custom_call"})

@@ -10,10 +10,10 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError
-from autoshard.jaxprs import HOST, is_array
+from autoshard.jaxprs import HOST, IN_HOST_MEMORY, is_array
 from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
 from autoshard.program.explicit import is_explicit, type_sharding
@@ -23,9 +23,6 @@ from autoshard.program.flattening import static_places
 # shape; its type is its abstract value.
 ArrayType = tuple[tuple[int, ...], Any, bool, bool, NamedSharding | None] | Any
 _TypedArray = tuple[tuple[int, ...], Any, bool, bool, NamedSharding]
-
-_NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
-_IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
 
 
 def type_of(leaf: Any) -> ArrayType:
@@ -92,7 +89,7 @@ def abstract(type_: ArrayType) -> Any:
     if not isinstance(type_, tuple):
         return jax.lax.create_token()
     shape, dtype, weak, on_host, typed = type_
-    sharding = typed or (_IN_HOST_MEMORY if on_host else None)
+    sharding = typed or (IN_HOST_MEMORY if on_host else None)
     if typed is not None and on_host:
         sharding = NamedSharding(typed.mesh, typed.spec, memory_kind=HOST)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak, sharding=sharding)

@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autoshard.errors import ConflictError
 from autoshard.jaxprs import (
     CONSTRAINTS,
+    HOST,
     NO_MESH,
     ClosedJaxpr,
     DropVar,
@@ -337,7 +338,7 @@ class _Rewriter:
         said = self.ordered(eqn) if eqn.primitive.name == "reshard" else eqn.params["sharding"]
         memory_kind = said.memory_kind if said is not None else None
         if said is None or not self.obey:
-            memory_kind = memory_kind or ("pinned_host" if on_host(result.aval) else "device")
+            memory_kind = memory_kind or (HOST if on_host(result.aval) else "device")
             mesh = said.mesh if said is not None else _auto(eqn.params["dst_sharding"].mesh)
             return NamedSharding(_auto(mesh), PartitionSpec(*[_OPEN] * aval.ndim), memory_kind=memory_kind)
         typed = type_sharding(aval)

@@ -15,10 +15,9 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import (
-    HOST,
+    IN_HOST_MEMORY,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
@@ -37,9 +36,6 @@ from autoshard.primitives import facts_of
 from autoshard.remat.costs import bytes_of
 from autoshard.remat.numbering import variables
 from autoshard.report.units import bytes_text
-
-_NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
-_IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,10 +68,14 @@ class HostState:
     @cached_property
     def loops(self) -> tuple[UpdateLoop, ...]:
         """The loops in which state on hosts is updated; none share an equation."""
-        lengths, inputs = set(_layers(self.closed.jaxpr)), self.closed.jaxpr.invars
+        if not all(is_array(aval) and not on_host(aval) for aval in self.closed.in_avals):
+            return ()  # tokens and what the user keeps on hosts are not told apart from what would be moved
+        lengths, inputs, results = set(_layers(self.closed.jaxpr)), self.closed.jaxpr.invars, self.closed.jaxpr.outvars
         found = list[UpdateLoop]()
         for i, result in sorted(self.carried.items()):
-            var, end = inputs[i], self.closed.jaxpr.outvars[result]
+            var, end = inputs[i], results[result]
+            if any(one is var for one in results) or sum(one is end for one in results) > 1:
+                continue  # what else it is returned as would lie on hosts, too
             if not _is_whole_array(var.aval) or aval_of(var).shape[0] not in lengths or var in self.of_passes:
                 continue
             following = self.following(var)
@@ -85,7 +85,15 @@ class HostState:
             alike = [one for one in found if one.shares(following)]
             found = [one for one in found if one not in alike]
             found.append(UpdateLoop.of(self, [var, *(var for one in alike for var in one.moved)]))
-        return tuple(found)
+        # The next call has this state on hosts. It is this step again only if JAX refuses to trace it so.
+        return tuple(found) if self.is_refused_on_hosts([var for loop in found for var in loop.moved]) else ()
+
+    def is_refused_on_hosts(self, moved: Sequence[Var]) -> bool:
+        """Whether JAX refuses to trace the step with these arguments on hosts: an equation reads others beside them."""
+        following = self.following(*moved)
+        own = {*moved, *(var for eqn in following for var in eqn.outvars)}
+        read = {var for eqn in following for var in variables(eqn.invars)}
+        return any(aval_of(var).shape for var in read - own)
 
     def following(self, *arguments: Var) -> list[JaxprEqn]:
         """The equations that depend on these arguments."""
@@ -120,7 +128,7 @@ class HostState:
         moved, constants = frozenset(self.movable), self.closed.jaxpr.constvars
         types = [
             jax.ShapeDtypeStruct(
-                aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=_IN_HOST_MEMORY if i in moved else None
+                aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=IN_HOST_MEMORY if i in moved else None
             )
             for i, aval in enumerate([*map(aval_of, constants), *self.closed.in_avals], start=-len(constants))
         ]

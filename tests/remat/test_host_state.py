@@ -8,7 +8,7 @@ import pytest
 from equality import assert_equal
 from jax.extend import core
 
-from autoshard.jaxprs import on_host
+from autoshard.jaxprs import IN_HOST_MEMORY, on_host
 from autoshard.remat.host_state import HostState, UpdateLoop
 
 
@@ -61,6 +61,50 @@ def masters(state, x):
     return (jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum), value
 
 
+def lookahead(state, x):
+    """Slow weights are the next fast ones, too."""
+    weights, slow = state
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    slow = jax.tree.map(lambda s, w, g: s + 0.5 * (w - 0.1 * g - s), slow, weights, gradients)
+    return (slow, slow), value
+
+
+def with_metrics(state, x):
+    """Of the moments, one is returned anew beside the state, another as it was."""
+    (weights, momentum), value = masters(state, x)
+    return (weights, momentum), (value, momentum["up"], state[1]["down"])
+
+
+def counted(state, x):
+    """What is updated from itself and numbers alone can be traced on a host."""
+    weights, counts, sums = state
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    weights = jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+    return (weights, counts + 1, jnp.where(sums > 0, sums * value, sums + counts)), value
+
+
+def counted_with_momentum(state, x):
+    """JAX refuses the momentum on a host, and then all is traced on devices."""
+    weights, momentum, counts = state
+    (weights, momentum), value = masters((weights, momentum), x)
+    return (weights, momentum, counts + 1), value
+
+
+def with_own_table(state, x):
+    """A table of the user's, on hosts."""
+    weights, momentum, table = state
+    (weights, momentum), value = masters((weights, momentum), x + jax.device_put(table, jax.memory.Space.Device))
+    return (weights, momentum, table), value
+
+
+def with_token(state, x):
+    weights, momentum, token = state
+    (weights, momentum), value = masters((weights, momentum), x)
+    return (weights, momentum, token), value
+
+
+TABLE = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=IN_HOST_MEMORY)
+COUNTS = numbers(3, 3, 4)
 ZEROS = jax.tree.map(np.zeros_like, WEIGHTS)
 STEPS = {  # step and state -> the paths of what can lie on hosts
     "adamw with clipping": (
@@ -68,10 +112,20 @@ STEPS = {  # step and state -> the paths of what can lie on hosts
         [f"[1][1][0].{name}['{key}']" for name in ("mu", "nu") for key in ("down", "up")],
     ),
     "average": (averaged, (WEIGHTS, ZEROS, X), ["[1]['down']", "[1]['up']"]),
+    "counted": (counted, (WEIGHTS, COUNTS, COUNTS), []),
+    "counted with momentum": (counted_with_momentum, (WEIGHTS, ZEROS, COUNTS), ["[1]['down']", "[1]['up']", "[2]"]),
+    "lookahead": (lookahead, (WEIGHTS, WEIGHTS), []),
     "masters": (masters, (WEIGHTS, ZEROS), ["[1]['down']", "[1]['up']"]),
     "no backward pass": (lambda state, x: ((state[0] * x.sum(),), x.sum()), (X,), []),
     "printed": (printed, (WEIGHTS, ZEROS, X), ["[1]['down']"]),
+    "own table": (
+        with_own_table,
+        (WEIGHTS, ZEROS, jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=IN_HOST_MEMORY)),
+        [],
+    ),
+    "returned apart": (with_metrics, (WEIGHTS, ZEROS), []),
     "sgd in jit": (jax.jit(trained(optax.sgd(0.1))[0]), trained(optax.sgd(0.1))[1], []),
+    "token": (with_token, (WEIGHTS, ZEROS, jax.lax.create_token()), []),
 }
 
 
@@ -97,7 +151,7 @@ def test_what_the_passes_do_not_read_can_lie_on_hosts(name):
     assert [jax.tree_util.keystr(paths[i][0]) for i in found.movable] == STEPS[name][2]
 
 
-@pytest.mark.parametrize("name", ["adamw with clipping", "masters", "printed"])
+@pytest.mark.parametrize("name", ["adamw with clipping", "counted with momentum", "masters", "printed"])
 def test_numbers_are_those_of_the_step(name):
     check_numbers(name)
 
