@@ -287,8 +287,15 @@ class Plan(PlanData):
                 dims, and rules for them (``rules()``). ``"maxtext"``: names and rules as YAML.
 
         Raises:
-            ArgumentError: there is no such style.
+            ArgumentError: there is no such style, or autoshard rewrote the step to keep state on hosts.
         """
+        if self.state_on_hosts and (moved := [one.name for one in self.arguments if one.on_host]):
+            raise ArgumentError(
+                f"the plan of {self.name} keeps state in the memory of hosts between steps, first {moved[0]}, and "
+                "cannot be written as code: only the step that autoshard rewrote takes this state from hosts.\n"
+                "Run the step with autoshard, or plan it without hosts: "
+                "topology=dataclasses.replace(topology, host_bandwidth=None)."
+            )
         program = None if self.lowering is None else self.lowering.program
         if style == "maxtext":
             return maxtext_rules(self, program)

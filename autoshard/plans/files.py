@@ -82,6 +82,7 @@ def _of_some_plans(plan: PlanData) -> dict:
         | ({"compiler_options": dict(plan.compiler_options)} if plan.compiler_options else {})
         | ({"meshes": [[dict(shape), *figures] for shape, *figures in plan.meshes]} if plan.meshes else {})
         | ({"rewrites": [[name, list(places)] for name, places in plan.rewrites]} if plan.rewrites else {})
+        | ({"state_on_hosts": True} if plan.state_on_hosts else {})
         | ({"shown": shown_to_json(plan)} if plan.memory_use is not None or plan.machine is not None else {})
     )
 
@@ -178,6 +179,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
         compiler_options={} if (chosen := node.get("compiler_options")) is None else _compiler_options(chosen),
         meshes=() if (meshes := node.get("meshes")) is None else meshes.items(_figures_of_mesh),
         rewrites=() if (laws := node.get("rewrites")) is None else laws.items(_places_of_law),
+        state_on_hosts=False if (moved := node.get("state_on_hosts")) is None else moved.flag(),
         **({} if (shown := node.get("shown")) is None else shown_from_json(shown, axes)),
     )
     return Contents(plan, _alternatives(node["alternatives"], node.get("absent"), axes))
@@ -187,7 +189,17 @@ _FIELDS = (
     *("format", "name", "fingerprint", "mesh", "axis_types", "status", "bound", "cost", "memory", "warnings"),
     *("arguments", "results", "captured", "carried", "predicted", "alternatives", "absent"),
     *("argument_slots", "result_slots", "homes", "copies", "wants", "scatters", "sums", "implied"),
-    *("runs", "in_place", "compiled_peak", "compiler_options", "meshes", "rewrites", "shown", "digest"),
+    *(
+        "runs",
+        "in_place",
+        "compiled_peak",
+        "compiler_options",
+        "meshes",
+        "rewrites",
+        "state_on_hosts",
+        "shown",
+        "digest",
+    ),
 )
 
 

@@ -51,6 +51,7 @@ def make_plan(
         captured=placed[count:],
         memory_use=memory_use(formulation, solution.choice),
         rewrites=tuple((one.name, one.places) for one in program.rewritten),
+        state_on_hosts=program.state_on_hosts,
     )
 
 

@@ -87,6 +87,7 @@ class PlanData:
     # unless the mesh was chosen.
     meshes: tuple[tuple[Mapping[str, int], float, int], ...] = ()
     rewrites: tuple[tuple[str, tuple[int, ...]], ...] = ()  # laws by which the step was rewritten, and the places
+    state_on_hosts: bool = False  # whether the arguments on hosts are there because autoshard chose so
 
     @property
     def gap(self) -> float:

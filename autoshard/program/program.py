@@ -159,6 +159,7 @@ class Program:
     inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
     microbatches: int = 1  # how many the step runs in, one after the other
     recomputed: str = ""  # what autoshard keeps for the backward pass and what it computes again, in words
+    state_on_hosts: bool = False  # whether autoshard keeps arguments in the memory of hosts between steps
     stacked: str = ""  # what autoshard computes of stacks of arrays instead of array by array, in words
     rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, in the order in which that was done
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode

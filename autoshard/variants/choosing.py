@@ -112,7 +112,8 @@ def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
             levels = range(len(variants.recomputation(variant).levels)) if wishes.recomputes else ()
             at_levels = [variant, *(replace(variant, level=level) for level in levels)]
             moves = wishes.moves and variants.movable_state.movable and any(one.on_host for one in given.arguments)
-            for one in (replace(one, state_on_hosts=bool(moves)) for one in at_levels):
+            places = (False, True)[: 1 + bool(moves)]
+            for one in (replace(one, state_on_hosts=there) for there in places for one in at_levels):
                 sizes = wishes.sizes(variants, one)
                 for other in (one, *(replace(one, stacked=size) for size in sizes)):
                     if variants.program(other).fingerprint == given.fingerprint:

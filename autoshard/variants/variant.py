@@ -86,7 +86,8 @@ class StepVariants:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 closed, remark = self._rewritten(variant)
                 read = made_or_none("stacking", lambda: self._stacked(variant)) or self._traced.read(closed)
-                read = replace(read, microbatches=variant.microbatches, recomputed=remark)
+                on_hosts = variant.state_on_hosts
+                read = replace(read, microbatches=variant.microbatches, recomputed=remark, state_on_hosts=on_hosts)
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from oracles import mesh_of
 
-from autoshard import MemoryLimitError, autoshard, planning, topology
+from autoshard import ArgumentError, MemoryLimitError, Plan, autoshard, planning, topology
+from autoshard.jaxprs import HOST
 from autoshard.mesh.targets import target_mesh
 
 LAYERS, WIDTH, ROWS = 8, 32, 64
@@ -79,6 +81,11 @@ def test_what_fits_on_no_devices_fits_with_hosts_and_runs_as_before():
     there_and_back = 2 * made.predicted.host_bytes / MACHINE.host_bandwidth
     assert made.predicted.communication_seconds > there_and_back * (1 - 1e-6)
     assert sum("trace" in one.name and one.on_host for one in made.arguments) == 2
+    loaded = Plan.loads(made.dumps(), MESH)
+    for one in (made, loaded):
+        with pytest.raises(ArgumentError, match=r"state/1/.*trace.* cannot be written as code"):
+            one.to_code()
+    assert decorated(memory=memory, plan=loaded).plan(STATE, X).arguments == made.arguments
     plain, state, other = jax.jit(step), STATE, STATE
     for _ in range(2):
         state, value = run(state, X)
@@ -87,6 +94,13 @@ def test_what_fits_on_no_devices_fits_with_hosts_and_runs_as_before():
         assert state[1][0].trace["up"].sharding.memory_kind == "pinned_host"
         assert run.plan(state, X).fingerprint == made.fingerprint  # whatever memory the state is in
     np.testing.assert_allclose(state[0]["up"], other[0]["up"], rtol=1e-4, atol=1e-6)
+
+
+def test_what_the_user_keeps_on_hosts_is_written_as_code():
+    table = jax.device_put(X, NamedSharding(MESH, PartitionSpec(), memory_kind=HOST))
+    made = autoshard(lambda x, table: x + jax.device_put(table, jax.memory.Space.Device), mesh=MESH).plan(X, table)
+    for one in (made, Plan.loads(made.dumps(), MESH)):
+        assert f'memory_kind="{HOST}"' in one.to_code()
 
 
 @pytest.mark.slow
