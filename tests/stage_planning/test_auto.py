@@ -286,3 +286,11 @@ def test_pipelines_are_kept_by_context_and_static_arguments(mesh):
         sharded(*arguments(), [2.0])
     with pytest.raises(ArgumentError, match="pipeline= cannot be combined with refine="):
         autoshard(scaled, mesh=mesh, refine=2, **how)
+
+
+@pytest.mark.parametrize(("tabled", "bound"), [(2.0, 0.75), (1.5, 1.0), (1.2, 1.0)])
+def test_the_bound_of_the_tables_is_held_against_the_choice_by_the_same_tables(tabled, bound):
+    """Whole stages take 1 s. By the tables no choice takes less than 1.5 s, and this one takes `tabled`."""
+    planned = SimpleNamespace(simulated=SimpleNamespace(seconds=1.0))
+    chosen = choosing.ChosenPipeline(planned, {}, (), SimpleNamespace(bound=1.5), tabled)
+    assert chosen.bound == bound
