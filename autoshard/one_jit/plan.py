@@ -195,10 +195,12 @@ class StagesOnMesh:
             result_tree=program.out_tree,
             captured=captured,
         )
-        if predicted.peak_bytes > options.memory * options.backend.usable:
+        usable = options.memory * options.backend.usable
+        if predicted.peak_bytes > usable:
             raise MemoryLimitError(
                 f"pipeline: {program.name} is predicted to hold {bytes_text(predicted.peak_bytes)} per device, "
-                f"and {bytes_text(options.memory)} are there.\nUse more stages or more memory.",
+                f"and {bytes_text(usable)} of {bytes_text(options.memory)} are usable.\n"
+                "Use more stages or more memory.",
                 budget=options.memory,
                 needed=predicted.peak_bytes / options.backend.usable,
             )

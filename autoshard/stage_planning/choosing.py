@@ -56,6 +56,7 @@ class ChosenPipeline:
     shapes: Mapping[str, SubMeshShape]  # by the names of its stages' sub-meshes
     units: tuple[str, ...]  # what each unit is called: the user's line
     search: StageSearchResult
+    tabled_seconds: float  # of the same choice by the tables that were searched
 
     @property
     def seconds(self) -> float:
@@ -64,8 +65,11 @@ class ChosenPipeline:
 
     @property
     def bound(self) -> float:
-        """Seconds that no pipeline of the search takes less than, by costs of units."""
-        return min(self.search.bound, self.seconds)
+        """Seconds that no pipeline of the search takes less than, if whole stages were to the tables as this one's are.
+
+        The tables add up units that were planned one by one, so that their seconds are not those of whole stages.
+        """
+        return self.seconds * min(1.0, self.search.bound / self.tabled_seconds)
 
 
 class CuttableSteps:
@@ -151,7 +155,7 @@ def choose_pipeline(
         return None
     found, result = search_planned(found, settings or SearchSettings())
     best: ExactPipeline | None = None
-    fitting, refusal = 0, None
+    tabled, fitting, refusal = math.inf, 0, None
     for one in ([result.best] if result.best else []) + list(result.others):
         if fitting == PLANNED_EXACTLY or one.seconds >= _seconds(best):
             break  # they come in the order of their seconds
@@ -162,13 +166,14 @@ def choose_pipeline(
             continue
         if exact is not None and exact.simulated.fits:
             fitting += 1
-            best = exact if exact.simulated.seconds < _seconds(best) else best
+            if exact.simulated.seconds < _seconds(best):
+                best, tabled = exact, one.seconds
     if best is None:
         if refusal is not None:
             raise refusal
         return None
     names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
-    return ChosenPipeline(best, found.shapes, names, result)
+    return ChosenPipeline(best, found.shapes, names, result, tabled)
 
 
 def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[PlannedSpace, StageSearchResult]:

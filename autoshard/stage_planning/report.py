@@ -21,7 +21,7 @@ def stages_section(
     """What each stage has, takes and holds; how long devices wait; and the best plan without stages beside it.
 
     Args:
-        bound: s per step that no pipeline takes less than, by the costs of units; 0 if it is not known.
+        bound: s per step that no pipeline takes less than, in proportion to units planned one by one; 0 if not known.
     """
     rows: list[Row] = []
     for number, stage in enumerate(stages):
@@ -44,7 +44,7 @@ def stages_section(
         )
     ]
     if bound:
-        lines.append(("By the costs of layers planned one by one, no pipeline takes less than ", Seconds(bound), "."))
+        lines.append(("In proportion to layers planned one by one, no pipeline takes less than ", Seconds(bound), "."))
     if isinstance(without, str):
         lines.append((f"Without stages: {without}",))
     elif without is not None:

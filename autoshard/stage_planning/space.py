@@ -155,7 +155,10 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     units = len(next(iter(planner.cuts.values())).planned)
     row = device_row(request.mesh_shape, request.topology)
     memory = request.memory * request.backend.usable
-    shapes = list(request.shapes) or sub_mesh_shapes(request.mesh_shape, request.topology, memory)
+    is_limit = request.memory < request.topology.memory_bytes  # less than the smallest device has
+    shapes = list(request.shapes) or sub_mesh_shapes(
+        request.mesh_shape, request.topology, memory, is_limit_for_all=is_limit
+    )
     fewest, most = request.least_stages, min(units, request.most_stages)
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
     counts = list(planner.cuts)

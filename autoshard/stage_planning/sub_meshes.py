@@ -44,14 +44,16 @@ class SubMeshShape:
         return Mesh(devices.reshape(tuple(self.axes.values())), tuple(self.axes))
 
 
-def sub_mesh_shapes(mesh_shape: MeshShape, topology: Topology, memory: float) -> list[SubMeshShape]:
+def sub_mesh_shapes(
+    mesh_shape: MeshShape, topology: Topology, memory: float, *, is_limit_for_all: bool = False
+) -> list[SubMeshShape]:
     """Every shape of a stage's devices, from one device to the whole mesh.
 
     With an axis named "stage" or "pipe" a stage has all other axes.
 
     Args:
-        memory: bytes that a stage may use on the smallest device. Where that is as much as the device has, stages on
-            larger devices may use more in proportion; otherwise it is a limit for all.
+        memory: bytes that a stage may use on the smallest device.
+        is_limit_for_all: whether stages on larger devices may use no more; by default they may in proportion.
 
     Raises:
         MeshError: such an axis is not the outermost, so that the devices of a stage are no neighbours in the row.
@@ -65,8 +67,13 @@ def sub_mesh_shapes(mesh_shape: MeshShape, topology: Topology, memory: float) ->
                 f"pipeline='auto': the mesh axis {named[0]!r} lies inside {', '.join(map(repr, outside))}, and the "
                 f"devices of a stage have to follow each other.\nPut {named[0]!r} first, as in a mesh of {first}."
             )
-        return _shapes({**mesh_shape, named[0]: 1}, mesh_shape, topology, memory)
-    return [one for axes in _parts(mesh_shape) for one in _shapes(axes, mesh_shape, topology, memory)]
+        ways: list[dict[str, int]] = [{**mesh_shape, named[0]: 1}]
+    else:
+        ways = list(_parts(mesh_shape))
+    found = [one for axes in ways for one in _shapes(axes, mesh_shape, topology, memory)]
+    if is_limit_for_all:
+        return [replace(one, in_row=replace(one.in_row, memory_bytes=memory)) for one in found]
+    return found
 
 
 def _parts(mesh_shape: MeshShape) -> Iterator[dict[str, int]]:

@@ -44,8 +44,13 @@ class UnitCut:
             cut_at: first units of all stages but the first -> the step cut so.
 
         Raises:
-            StageError: it cannot be cut around units of all kinds, whichever of their kind they are.
+            StageError: it has no units, or cannot be cut around units of all kinds, whichever of their kind they are.
         """
+        if not units.units:
+            raise StageError(
+                "pipeline: the forward pass computes nothing per row of the batch that a stage could have.\n"
+                "Leave pipeline= out."
+            )
         found: dict[Any, list[int]] = {}
         for number, unit in enumerate(units.units):
             found.setdefault(_kind(unit), []).append(number)

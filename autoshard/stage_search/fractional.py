@@ -99,10 +99,13 @@ def fractional_bound(
             taken = [(first_share + i, shares[i].seconds[kind]) for i in own]
             rows.add([*taken, (duration[kind, v], -1.0)], 0.0)
         rows.add([(first_share + i, -1.0) for i in own], -1.0)  # a stage has a layer or more
-    memory = problem.tables[0].shape.memory_bytes
-    working = min(float(np.nanmin(table.working_bytes)) for table in problem.tables)
     for device in range(made.stages):
         here = [v for v, home in enumerate(made.placement) if home == device]
+        tables = problem.table_of(problem.starts[here[0]])
+        if not tables:
+            return float("inf")
+        memory = max(table.shape.memory_bytes for table in tables)
+        working = min(float(np.nanmin(table.working_bytes)) for table in tables)
         once = [(first_share + i, shares[i].after) for v in here for i in by_stage[v]]
         rows.add([*once, (makespan, 1.0), (step, -1.0)], 0.0)
         for state in _fullest(facts.in_flight[device]):

@@ -70,13 +70,14 @@ class Units:
             return (*self.balanced(count), *[count] * (stages - count))
         if count < filled:
             lines = ", ".join(dict.fromkeys(unit.name for unit in self.units))
+            where = f" ({lines})" if lines else ""
             advice = (
                 f"Use stages={count} or fewer."
                 if count > 1
                 else "Leave pipeline= out; or write layers one after the other, or as a lax.scan over stacked weights."
             )
             raise StageError(
-                f"pipeline: stages={filled}, but the forward pass can be cut into {count} parts at most ({lines}).\n"
+                f"pipeline: stages={filled}, but the forward pass can be cut into {count} parts at most{where}.\n"
                 f"{advice}"
             )
         done = np.concatenate([[0.0], np.cumsum([unit.forward_flops + unit.backward_flops for unit in self.units])])

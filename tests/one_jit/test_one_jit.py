@@ -120,6 +120,9 @@ def test_a_plan_is_explained_and_asked_what_if(sharded):
         made.what_if(mesh=AbstractMesh((4,), ("stage",)))
     with pytest.raises(MemoryLimitError):
         made.what_if(memory="1KiB")
+    # More than is usable, though less than there is.
+    with pytest.raises(MemoryLimitError, match=r"and .* of .* are usable"):
+        made.what_if(memory=made.predicted.peak_bytes * 1.05)
 
 
 def test_a_state_is_born_as_the_plan_has_it(sharded):

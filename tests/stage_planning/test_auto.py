@@ -19,6 +19,7 @@ from autoshard.stage_planning.planned_stage import _hops
 from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key
+from autoshard.stages.units import Units
 
 WIDTH, LAYERS, ROWS = 61, 4, 8  # no mesh axis divides the width: a plan without stages has all weights on every device
 
@@ -261,6 +262,10 @@ def test_a_unit_that_cannot_be_cut_out_leaves_the_others_of_its_kind():
     assert found.cut == (1, 3, 4, 5) and found.planned == (0, 2, 2, 2, 2, 4)
     with pytest.raises(StageError):
         UnitCut.of(units, lambda firsts: cut_at(firsts, {1}))
+    with pytest.raises(StageError, match="computes nothing per row"):
+        UnitCut.of(Units(()), lambda firsts: pytest.fail("there is nothing to cut"))
+    with pytest.raises(StageError, match=r"into 0 parts at most\."):
+        Units(()).balanced(2)
 
 
 def test_nothing_is_searched_under_a_trace(mesh, monkeypatch):
@@ -286,3 +291,11 @@ def test_pipelines_are_kept_by_context_and_static_arguments(mesh):
         sharded(*arguments(), [2.0])
     with pytest.raises(ArgumentError, match="pipeline= cannot be combined with refine="):
         autoshard(scaled, mesh=mesh, refine=2, **how)
+
+
+@pytest.mark.parametrize(("tabled", "bound"), [(2.0, 0.75), (1.5, 1.0), (1.2, 1.0)])
+def test_the_bound_of_the_tables_is_held_against_the_choice_by_the_same_tables(tabled, bound):
+    """Whole stages take 1 s. By the tables no choice takes less than 1.5 s, and this one takes `tabled`."""
+    planned = SimpleNamespace(simulated=SimpleNamespace(seconds=1.0))
+    chosen = choosing.ChosenPipeline(planned, {}, (), SimpleNamespace(bound=1.5), tabled)
+    assert chosen.bound == bound

@@ -104,3 +104,10 @@ def test_parts_of_a_machine_that_is_not_alike_are_shapes_of_their_own():
     assert slow.in_row.memory_bytes == plain.memory_bytes / 4
     assert not fast.topology.uneven and not slow.topology.uneven
     assert whole.topology.flops == costs.flops and whole.topology.uneven == costs.uneven
+
+
+def test_a_limit_for_all_holds_on_larger_devices_too():
+    costs = topology("h100:2x2", UNEVEN, memories={"hosts": (1, 0.25)})
+    rooms = [{one.in_row.memory_bytes for one in sub_mesh_shapes(UNEVEN, costs, 1e9, is_limit_for_all=held)}
+             for held in (True, False)]  # fmt: skip
+    assert rooms == [{1e9}, {1e9, 4e9}]

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from autoshard import plan, topology
-from autoshard.errors import ArgumentError
+from autoshard.errors import ArgumentError, PlanError
 
 WIDTH, LAYERS, ROWS = 8192, 6, 4096
 AXES = {"hosts": 2}
@@ -35,7 +35,10 @@ def test_a_slow_device_gets_fewer_layers_and_the_step_is_faster_than_without_sta
     assert max(stage.seconds for stage in found.stages) < 1.2 * min(stage.seconds for stage in found.stages)
     assert found.predicted.step_seconds < 0.85 * found.without.step_seconds
     # What it rests on is planned for its own microbatches: costs taken from fewer rows were half of it.
-    assert found.gap < 0.1
+    assert 0 < found.gap < 0.1
+    for ask in (lambda: found.explain("params/0"), lambda: found.what_if(time_limit=1.0)):
+        with pytest.raises(PlanError, match="devices differ along 'hosts'"):
+            ask()
 
 
 def test_stages_that_are_asked_for_do_not_heed_how_devices_differ():

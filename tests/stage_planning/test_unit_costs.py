@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from autoshard.stage_planning.space import between_microbatches
+from autoshard import topology
+from autoshard.stage_planning.space import SpaceRequest, between_microbatches, planned_space
 from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, lean_unit_costs
 
 
@@ -36,3 +37,14 @@ def test_costs_that_are_planned_are_taken_and_others_lie_between():
     assert between_microbatches(known, 8) is known[8]
     # A quarter of the rows is a third of the way from an eighth to a half.
     assert between_microbatches(known, 4).values[0].tolist() == [6.0, 2.0]
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.0, {0.5, 1.0}), (0.8, {0.4})])
+def test_a_limit_below_the_smallest_device_holds_for_stages_on_larger_ones(share, expected):
+    axes = {"hosts": 2}
+    costs = topology("h100:2x1", axes, memories={"hosts": (1, 0.5)})
+    unit = SimpleNamespace(cost=lambda stage, where, **_: SimpleNamespace(row=(1.0,) * len(FIELDS)))
+    cut = SimpleNamespace(planned=(0, 1), cut=unit, crossing=np.zeros(3))
+    backend, memory = SimpleNamespace(usable=0.5), share * costs.memory_bytes
+    found = planned_space(SpaceRequest(lambda count: cut, axes, costs, backend, memory, [2], [2]))
+    assert {shape.in_row.memory_bytes / costs.memory_bytes for shape in found.shapes.values()} == expected

@@ -32,33 +32,38 @@ def problem_of(name, devices, chunks, microbatches, layers, seed, head, memory=m
     costs = random.uniform(0.9, 1.1, (7, layers)) * np.array([[1.0], [1.2], [0.8], [0.3], [1.0], [1.0], [1.0]])
     costs[:3, -1] *= head
     table = LayerCosts(*costs).table(SubMesh.anywhere("1", 1, devices, memory))
-    channel = Channel(LAG, 1e12)
+    return problem_on((table,), name, devices, chunks, microbatches)
+
+
+def problem_on(tables, name, devices, chunks, microbatches):
+    """Layers of these costs on a row of devices."""
+    layers, channel = tables[0].layers, Channel(LAG, 1e12)
     sent = np.array([0.0, *[1e-9] * (layers - 1), 0.0])
     row = DeviceRow.of_hosts(1, devices, inside=channel, between=channel)
-    space = StageSpace(row, {microbatches: MicrobatchCosts((table,), sent, sent)}, ((name, chunks),))
-    return ChunkProblem(space, schedule_form(name, devices, chunks), microbatches, (table,)), table
+    space = StageSpace(row, {microbatches: MicrobatchCosts(tables, sent, sent)}, ((name, chunks),))
+    return ChunkProblem(space, schedule_form(name, devices, chunks), microbatches, tables)
 
 
-def best_of_all(problem, table, name, devices, chunks):
-    """Seconds of the best cut that fits, by `simulate`."""
+def best_of_all(problem, name, devices, chunks):
+    """Seconds of the best cut that fits, by `simulate`, where each device has one table."""
     made = schedule(name, devices, problem.microbatches, chunks)
-    found = math.inf
-    for cuts in cuts_of(table.layers, devices * chunks):
+    of_device = [next(one for one in problem.tables if device in one.shape.starts) for device in range(devices)]
+    homes, found = np.array(made.placement), math.inf
+    for cuts in cuts_of(problem.space.layers, devices * chunks):
         at = list(itertools.pairwise(cuts))
 
         def of(kind, at=at):
-            return np.array([getattr(table, kind)[run] for run in at])
+            return np.array([getattr(of_device[home], kind)[run] for home, run in zip(homes, at, strict=True)])
 
         split = made.has_weight_tasks
         backward = of("backward") if split else of("backward") + of("weight")
         weight = of("weight") if split else 0.0
         line = simulate(made, of("forward"), backward, weight, LAG, memory=of("microbatch_bytes"))
-        homes = np.array(made.placement)
         held = [
             of("fixed_bytes")[homes == d].sum() + of("working_bytes")[homes == d].max() + line.peak_bytes[d]
             for d in range(devices)
         ]
-        if max(held) <= table.shape.memory_bytes:
+        if all(one <= table.shape.memory_bytes for one, table in zip(held, of_device, strict=True)):
             found = min(found, line.makespan + max(of("after")[homes == d].sum() for d in range(devices)))
     return found
 
@@ -81,8 +86,8 @@ def bounds_of(problem, facts):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[5]}")
 def test_no_cut_takes_less_than_a_bound_and_the_tightest_is_near(case):
     name, devices, chunks, microbatches = case[:4]
-    problem, table = problem_of(*case)
-    best = best_of_all(problem, table, name, devices, chunks)
+    problem = problem_of(*case)
+    best = best_of_all(problem, name, devices, chunks)
     found = bounds_of(problem, schedule_facts(name, devices, chunks, microbatches))
     assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
     assert found["program"] <= found["parts"] * (1 + 1e-9)
@@ -91,14 +96,32 @@ def test_no_cut_takes_less_than_a_bound_and_the_tightest_is_near(case):
 
 def test_the_program_sees_memory():
     case = ("interleaved_1f1b", 2, 2, 4, 8, 0, 1.0)
-    problem, table = problem_of(*case)
+    problem = problem_of(*case)
     facts = schedule_facts("interleaved_1f1b", 2, 2, 4)
-    tight, table = problem_of(*case, memory=17.0)
-    assert math.isfinite(best_of_all(tight, table, "interleaved_1f1b", 2, 2))
+    tight = problem_of(*case, memory=17.0)
+    assert math.isfinite(best_of_all(tight, "interleaved_1f1b", 2, 2))
     assert fractional_bound(tight, facts) >= fractional_bound(problem, facts)
-    starved, table = problem_of(*case, memory=9.0)
-    assert math.isinf(best_of_all(starved, table, "interleaved_1f1b", 2, 2))
+    starved = problem_of(*case, memory=9.0)
+    assert math.isinf(best_of_all(starved, "interleaved_1f1b", 2, 2))
     assert math.isinf(fractional_bound(starved, facts))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_each_device_has_its_own_memory_and_working_bytes(seed):
+    """The first device is slow, small and needs much to work in; the other is none of these."""
+    random = np.random.default_rng(seed)
+    ones, seconds, ratio = np.ones(8), random.uniform(0.5, 2, 8), random.uniform(2, 4)
+    tables = tuple(
+        LayerCosts(
+            seconds / speed, 2 * seconds / speed, 0 * ones, 0 * ones, 10 * ones, 0.01 * ones, working * ones
+        ).table(SubMesh(f"1 from {start}", 1, (start,), memory))
+        for start, speed, memory, working in ((0, 1.0, 45.0, 12.0), (1, ratio, 64.0, 3.0))
+    )
+    case = "interleaved_1f1b", 2, 2
+    problem = problem_on(tables, *case, 4)
+    best, found = best_of_all(problem, *case), bounds_of(problem, schedule_facts(*case, 4))
+    assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
+    assert found["program"] >= 0.8 * best, (best, found)
 
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch):
@@ -106,9 +129,9 @@ def test_a_bound_that_is_too_high_is_noticed(monkeypatch):
     case = CASES[0]
     busy = LayerSeconds._busy
     monkeypatch.setattr(LayerSeconds, "_busy", lambda self, *given: 3 * busy(self, *given))
-    problem, table = problem_of(*case)
+    problem = problem_of(*case)
     found = bounds_of(problem, schedule_facts(*case[:1], *case[1:4]))
-    assert found["whole layers"] > best_of_all(problem, table, *case[:3])
+    assert found["whole layers"] > best_of_all(problem, *case[:3])
 
 
 def test_a_run_of_layers_that_saves_something_lowers_what_layers_add():

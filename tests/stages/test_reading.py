@@ -1,5 +1,7 @@
 """Plans with stages answer as other plans do: why arguments lie so, what a wish costs; they make a state sharded."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from pipeline_steps import numbers
 
-from autoshard import ArgumentError, MemoryLimitError, MeshError, Plan, PlanError, autoshard
+from autoshard import ArgumentError, MemoryLimitError, MeshError, Plan, PlanError, autoshard, topology
 from autoshard.stages.planning import StagePlanner
 
 LAYERS, WIDTH, ROWS = 4, 8, 8
@@ -100,6 +102,14 @@ def test_other_layouts_cost_what_planning_with_them_fixed_does(planned):
     assert fixed.explain("scale").reasons[1].startswith("The user says so: fixed['state/scale']")
 
 
+def test_a_layout_fits_where_planning_with_it_does(planned):
+    """A limit of which the plan takes more than is usable, and less than all."""
+    backend = planned.planner.options.backend
+    for usable in (1.01, 0.99):
+        limited = replace(planned, memory=planned.predicted.peak_bytes / backend.usable * usable)
+        assert limited.explain("scale").chosen.fits == (usable > 1)
+
+
 def test_a_path_that_nothing_fits_is_told(planned):
     with pytest.raises(PlanError, match="no argument of train has the path 'headd'; near ones are"):
         planned.explain("headd")
@@ -115,10 +125,12 @@ def test_a_wish_is_planned_on_the_same_stages(planned, mesh):
     assert [dict(stage.mesh.shape) for stage in larger.stages] == [{"stage": 1, "data": 4}] * 2
 
 
+UNEVEN = topology("cpu:4", {"stage": 2, "data": 2}, speeds={"stage": (1, 0.5)})
 WISHES = {
     "too little memory": ({"memory": "1KiB"}, MemoryLimitError, "of stage"),
     "other mesh": ({"mesh": AbstractMesh((3,), ("data",))}, MeshError, "stages=2 divide no axis"),
     "tactics": ({"tactics": ["fsdp"]}, ArgumentError, "take no tactics yet"),
+    "devices that differ": ({"topology": UNEVEN}, PlanError, "what_if: .* devices differ along 'stage'"),
 }
 
 

@@ -9,6 +9,7 @@ Under a wish the cuts and the schedule stay, and every program is planned again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,7 @@ class StagesPlanner:
 
         Raises:
             ArgumentError: the wish is none that stages heed.
+            PlanError: devices differ along a mesh axis, in the plan or under the wish.
             MeshError: the stages do not divide the other mesh.
             MemoryLimitError: a stage does not fit.
         """
@@ -64,8 +66,23 @@ class StagesPlanner:
                 f"what_if(tactics=...): the plan of {self.program.name} has stages, which take no tactics yet.\n"
                 "Plan the step without pipeline= to see what tactics cost."
             )
-        made = self.under(self._asker(self.options).options_under(wish))
+        options = self._asker(self.options).options_under(wish)
+        for one in (self.options, options):
+            self._check_devices_are_alike(one, "what_if")
+        made = self.under(options)
         return replace(made, wish=Wish(text_of_wish(wish), plan.predicted))
+
+    def _check_devices_are_alike(self, options: Options, asked: str) -> None:
+        """
+        Raises:
+            PlanError: devices differ along a mesh axis.
+        """
+        if options.topology.uneven:
+            axes = ", ".join(repr(one.axis) for one in options.topology.uneven)
+            raise PlanError(
+                f"{asked}: the plan of {self.program.name} has stages, and devices differ along {axes}. Stages that "
+                "are planned again do not heed that yet.\nPlan the step anew, as with plan(..., fixed=...)."
+            )
 
     def _asker(self, options: Options) -> Planner:
         """Who knows the arguments of the whole step."""
@@ -77,8 +94,9 @@ class StagesPlanner:
         """Why the argument of this path lies as it does on its stage.
 
         Raises:
-            PlanError: no argument has this path.
+            PlanError: no argument has this path, or devices differ along a mesh axis.
         """
+        self._check_devices_are_alike(self.options, "explain")
         found = self._asker(self.options).arguments_at(path)
         argument = found[0]
         if argument >= len(plan.arguments):
@@ -190,8 +208,8 @@ class StagesPlanner:
         return self.predicted(plans)
 
     def _priced(self, layout: Layout, predicted: Prediction, plan: Plan, bound: float) -> PricedLayout:
-        limit = plan.memory
-        return PricedLayout(layout, predicted, bound, limit is None or predicted.peak_bytes <= limit)
+        limit = math.inf if plan.memory is None else plan.memory * self.options.backend.usable
+        return PricedLayout(layout, predicted, bound, predicted.peak_bytes <= limit)
 
     def _keepers(self, keys: Sequence[Key], readers: Sequence[StageProgram]) -> str:
         """Which stages have it, and which programs read it."""
