@@ -213,11 +213,10 @@ class ChosenOptions:
         communication += self.unhoisted()
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
+            if not steps:
+                continue
             taken = self.prices.resharding(value, source, target, readers) * value.trips
-            if steps:
-                communication += taken
-            else:  # a slice
-                compute += taken
+            communication += taken
             behind = self.prices.hidden(value, source, target, readers) * value.trips
             hidden += behind
             further_turns += (taken - behind) * (1 - 1 / value.guessed)
@@ -226,6 +225,9 @@ class ChosenOptions:
             for step in steps:
                 why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
                 note(step.kind, step.axes, step.bytes, value.trips, value.guessed, line, why)
+        for value, taken in self.slices():
+            compute += taken
+            further_turns += taken * (1 - 1 / value.guessed)
         collectives = tuple(
             Collective(kind, axes, size, count, source, why, is_per_turn)
             for (kind, axes, source, why, is_per_turn), (size, count) in found.items()
@@ -264,6 +266,24 @@ class ChosenOptions:
             hops += [(seen, self.want(reader), reader.copied_for) for reader in readers if self.want(reader) != home]
             total += sum(self.prices.memory_seconds(value, *hop) for hop in hops) * value.trips
         return total
+
+    def slices(self) -> Iterator[tuple[Value, float]]:
+        """Values that are cut without a collective, and the seconds that this takes as an operation of its own.
+
+        Each reader cuts for itself, also what it wants as it was made, if others have it resharded: the problem has
+        no costs of more than two nodes. Of arguments it knows both, home and copy.
+        """
+        for id, readers in self.formulation.readers.items():
+            value, home = self.program.values[id], self.homes[id]
+            seen, copied_for = self.copies.get(id, home), self.formulation.copied_for(value, self.choice)
+            hops = [(home, seen, copied_for)]
+            for reader in readers:
+                may_read_home = id in self.kept or (copied_for is not None and reader.group not in copied_for)
+                if not (may_read_home and self.want(reader) == home):
+                    hops.append((seen, self.want(reader), reader.copied_for))
+            for hop in hops:
+                if not self.prices.steps(value, *hop):
+                    yield value, self.prices.resharding(value, *hop) * value.trips
 
     def unhoisted(self) -> float:
         """Seconds to reduce in every turn of loops what they do not add up in the layout it is made in."""

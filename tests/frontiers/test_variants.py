@@ -77,7 +77,7 @@ def test_each_variant_is_formulated_once(monkeypatch):
 
 
 @pytest.mark.parametrize("tactics", [(), (FSDP("data"),)], ids=["free", "FSDP"])
-def test_stacks_of_matrices_are_for_steps_without_tactics(tactics, monkeypatch):
+def test_matrices_are_stacked_within_tactics_too(tactics, monkeypatch):
     """The step is planned in no other way first, and once as it is written."""
 
     def update(weights, gradients):
@@ -86,6 +86,6 @@ def test_stacks_of_matrices_are_for_steps_without_tactics(tactics, monkeypatch):
     weights = [jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)] * 4
     monkeypatch.setattr(ShardedFunction, "plan", None)
     monkeypatch.setattr(ShardedFunction, "_planned", None)
-    options = {"mesh": MESH, "topology": "v5e:1x2", "tactics": tactics, "time_limit": 5}
+    options = {"mesh": MESH, "topology": "v5e:1x2", "tactics": tactics, "time_limit": 60}
     found = autoshard.frontier(update, weights, weights, points=2, **options)
-    assert found.plans and any("stack" in one for plan in found.plans for one in plan.warnings) == (not tactics)
+    assert any("stack" in one for plan in found.plans for one in plan.warnings)

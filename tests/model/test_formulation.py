@@ -344,11 +344,15 @@ def counted_too_often(formulation: Formulation, choice) -> float:
 
     It has a reader that wants a value as it is left, while others share a copy, read the copy, as if it were resharded
     back. And it has readers that want the same, but not what is shared, each reshard it, where XLA does so once.
+    Slices, which XLA may cut in each reader, are counted alike.
     """
     seconds, prices = 0.0, formulation.prices
 
-    def moved(*pair) -> float:
-        return prices.resharding(*pair) + prices.memory_seconds(*pair)
+    def sent(*hop) -> float:
+        return prices.resharding(*hop) if prices.steps(*hop) else 0.0
+
+    def moved(*hop) -> float:
+        return sent(*hop) + prices.memory_seconds(*hop)
 
     kept = [options[option] for options, option in zip(formulation.arguments, choice, strict=False)]
     lying = [(x, one.home, one.copy) for x, one in zip(formulation.program.arguments, kept, strict=True)]
@@ -361,11 +365,7 @@ def counted_too_often(formulation: Formulation, choice) -> float:
     for value, home, seen in lying:
         wants = Counter(reader.wants[choice[reader.node]] for reader in formulation.readers.get(value.id, ()))
         back = 0 if value in formulation.program.arguments else wants[home]
-        again = sum(
-            (count - 1) * prices.resharding(value, seen, want)
-            for want, count in wants.items()
-            if want not in (home, seen)
-        )
+        again = sum((count - 1) * sent(value, seen, want) for want, count in wants.items() if want not in (home, seen))
         seconds += (back * moved(value, seen, home) + again) * value.trips
     return seconds
 
