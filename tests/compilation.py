@@ -1,7 +1,7 @@
 """Options under which XLA compiles for CPU devices fast, rather than programs that run fast.
 
 They change what comes after the passes over HLO. Collectives and memory are those of a program as users compile it
-(`compiled/test_fast_compilation.py`). Without its emitters of fusions XLA takes a third of the time.
+(`compiled/test_fast_compilation.py`).
 """
 
 import os

@@ -162,6 +162,14 @@ def test_wishes_are_granted_as_if_planned_anew(wish):
         assert argument(found, pattern).spec == spec
 
 
+def test_another_machine_leaves_the_other_options_as_they_were():
+    asked = {"rewrites": ("loop_sum",), "reductions": "auto", "remat": "auto", "microbatches": 2, "trips": {"f": 3}}
+    made = free().planner
+    moved = replace(made, options=replace(made.options, **asked)).options_under({"topology": "cpu:8", "mesh": MESH})
+    assert {name: getattr(moved, name) for name in asked} == asked
+    assert moved.topology != CHIP and moved.memory == moved.topology.memory_bytes
+
+
 def test_wishes_add_up():
     once = free().what_if(fixed={"params/weights/up": P("data")})
     twice = once.what_if(fixed={"params/weights/down": P("data")})

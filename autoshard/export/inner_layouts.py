@@ -81,6 +81,10 @@ def why_none(program: Program) -> str:
         return "calls inside the step close over large arrays; pass them as arguments"
     if program.microbatches > 1:
         return "the step runs in microbatches"
+    if program.departure:
+        return program.departure
+    if program.rewritten:
+        return "the step was rewritten (rewrites=)"
     if program.stacked:
         return "the step computes stacks of matrices where it was written matrix by matrix"
     if program.types is not None:
@@ -88,8 +92,8 @@ def why_none(program: Program) -> str:
     if program.changes is not None and not program.changes.keeps_graphs:
         return "the step adds variables to its nnx modules, or takes some away"
     if program.changes is not None and program.changes.static:
-        return "its nnx modules hold what is no array"
-    if program.in_tree.static:
+        return "its nnx modules hold, or the step returns, what is no array"
+    if program.in_tree.static or (program.changes is not None and program.changes.takes_static):
         return "the step takes leaves that are no arrays; part them (eqx.partition), and plan a step of the arrays"
     return ""
 

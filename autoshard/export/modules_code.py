@@ -1,22 +1,27 @@
 """The part of the code of `Plan.to_code` that runs a step which changes nnx modules, as text: it imports flax.
 
-It stands behind `standalone.py`, whose `constrained_results` it calls. Modules are taken apart in the order in which
-the step was traced for its plan (`program/modules.py`), so arguments and results have the numbers of the table.
+It stands behind `standalone.py`, whose `without_static` and `constrained_results` it calls. Modules are taken apart in
+the order in which the step was traced for its plan (`program/modules.py`), so arguments and results have the numbers of
+the table.
 """
 
 CONSTRAINED_MODULES = '''
-def constrained(step, mesh):
-    """`step` with the layouts of the plan inside, to be given to `nnx.jit`. Its modules may lie anywhere at first."""
-    return constrain_modules(step, mesh, _table())
+def constrained(step, mesh, static_argnums=(), static_argnames=()):
+    """`step` with the layouts of the plan inside, to be given to `nnx.jit`. Its modules may lie anywhere at first.
+
+    Arguments that are static for `nnx.jit` are to be named here, too.
+    """
+    return constrain_modules(step, mesh, _table(), static_argnums, static_argnames)
 '''
 
 CONSTRAIN_MODULES = '''
-def constrain_modules(step, mesh, table):
+def constrain_modules(step, mesh, table, static_argnums, static_argnames):
     """`step`, which changes nnx modules among its arguments, with the constraints of a table."""
 
     @functools.wraps(step)
     def constrained(*args, **keywords):
-        items, tree = jax.tree.flatten((args, keywords), is_leaf=nnx.graph.is_graph_node)
+        traced, called = without_static(step, args, keywords, static_argnums, static_argnames)
+        items, tree = jax.tree.flatten(traced, is_leaf=nnx.graph.is_graph_node)
         references = nnx.graph.RefMap()
         graphs, values, variables = _parts(items, references)
         leaves, structure = jax.tree.flatten(values)
@@ -29,8 +34,7 @@ def constrain_modules(step, mesh, table):
                 value if graph is None else nnx.unflatten(graph, value, index_ref=index)
                 for graph, value in zip(graphs, jax.tree.unflatten(structure, arrays))
             ]
-            positional, named = jax.tree.unflatten(tree, inside)
-            returned = step(*positional, **named)
+            returned = called(*jax.tree.unflatten(tree, inside))
             made = nnx.graph.RefMap()
             left = jax.tree.leaves(_parts(inside, made)[1])
             results, known["result"] = jax.tree.flatten(returned, is_leaf=nnx.graph.is_graph_node)

@@ -88,13 +88,16 @@ def node(kind, static, children):
 '''
 
 _CONSTRAINED = '''
-def constrained(step, mesh, static_argnums=()):
-    """`step` with the plan's constraints inside, to be given to `jax.jit`. It must compute what was planned."""
-    return constrain(step, mesh, _table(), static_argnums)
+def constrained(step, mesh, static_argnums=(), static_argnames=()):
+    """`step` with the plan's constraints inside, to be given to `jax.jit`. It must compute what was planned.
+
+    Arguments that are static for `jax.jit` are to be named here, too.
+    """
+    return constrain(step, mesh, _table(), static_argnums, static_argnames)
 '''
 
 _AS_IT_IS = '''
-def constrained(step, mesh, static_argnums=()):
+def constrained(step, mesh, static_argnums=(), static_argnames=()):
     """`step` as it is: the layouts of its arguments and results imply all others."""
     return step
 '''
@@ -250,8 +253,10 @@ def _docstring(
     ]
     if wraps:
         lines += [f"    step = jax.jit(explicit(step, mesh){donating})", ""]
-    elif table is not None and program is not None and program.changes is not None:
-        lines += [f"    step = nnx.jit(constrained(step, mesh){donating})", ""]
+    elif program is not None and program.changes is not None:
+        lines += [f"    step = nnx.jit({step}{donating})", ""]
+        if table is None:
+            lines += [f"Place arguments before the first step: `jax.device_put(arguments, {given[0]})`."]
     else:
         lines += [
             f"    step = jax.jit({step}, in_shardings={given[0]},",
@@ -267,6 +272,7 @@ def _docstring(
         f"The step closes over {one.name}: pass it as an argument, to be laid as {spec_text(one.layout)}, so that no "
         "device holds it whole."
         for one in plan.captured
+        if any(one.layout)
     ]
     text = "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
     return f'"""{text}\n"""\n'

@@ -71,19 +71,39 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def constrain(step: Callable[..., Any], mesh: Mesh | AbstractMesh, table: Table, static_argnums: Any = ()) -> Any:
+def constrain(
+    step: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    table: Table,
+    static_argnums: Any = (),
+    static_argnames: Any = (),
+) -> Any:
     """`step` with the constraints of a table; to be called under `jax.jit`."""
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
 
     @functools.wraps(step)
     def constrained(*args: Any, **keywords: Any) -> Any:
-        shapes = [arg if i in static else jax.tree.map(without_mesh, arg) for i, arg in enumerate(args)]
-        named = jax.tree.map(without_mesh, keywords)
-        closed, result = jax.make_jaxpr(step, static_argnums=static, return_shape=True)(*shapes, **named)
-        leaves = jax.tree.leaves(([arg for i, arg in enumerate(args) if i not in static], keywords))
+        traced, called = without_static(step, args, keywords, static_argnums, static_argnames)
+        closed, result = jax.make_jaxpr(called, return_shape=True)(*jax.tree.map(without_mesh, traced))
+        leaves = jax.tree.leaves(traced)
         return jax.tree.unflatten(jax.tree.structure(result), constrained_results(closed, leaves, mesh, table))
 
     return constrained
+
+
+def without_static(
+    step: Callable[..., Any], args: tuple, keywords: dict[str, Any], static_argnums: Any, static_argnames: Any
+) -> tuple[tuple[list[Any], dict[str, Any]], Callable[[list[Any], dict[str, Any]], Any]]:
+    """The arguments that are traced, positional and by name, and `step` as a function of these two."""
+    positions = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
+    names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+    fixed = {name: value for name, value in keywords.items() if name in names}
+
+    def called(positional: list[Any], named: dict[str, Any]) -> Any:
+        left = iter(positional)
+        return step(*(arg if i in positions else next(left) for i, arg in enumerate(args)), **named, **fixed)
+
+    positional = [arg for i, arg in enumerate(args) if i not in positions]
+    return (positional, {name: value for name, value in keywords.items() if name not in names}), called
 
 
 def without_mesh(array: Any) -> Any:

@@ -21,6 +21,13 @@ from autoshard.program.signature import Arguments
 from autoshard.user_plan import Plan
 
 
+class _StepOfPaddedBatch(ShardedFunction[Parameters, Result]):
+    """The step that runs on the padded batch."""
+
+    def _finished(self, program: Program) -> Program:
+        return replace(super()._finished(program), departure="the step runs on a padded batch; pad the batch yourself")
+
+
 class PaddedFunction(ShardedFunction[Parameters, Result]):
     """A function whose batch is padded where the devices do not divide it. Its results are those of the batch."""
 
@@ -89,4 +96,6 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         large = as_written.traced([batch.pad(i, abstract(type_of(array))) for i, array in enumerate(flat.arrays)])
         small = as_written.traced()
         step = as_written.running(PaddedProgram(program.name, small, large))
-        return batch, ShardedFunction(step, options=self._options, jit_keywords=self._given_keywords, given=self._given)
+        return batch, _StepOfPaddedBatch(
+            step, options=self._options, jit_keywords=self._given_keywords, given=self._given
+        )

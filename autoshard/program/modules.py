@@ -77,6 +77,7 @@ class ModuleChanges:
     values: PyTreeDef  # of what all graphs and items hold
     order: tuple[int | None, ...]  # per leaf of `values`, which source it is; None: static
     static: tuple[tuple[int, Any], ...]  # per static leaf of `values`, its place and what it is
+    takes_static: bool  # whether leaves of the arguments outside of modules are no arrays
     in_place: Mapping[int, int]  # flat argument -> the flat result that replaces it in its module
     untouched: frozenset[int]  # flat arguments that modules and variables hold after the step, too
     kept: frozenset[
@@ -331,6 +332,7 @@ class TracedModules:
             values=values,
             order=tuple(order),
             static=static,
+            takes_static=any(not is_module(item) and id(item) not in arguments for item in self._items),
             in_place=in_place,
             untouched=frozenset(untouched),
             kept=frozenset(i for i in untouched if not isinstance(self._modules[owners[i]], nnx.Variable)),

@@ -161,6 +161,7 @@ class Program:
     recomputed: str = ""  # what autoshard keeps for the backward pass and what it computes again, in words
     state_on_hosts: bool = False  # whether autoshard keeps arguments in the memory of hosts between steps
     stacked: str = ""  # what autoshard computes of stacks of arrays instead of array by array, in words
+    departure: str = ""  # from the jaxpr that JAX makes of the step, where nothing else here tells it, in words
     rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, in the order in which that was done
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.

@@ -37,9 +37,8 @@ class _InnerValue:
         return any(size not in (None, whole) for size, whole in zip(self.grid, self.part.shape, strict=True))
 
 
-_Find = Callable[
-    [Operand, Equation], _InnerValue | None
-]  # an operand inside a stencil that the equation can be a part of
+# An operand inside a stencil that the equation can be a part of.
+_Find = Callable[[Operand, Equation], _InnerValue | None]
 
 
 def with_stencils(program: Program) -> Program:

@@ -41,6 +41,11 @@ _OTHERS = 4  # layouts that an explanation shows beside the one that was chosen
 _SECONDS = 20.0  # that an explanation's search may take, unless the time limit is below
 _LISTED = 5  # paths that are near one that nothing fits
 
+# The options that are of a machine, or of a search on it. With another mesh or topology, these alone are others.
+_OF_MACHINES = (
+    "mesh", "topology", "backend", "compiled_for", "given_mesh", "given_topology", "until", "enough", "pinned",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, eq=False)
 class Planner:
@@ -194,8 +199,6 @@ class Planner:
             topology=wish.get("topology") or _topology_for(wish.get("mesh"), old),
             fixed=wish.get("fixed"),
             time_limit=old.time_limit if wish.get("time_limit") is None else wish["time_limit"],
-            ignore_constraints=old.ignore_constraints,
-            trips=old.trips,
             tactics=wish.get("tactics") or (),
         )
         is_moved = wish.get("mesh") is not None or wish.get("topology") is not None
@@ -204,7 +207,7 @@ class Planner:
                 f"{self.program.name} is a program of explicit mode, whose types are for the mesh "
                 f"{dict(old.mesh.shape)}.\nPlan it anew on the other mesh, or with ignore_constraints=True."
             )
-        place = asked if is_moved else old
+        place = replace(old, **{name: getattr(asked, name) for name in _OF_MACHINES}) if is_moved else old
         keeps_memory = wish.get("memory") is None and (old.is_memory_given or not is_moved)
         return replace(
             place,
@@ -214,8 +217,6 @@ class Planner:
             time_limit=asked.time_limit,
             cache=None,
             refine=1,
-            like=old.like,
-            search=old.search,
             tactics=old.tactics if wish.get("tactics") is None else asked.tactics,
         )
 

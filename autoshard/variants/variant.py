@@ -22,6 +22,8 @@ from autoshard.remat.costs import bytes_of, moving_seconds
 from autoshard.remat.host_state import HostState
 from autoshard.remat.recomputation import Recomputation
 
+_DEPARTURE = "autoshard chose what the backward pass keeps, or what lies on hosts (remat=)"
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -86,8 +88,13 @@ class StepVariants:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 closed, remark = self._rewritten(variant)
                 read = made_or_none("stacking", lambda: self._stacked(variant)) or self._traced.read(closed)
-                on_hosts = variant.state_on_hosts
-                read = replace(read, microbatches=variant.microbatches, recomputed=remark, state_on_hosts=on_hosts)
+                read = replace(
+                    read,
+                    microbatches=variant.microbatches,
+                    recomputed=remark,
+                    state_on_hosts=variant.state_on_hosts,
+                    departure=_DEPARTURE if variant.level is not None or variant.state_on_hosts else "",
+                )
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]
 

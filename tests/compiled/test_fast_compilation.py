@@ -19,7 +19,7 @@ AS_USERS_DO = {
 }
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp"])
+@pytest.mark.parametrize("name", ["cnn", "mlp", "lstm"])
 def test_collectives_and_memory_are_those_that_users_have(name):
     model = SMALL[name]()
     specs = jax.tree.map(lambda leaf: jax.P(None, "y") if leaf.ndim == 2 else jax.P(), model.state)

@@ -144,6 +144,8 @@ def test_what_a_step_closes_over_lies_as_planned():
     assert collectives(compiled.as_text()) == collectives(plan.lowering().compile().as_text())
     assert collectives(plain.as_text()) != collectives(compiled.as_text())  # that it can fail
     np.testing.assert_allclose(compiled(jax.device_put(x, shardings["in_shardings"][0])), step(x), rtol=1e-5)
+    whole = autoshard.plan(step, x, mesh=mesh, fixed={"large": P()})
+    assert "pass it as an argument" in plan.to_code() and "pass it as an argument" not in whole.to_code()
 
 
 def test_a_step_takes_its_own_results():
@@ -353,3 +355,4 @@ def test_modules_whose_variables_change_have_no_inner_layouts():
     model = Linear(nnx.Rngs(0))
     code = autoshard.plan(step, model, jnp.ones((8, 16)), mesh=mesh_of()).to_code()
     assert "left out: the step adds variables" in code and "def constrained" not in code
+    assert "step = nnx.jit(step)" in code  # under `jax.jit` its changes would be lost

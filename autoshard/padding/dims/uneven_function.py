@@ -25,6 +25,13 @@ MOST_CLASSES = 3  # that are tried, those with the most work
 Chosen = tuple[ShardedFunction[..., Any] | None, str]  # the step in its best way, None if there is one; and a remark
 
 
+class _StepOfPaddedDims(ShardedFunction[Parameters, Result]):
+    """The step that pads dims inside."""
+
+    def _finished(self, program: Program) -> Program:
+        return replace(super()._finished(program), departure="dims are padded inside the step (pad='auto')")
+
+
 class UnevenFunction(ShardedFunction[Parameters, Result]):
     """A function some dims of which are padded inside the step. Arguments and results keep their shapes."""
 
@@ -84,7 +91,8 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
         errors: list[MemoryLimitError | PlanError] = []
         for padded in ways:
             fn = as_written.running(UnevenStep(closed, classes, padded, carried)) if padded else self._fn
-            step = ShardedFunction(fn, options=options, jit_keywords=self._given_keywords, given=self._given)
+            kind = _StepOfPaddedDims if padded else ShardedFunction
+            step = kind(fn, options=options, jit_keywords=self._given_keywords, given=self._given)
             try:
                 plan = step.plan(*args, **kwargs)
             except (MemoryLimitError, PlanError) as error:

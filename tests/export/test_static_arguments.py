@@ -1,0 +1,105 @@
+"""`Plan.to_code` of steps with static arguments, and of steps whose planned jaxpr is not the one that JAX makes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from oracles import slow_chips
+
+import autoshard
+
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+WEIGHT = np.full((16, 16), 0.1, np.float32)
+
+
+def mesh_of():
+    return jax.make_mesh((4, 2), ("data", "model"))
+
+
+def defined(code):
+    """What the code defines."""
+    names = {"__name__": "written"}
+    exec(compile(code, "written.py", "exec"), names)
+    return names
+
+
+def model_of():
+    return nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+
+def powered(weight, turns, x, how="sum"):
+    """A step with a number and a text that Python looks at."""
+    for _ in range(turns):
+        x = jnp.tanh(x @ weight)
+    return getattr(jnp, how)(x)
+
+
+def trained(model, turns, x, how="sum"):
+    """The same of a module, which it changes."""
+
+    def loss_of(model):
+        return powered(model.kernel[...], turns, x, how)
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), gradients))
+    return loss
+
+
+@pytest.mark.parametrize(
+    "step, jit, make, path",
+    [(powered, jax.jit, lambda: WEIGHT, "weight"), (trained, nnx.jit, model_of, "model/kernel")],
+    ids=["arrays", "modules"],
+)
+def test_static_arguments_reach_the_step_as_they_are(step, jit, make, path):
+    mesh, static = mesh_of(), {"static_argnums": 1, "static_argnames": "how"}
+    first, again, plain = make(), make(), make()
+    planned = autoshard.autoshard(step, mesh=mesh, fixed={path: P(None, "model")}, **static)
+    written = defined(planned.plan(first, 2, X, how="mean").to_code())["constrained"](step, mesh, **static)
+    got, want = jit(written, **static)(again, 2, X, how="mean"), step(plain, 2, X, how="mean")
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def chain(a, b, c):
+    return (a @ b) @ c
+
+
+def layers(weights, x):
+    def loss_of(weights):
+        y = x
+        for weight in weights:
+            y = jnp.tanh(y @ weight)
+        return jnp.sum(y**2)
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss_of)(weights))
+
+
+def told(model, x):
+    return {"kind": "text", "sum": model(x).sum()}
+
+
+def called(model, x, how):
+    return getattr(jnp, how)(model(x))
+
+
+CHAIN = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((512, 8), (8, 512), (512, 512))]
+UNEVEN = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((257, 257), (63, 257))]
+DEPARTURES = [  # step, arguments, options, what the code says
+    (chain, CHAIN, {"rewrites": "auto"}, "rewritten (rewrites=)"),
+    (layers, ([WEIGHT] * 4, X), {"remat": "auto"}, "what the backward pass keeps"),
+    (lambda x: jnp.tanh(x), (X[:7],), {"pad": "batch"}, "pad the batch yourself"),
+    (lambda w, x: jnp.tanh(x @ w) @ w.T, UNEVEN, {"pad": "auto"}, "dims are padded"),
+    (told, (model_of(), X), {}, "or the step returns, what is no array"),
+    (called, (model_of(), X, "sum"), {}, "takes leaves that are no arrays"),
+]
+
+
+@pytest.mark.parametrize("step, arguments, options, reason", DEPARTURES, ids=[reason for *_, reason in DEPARTURES])
+def test_what_jax_would_not_trace_alike_has_no_inner_layouts(step, arguments, options, reason):
+    """The table would be of other operations."""
+    machine = slow_chips(mesh_of().axis_names)
+    code = autoshard.autoshard(step, mesh=mesh_of(), topology=machine, **options).plan(*arguments).to_code()
+    assert "left out: " in code and reason in code and "def constrained" not in code
