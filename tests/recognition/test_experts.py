@@ -204,7 +204,7 @@ def mixes_rows(params: Any, x: jax.Array) -> jax.Array:
 
 def limited(params: Any, x: jax.Array) -> jax.Array:
     """An expert drops what is beyond twice an even load, which few batches reach."""
-    weights, chosen = routed(params, x)
+    _, chosen = routed(params, x)
     flat = chosen.reshape(-1)
     order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=GROUPS)
     place = jnp.arange(flat.size) - (jnp.cumsum(sizes) - sizes)[flat[order]]
@@ -291,7 +291,8 @@ def test_keys_that_may_be_negative_read_no_group():
 
     def step(params: Any, x: jax.Array, flat: jax.Array) -> jax.Array:
         order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=GROUPS)
-        return jnp.zeros_like(x).at[order].add(mlp(params, x[order], sizes) + params["bias"][flat[order], :WIDTH])
+        made = mlp(params, x[order], sizes) + params["bias"][:, :WIDTH][flat[order]]
+        return jnp.zeros_like(x).at[order].add(made)
 
     assert recognized(step, PARAMS, X, jnp.zeros(TOKENS, jnp.int32)) is None
 
