@@ -3,7 +3,8 @@
     PYTHONPATH=tests:. python benchmarks/experts.py --machine v5p:4x4x4 --layer mixtral
     PYTHONPATH=tests:. python benchmarks/experts.py --machine v5p:4x4x4 --layer mixtral --programs plan FSDP
     PYTHONPATH=tests:. python benchmarks/experts.py --imbalance  # rounds of an exchange by load; compiles nothing
-    PYTHONPATH=tests:. python benchmarks/experts.py --measure  # a small layer on eight CPU devices
+    PYTHONPATH=tests:. XLA_FLAGS=--xla_force_host_platform_device_count=8 python benchmarks/experts.py \\
+        --measure  # a small layer on eight CPU devices
 
 A layer sorts tokens by expert, as MegaBlocks does, and multiplies them by `jax.lax.ragged_dot`. The step has a loss,
 its gradient and Adam. The shardings are those of `benchmarks/shardings.py`, which stand for the rule sets of MaxText;
@@ -184,7 +185,8 @@ def measured() -> None:
     """Milliseconds of a step on eight CPU devices: our plan, and the shardings by hand."""
     layer, axes = LAYERS["small"], {"data": 4, "model": 2}
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 2)
-    state, batch = state_of(layer), jnp.ones((8, layer.length, layer.width), jnp.bfloat16)
+    state = state_of(layer)
+    batch = jax.random.normal(jax.random.key(4), (8, layer.length, layer.width), jnp.bfloat16)
     programs = {"plan": autoshard(step_of(layer), mesh=mesh)}
     put = functools.partial(jax.tree.map, lambda spec: NamedSharding(mesh, spec))
     for name, laid in shardings_of(FAMILY, state, batch, axes).items():

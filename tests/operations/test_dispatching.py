@@ -24,6 +24,7 @@ LOADS = {  # the groups of all slots
     "random": jax.random.randint(jax.random.key(0), (TOKENS, SLOTS), 0, GROUPS),
     "skewed": jnp.minimum(jax.random.geometric(jax.random.key(1), 0.5, (TOKENS, SLOTS)) - 1, GROUPS - 1),
     "one group": jnp.full((TOKENS, SLOTS), 5),
+    "rows of no group": jax.random.randint(jax.random.key(2), (TOKENS, SLOTS), -1, GROUPS + 3),
 }
 
 

@@ -13,9 +13,10 @@ from equality import assert_equal
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from autoshard.batching import boundary
 from autoshard.jaxprs import inner_jaxprs
 from autoshard.ops import ragged_dot
-from autoshard.recognition.experts import with_experts
+from autoshard.recognition.experts import rewriting, sortings, with_experts
 
 TOKENS, SLOTS, GROUPS, WIDTH, HIDDEN = 12, 2, 4, 3, 5
 PARAMS = {
@@ -199,6 +200,160 @@ def mixes_rows(params: Any, x: jax.Array) -> jax.Array:
     rows = x[order // SLOTS]
     made = mlp(params, rows - jnp.roll(rows, 1, 0), jnp.bincount(chosen.reshape(-1), length=GROUPS))
     return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def limited(params: Any, x: jax.Array) -> jax.Array:
+    """An expert drops what is beyond twice an even load, which few batches reach."""
+    _, chosen = routed(params, x)
+    flat = chosen.reshape(-1)
+    order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=GROUPS)
+    place = jnp.arange(flat.size) - (jnp.cumsum(sizes) - sizes)[flat[order]]
+    made = jnp.where((place < TOKENS)[:, None], mlp(params, x[order // SLOTS], sizes), 0)
+    return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def with_limited_sizes(params: Any, x: jax.Array) -> jax.Array:
+    """No more than twice an even load is multiplied."""
+    _, chosen = routed(params, x)
+    order = jnp.argsort(chosen.reshape(-1))
+    made = mlp(params, x[order // SLOTS], jnp.minimum(jnp.bincount(chosen.reshape(-1), length=GROUPS), TOKENS))
+    return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+
+def masked(take: Callable) -> Experts:
+    """Every third token goes to no expert; `take` makes rows of products, tokens, sorted keys and biases."""
+
+    def experts(params: Any, x: jax.Array) -> jax.Array:
+        _, chosen = routed(params, x)
+        flat = jnp.where(jnp.arange(TOKENS)[:, None] % 3 > 0, chosen, GROUPS).reshape(-1)
+        order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=GROUPS)
+        rows = x[order // SLOTS]
+        made = take(mlp(params, rows, sizes), rows, flat[order], params["bias"][:, :WIDTH])
+        return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+    return experts
+
+
+def dropped_by_place(params: Any, x: jax.Array) -> jax.Array:
+    """Rows of no expert are added beyond the tokens, where they are dropped."""
+    _, chosen = routed(params, x)
+    flat = jnp.where(jnp.arange(TOKENS)[:, None] % 3 > 0, chosen, GROUPS).reshape(-1)
+    order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=GROUPS)
+    rows = x[order // SLOTS]
+    to = jnp.where(flat[order] < GROUPS, order // SLOTS, TOKENS)
+    return jnp.zeros_like(x).at[to].add(mlp(params, rows, sizes) + rows, mode="drop")
+
+
+def of_more_tokens(params: Any, x: jax.Array) -> jax.Array:
+    """A row of zeros stands behind the tokens."""
+    return scattered_among(params, jnp.concatenate([x, jnp.zeros((1, WIDTH))]), jnp.zeros_like(x))
+
+
+def to_more_tokens(params: Any, x: jax.Array) -> jax.Array:
+    """A row for what is dropped stands behind the tokens."""
+    return scattered_among(params, x, jnp.zeros((TOKENS + 1, WIDTH)))[:TOKENS]
+
+
+def scattered_among(params: Any, x: jax.Array, base: jax.Array) -> jax.Array:
+    _, chosen = routed(params, x[:TOKENS])
+    order = jnp.argsort(chosen.reshape(-1))
+    made = mlp(params, x[order // SLOTS], jnp.bincount(chosen.reshape(-1), length=GROUPS))
+    return base.at[order // SLOTS].add(made)
+
+
+UNEQUAL = {
+    "limited": limited,
+    "with_limited_sizes": with_limited_sizes,
+    "tokens of no expert stay": masked(lambda made, rows, keys, _: jnp.where((keys < GROUPS)[:, None], made, rows)),
+    "no bias for no expert": masked(
+        lambda made, rows, keys, bias: made + jnp.take(bias, keys, axis=0, mode="fill", fill_value=0)
+    ),
+    "dropped_by_place": dropped_by_place,
+    "of_more_tokens": of_more_tokens,
+    "to_more_tokens": to_more_tokens,
+}
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_what_other_loads_or_keys_would_change_stays_as_it_is(name):
+    assert recognized(UNEQUAL[name], PARAMS, X) is None
+
+
+def test_tokens_of_no_expert_are_recognised_where_they_read_no_group():
+    step = masked(lambda made, rows, keys, bias: made + rows)
+    found = recognized(step, PARAMS, X)
+    assert counts_of(found.jaxpr) == (1, 0)
+    assert_equal(jax.jit(jaxpr_as_fun(found))(*jax.tree.leaves((PARAMS, X)))[0], jax.jit(step)(PARAMS, X))
+
+
+def test_keys_that_may_be_negative_read_no_group():
+    """jax.jit reads the last group for them, and `bincount` counts them to the first."""
+
+    def step(params: Any, x: jax.Array, flat: jax.Array) -> jax.Array:
+        order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=GROUPS)
+        made = mlp(params, x[order], sizes) + params["bias"][:, :WIDTH][flat[order]]
+        return jnp.zeros_like(x).at[order].add(made)
+
+    assert recognized(step, PARAMS, X, jnp.zeros(TOKENS, jnp.int32)) is None
+
+
+def test_each_choice_may_be_sorted_by_itself():
+    def step(params: Any, x: jax.Array) -> jax.Array:
+        _, chosen = routed(params, x)
+        total = jnp.zeros_like(x)
+        for flat in chosen.T:
+            order = jnp.argsort(flat)
+            total = total.at[order].add(mlp(params, x[order], jnp.bincount(flat, length=GROUPS)))
+        return total
+
+    found = recognized(step, PARAMS, X)
+    assert counts_of(found.jaxpr) == (2, 0)
+    assert_equal(jax.jit(jaxpr_as_fun(found))(*jax.tree.leaves((PARAMS, X)))[0], jax.jit(step)(PARAMS, X))
+
+
+def test_a_column_that_the_step_chooses_is_taken_of_all_rows():
+    def step(params: Any, x: jax.Array, column: jax.Array) -> jax.Array:
+        _, chosen = routed(params, x)
+        order = jnp.argsort(chosen.reshape(-1))
+        rows, sizes = x[order // SLOTS], jnp.bincount(chosen.reshape(-1), length=GROUPS)
+        made = mlp(params, rows, sizes) * lax.dynamic_slice(rows, (0, column), (TOKENS * SLOTS, 1))
+        return jnp.zeros_like(x).at[order // SLOTS].add(made)
+
+    found = recognized(step, PARAMS, X, 1)
+    assert counts_of(found.jaxpr) == (1, 0)
+    made = jax.jit(jaxpr_as_fun(found))(*jax.tree.leaves((PARAMS, X, 1)))
+    assert_equal(made[0], jax.jit(step)(PARAMS, X, 1))
+
+
+def test_a_fault_in_one_layer_leaves_the_others_operations(monkeypatch):
+    def faulty(editor: Any, sorting: Any, devices: int) -> Any:
+        if sorting.rows == TOKENS:
+            raise ValueError("a fault")
+        return put_in(editor, sorting, devices)
+
+    put_in = rewriting._put_in
+    monkeypatch.setattr(rewriting, "_put_in", faulty)
+    monkeypatch.setattr(boundary, "RAISES", False)
+    found = recognized(lambda params, x: scattered(params, x) + of_one(params, x), PARAMS, X)
+    assert counts_of(found.jaxpr) == (1, 4)
+
+
+def test_masks_of_attention_are_not_evaluated(monkeypatch):
+    """They follow from constants, and are large."""
+
+    def step(params: Any, x: jax.Array) -> jax.Array:
+        places = jnp.arange(TOKENS)
+        weights = jax.nn.softmax(jnp.where(places[:, None] >= places, x @ x.T, -1e9))
+        return scattered(params, weights @ x)
+
+    evaluated = set[tuple[int, ...]]()
+    plain = sortings.run
+    monkeypatch.setattr(
+        sortings, "run", lambda eqn, xs: evaluated.update(var.aval.shape for var in eqn.outvars) or plain(eqn, xs)
+    )
+    assert recognized(step, PARAMS, X) is not None
+    assert (TOKENS * SLOTS,) in evaluated
+    assert (TOKENS, TOKENS) not in evaluated
 
 
 def test_one_layer_that_fits_becomes_operations_beside_one_that_does_not():

@@ -55,11 +55,12 @@ class Stretches:
     def of(cls, groups: jax.Array, each: int, devices: int) -> Stretches:
         """
         Args:
-            groups: ``[M]``, the group of each slot.
+            groups: ``[M]``, the group of each slot. Rows beyond the last group are of none; the last device gets them.
             each: groups per device.
         """
         order = jnp.argsort(groups)
-        counts = jnp.bincount(groups // each, length=devices).astype(jnp.int32)
+        device = jnp.clip(groups // each, 0, devices - 1)
+        counts = jnp.bincount(device, length=devices).astype(jnp.int32)
         return cls(order, groups[order], jnp.cumsum(counts) - counts, counts)
 
     def of_round(self, turn: Any, capacity: int) -> tuple[jax.Array, jax.Array]:
@@ -94,7 +95,8 @@ def exchanged(
         number, totals = state
         rows, is_row = stretches.of_round(number, capacity)
         slot = stretches.order[rows]  # [devices, capacity]
-        group = traded(jnp.where(is_row, stretches.group[rows] % each, each)).reshape(-1)
+        own = jnp.maximum(stretches.group[rows], 0)  # as `bincount` counts a negative key
+        group = traded(jnp.where(is_row & (own < function.groups), own % each, each)).reshape(-1)
         order = jnp.argsort(group)
         sizes = jnp.bincount(group, length=each).astype(jnp.int32)
         read = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from autoshard.ops.dispatching.exchange import DATA, EXPERTS, exchanged, on_own_
 from autoshard.ops.dispatching.row_function import Kind, RowFunction
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape
 
-_KNOWN: dict[str, Operation] = {}  # digest -> the operation: equal layers are priced once
+# digest -> the operation, while some step has it: equal layers are priced once
+_KNOWN: weakref.WeakValueDictionary[str, Operation] = weakref.WeakValueDictionary()
 
 
 def routed_operation(function: RowFunction) -> Operation:
@@ -24,9 +26,7 @@ def routed_operation(function: RowFunction) -> Operation:
     A TOKEN input or output is ``[T, ...]`` and a SLOT one ``[T, K, ...]``; the dim of rows is first. A token's output
     is the sum over its slots. Sums of groups are over all rows.
     """
-    if function.digest not in _KNOWN:
-        _KNOWN[function.digest] = _operation(function)
-    return _KNOWN[function.digest]
+    return _KNOWN.setdefault(function.digest, _operation(function))
 
 
 def _operation(function: RowFunction) -> Operation:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, run
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, run
 
 
 class Kind(enum.Enum):
@@ -47,12 +47,30 @@ class RowFunction:
     groups: int  # G
 
     @cached_property
-    def digest(self) -> str:
-        """Equal for functions that compute the same, with however many rows they were written."""
-        rows = 2 * self.slots
+    def has_any_rows(self) -> bool:
+        """Whether the equations run on another number of rows than the program has: no other parameter says it."""
+        try:
+            made = self._on_few_rows.out_avals
+        except (TypeError, ValueError):  # what JAX raises of operands and parameters that do not fit
+            return False
+        expected = [self._shape(var, self._few) for var, _ in self.outputs]
+        return [one.shape for one in made] == expected
+
+    @property
+    def _few(self) -> int:
+        return 2 * self.slots
+
+    @cached_property
+    def _on_few_rows(self) -> ClosedJaxpr:
+        rows = self._few
         read = [jax.ShapeDtypeStruct(self._shape(var, rows), aval_of(var).dtype) for var, _ in self.inputs]
         sizes = jax.ShapeDtypeStruct((self.groups,), "int32")
-        text = str(jax.make_jaxpr(lambda sizes, *arrays: self(sizes, arrays, rows))(sizes, *read))
+        return jax.make_jaxpr(lambda sizes, *arrays: self(sizes, arrays, rows))(sizes, *read)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for functions that compute the same, with however many rows they were written."""
+        text = str(self._on_few_rows)
         kinds = [kind.value for _, kind in (*self.inputs, *self.outputs)]
         dims = [self.row_dims.get(var) for var, _ in (*self.inputs, *self.outputs)]
         return hashlib.sha256(f"{text} {kinds} {dims} {self.slots} {self.groups}".encode()).hexdigest()[:16]
@@ -105,6 +123,8 @@ class RowFunction:
             limits = list(eqn.params["limit_indices"])
             limits[dim] = rows
             params = {"limit_indices": tuple(limits)}
+        elif eqn.primitive.name == "dynamic_slice":
+            params = {"slice_sizes": self._shape(var, rows)}
         return eqn.replace(params={**eqn.params, **params}) if params else eqn
 
 

@@ -93,11 +93,12 @@ class Regions:
         name = eqn.primitive.name
         dims = [self.dim_of(x) for x in eqn.invars]
         if all(dim is None for dim in dims):
-            if self.sorting.follows(eqn.outvars[0]):
+            moves = name in ("gather", "scatter", "scatter-add")
+            if not moves or self.sorting.follows(eqn.outvars[0]):
                 return
             if name == "gather":
                 self._enter(eqn)
-            elif name in ("scatter-add", "scatter"):
+            else:
                 self._enter_by_inverse(eqn)
             return
         if name == "gather" and dims[0] == 0 and dims[1] is None:
@@ -124,7 +125,7 @@ class Regions:
             return
         if found[1] is not None:
             self.entries[made] = Entry(self.tree.origin(array), found[1])
-        elif aval_of(array).shape[0] == self.sorting.groups:
+        elif aval_of(array).shape[0] == self.sorting.groups and self.sorting.are_keys_of_groups:
             self.lookups[made] = self.tree.origin(array)
         else:
             return
@@ -153,7 +154,8 @@ class Regions:
         rows, table = self.tree.origin(eqn.invars[2]), found[1]
         if table is None:
             is_sum = eqn.primitive.name == "scatter-add" and found[0] is Index.KEYS
-            if is_sum and aval_of(eqn.outvars[0]).shape[0] == self.sorting.groups:
+            is_whole = aval_of(eqn.outvars[0]).shape[0] == self.sorting.groups
+            if is_sum and is_whole and self.sorting.are_keys_of_groups:
                 self.leaving.append(RowGather(body, eqn, Exit.ADDED_TO_GROUPS, rows, None, level))
         elif eqn.primitive.name == "scatter-add":
             self.leaving.append(RowGather(body, eqn, Exit.ADDED, rows, table, level))

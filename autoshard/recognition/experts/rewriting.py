@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard.batching.boundary import made_or_none
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, called_jaxpr, inner_jaxprs, literal
 from autoshard.operations.primitive import OPERATION, evaluated
 from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
@@ -43,9 +45,10 @@ def with_experts(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr | None:
         for i, sorting in enumerate(list(sortings(tree))):
             if i in left:
                 continue
-            try:
-                calls = _put_in(editor, sorting, devices)
-            except NotAvailable:
+            calls = made_or_none(
+                "recognition of experts", functools.partial(_put_in_if_possible, editor, sorting, devices)
+            )
+            if calls is None:
                 failed = i
                 break
             done = done or bool(calls)
@@ -54,11 +57,20 @@ def with_experts(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr | None:
         left.add(failed)
 
 
+def _put_in_if_possible(editor: Editor, sorting: Sorting, devices: int) -> list[_Call] | None:
+    """None where the rows of one sorting cannot become operations; then the editor is to be thrown away."""
+    try:
+        return _put_in(editor, sorting, devices)
+    except NotAvailable:
+        return None
+
+
 def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_Call]:
     """The operations in the place of what is made of the rows of one sorting; [] where it is not worth it.
 
     Raises:
-        NotAvailable: something else reads these rows, in the order in which they are sorted.
+        NotAvailable: something else reads these rows, in the order in which they are sorted, or they are made of, or
+            go to, arrays of other sizes.
     """
     regions = Regions.of(editor.tree, sorting)
     calls = list(_calls(regions))
@@ -155,6 +167,11 @@ class Slots:
         is_slot = len(table) == 0 or np.array_equal(table, np.arange(self.tokens * self.each))
         return Kind.SLOT if is_slot else Kind.TOKEN
 
+    def has_all(self, var: Any, kind: Kind) -> bool:
+        """Whether the leading dims of an array are those of all tokens or slots, and of nothing else."""
+        shape, size = aval_of(var).shape, self.tokens if kind is Kind.TOKEN else self.tokens * self.each
+        return size in itertools.accumulate(shape, operator.mul)
+
 
 @dataclass(frozen=True, eq=False)
 class _Call:
@@ -165,7 +182,11 @@ class _Call:
     leaving: tuple[RowGather, ...]
 
     def function(self) -> tuple[RowFunction, list[Var]]:
-        """The function of rows, and the arrays outside that it reads."""
+        """The function of rows, and the arrays outside that it reads.
+
+        Raises:
+            NotAvailable: an array has other elements beside those of tokens or slots.
+        """
         reader = _Reader(self.regions, self.slots)
         outputs: list[tuple[Var, Kind]] = []
         for one in self.leaving:
@@ -182,6 +203,8 @@ class _Call:
                 assert one.rows is not None, "all others take rows out"
                 reader.need(one.rows)
                 kind = Kind.SLOT if one.table is None else self.slots.kind(one.table)
+                if one.how is Exit.ADDED and not self.slots.has_all(one.eqn.outvars[0], kind):
+                    raise NotAvailable
                 outputs.append((one.rows, kind))
         return reader.function(outputs)
 
@@ -191,6 +214,8 @@ class _Call:
             NotAvailable: an array that it reads cannot be handed here.
         """
         function, arrays = self.function()
+        if not function.has_any_rows:
+            raise NotAvailable
         operation, slots = routed_operation(function), self.slots
         (body,) = {one.body for one in self.leaving}
         outer = [self.regions.sorting.keys, *arrays]
@@ -288,7 +313,10 @@ class _Reader:
             self._outside(array, Kind.GROUP)
             return
         entry = self.regions.entries[var]
-        self.inputs[var] = self.slots.kind(entry.table), entry.array
+        kind = self.slots.kind(entry.table)
+        if not self.slots.has_all(entry.array, kind):
+            raise NotAvailable
+        self.inputs[var] = kind, entry.array
 
     def _outside(self, var: Var, kind: Kind) -> None:
         """An array outside is read as it is.
