@@ -56,14 +56,14 @@ def test_a_collective_that_is_not_predicted_is_found(monkeypatch):
     left = replace(primitives.facts_of("top_k"), runs_on_shards=False)
     monkeypatch.setitem(primitives.PRIMITIVES, "top_k", left)
     row = compared("situation", "top logits", "values")
-    assert row.misses.keys() == {"collectives", "peak", "limit"}
+    assert row.misses.keys() == {"collectives", "peak"} and row.is_over
     assert "all_gather 0 predicted" in row.misses["collectives"]
 
 
 def test_a_peak_that_is_too_low_is_found():
     row = Row("case", "a", "values", "cpu", "add", "compared", predicted_peak=70_000, peak=100_000, usable=0.85)
     assert row.misses.keys() == {"peak"} and row.is_over  # and nothing runs, since the check finds no plan
-    assert replace(row, checked_peak=100_000, warned=True).misses["limit"].endswith("said so")
+    assert replace(row, checked_peak=100_000).misses["limit"].endswith("100000 bytes after the check")
     assert replace(row, checked_peak=85_000).misses.keys() == {"peak"}
     good = replace(row, predicted_peak=90_000)
     assert not good.misses and not good.is_over

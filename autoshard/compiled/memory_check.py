@@ -29,11 +29,14 @@ OUT_OF_MEMORY = 0.7  # where the compiler ran out of memory and does not say by 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 
+PAGE_BYTES = 4096  # buffers are rounded, flags and counters added: less than that says nothing of whether a plan fits
+
+
 class MemoryWarning(UserWarning):
     """The compiled program of a plan needs more memory than the limit, and so do those of plans made to hold less.
 
     It is of a limit that the user did not set, the memory of the devices, or of a plan that the user gave. A plan over
-    a limit that the user set is a `MemoryLimitError` instead.
+    a limit that the user set, by more than a page of 4 KiB, is a `MemoryLimitError` instead.
     """
 
 
@@ -81,9 +84,9 @@ def within_limit(
     return _with_figures(tried, limit) if tried else plan
 
 
-def is_over(plan: PlanData, limit: float) -> bool:
-    """Whether a plan that has been held against the limit is over it."""
-    return plan.compiled_peak is not None and not fits(plan.compiled_peak, limit)
+def is_over(plan: PlanData, limit: float, rounding: float = 0.0) -> bool:
+    """Whether a plan that has been held against the limit is over it, by more than `rounding` bytes."""
+    return plan.compiled_peak is not None and not fits(plan.compiled_peak, limit + rounding)
 
 
 def over_limit_error(plan: PlanData, limit: float) -> MemoryLimitError:
