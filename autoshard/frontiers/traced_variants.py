@@ -86,7 +86,7 @@ class TracedVariants:
         levels = self.variants.recomputation(first).levels if self.options.remat else ()
         if not levels:
             return [self.step(self.variants.program(first))]
-        moves = Wishes.of(self.options, math.inf).moves and bool(self.variants.movable_state.movable)
+        moves = Wishes.of(self.options, math.inf).moves_state(self.variants)
         leanest = replace(first, level=len(levels) - 1, state_on_hosts=moves)
         ends = dict.fromkeys((replace(first, level=0), leanest))
         return [self.step(self.variants.program(variant)) for variant in ends]

@@ -57,6 +57,10 @@ class Wishes:
         """Whether there is nothing to choose from."""
         return self.microbatches == 1 and not self.recomputes and not self.sizes(variants, Variant())
 
+    def moves_state(self, variants: StepVariants) -> bool:
+        """Whether some of the state can lie on hosts."""
+        return self.moves and bool(variants.movable_state.movable)
+
     def sizes(self, variants: StepVariants, variant: Variant) -> tuple[int, ...]:
         """The sizes of stacks to choose from."""
         found = variants.batched(variant)
@@ -111,8 +115,8 @@ def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
         for variant in _grouped(variants, wishes.mesh, count):
             levels = range(len(variants.recomputation(variant).levels)) if wishes.recomputes else ()
             at_levels = [variant, *(replace(variant, level=level) for level in levels)]
-            moves = wishes.moves and variants.movable_state.movable and any(one.on_host for one in given.arguments)
-            places = (False, True)[: 1 + bool(moves)]
+            moves = wishes.moves_state(variants) and any(one.on_host for one in given.arguments)
+            places = (False, True)[: 1 + moves]
             for one in (replace(one, state_on_hosts=there) for there in places for one in at_levels):
                 sizes = wishes.sizes(variants, one)
                 for other in (one, *(replace(one, stacked=size) for size in sizes)):
@@ -215,20 +219,16 @@ class _Search(Generic[Planned]):
     def plan_leanest(self, variant: Variant) -> tuple[float, Variant] | None:
         """Plans a variant as lean as it can be, and leaner on hosts if need be: its seconds, and the way that fits."""
         ends: list[int | None] = [levels[-1] for levels in self.levels(variant) if levels]
-        for one in (variant, replace(variant, state_on_hosts=True))[: 1 + self.has_movable_state]:
+        moves = self.wishes.moves_state(self.variants)
+        for one in (variant, replace(variant, state_on_hosts=True))[: 1 + moves]:
             for level in ends or [None]:
                 if (cost := self.plan(replace(one, level=level))) is not None:
                     return cost, one
         return None
 
-    @property
-    def has_movable_state(self) -> bool:
-        """Whether some of the state can lie on hosts."""
-        return self.wishes.moves and bool(self.variants.movable_state.movable)
-
     def may_move_state(self, variant: Variant) -> bool:
         """Whether less may be computed again, with state on hosts, than it takes to move the state there and back."""
-        if variant.state_on_hosts or not self.has_movable_state or self.best_variant.level is None:
+        if variant.state_on_hosts or self.best_variant.level is None or not self.wishes.moves_state(self.variants):
             return False
         again = self.variants.recomputation(variant).levels[self.best_variant.level].seconds
         return self.variants.seconds_of_moving_state < again
