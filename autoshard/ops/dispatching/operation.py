@@ -26,7 +26,10 @@ def routed_operation(function: RowFunction) -> Operation:
     A TOKEN input or output is ``[T, ...]`` and a SLOT one ``[T, K, ...]``; the dim of rows is first. A token's output
     is the sum over its slots. Sums of groups are over all rows.
     """
-    return _KNOWN.setdefault(function.digest, _operation(function))
+    found = _KNOWN.get(function.digest)
+    if found is None:
+        _KNOWN[function.digest] = found = _operation(function)
+    return found
 
 
 def _operation(function: RowFunction) -> Operation:

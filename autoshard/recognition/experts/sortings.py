@@ -101,20 +101,22 @@ def _is_evaluated(eqn: JaxprEqn) -> bool:
 class Sorting:
     """The keys that some equation sorts, one per slot, and arrays that follow from them."""
 
-    def __init__(self, tree: Tree, keys: Var, source: Var, groups: int):
+    def __init__(self, tree: Tree, constants: Integers, keys: Var, source: Var, groups: int):
         """
         Args:
+            constants: what follows from constants alone, shared by all sortings.
             keys: ``[M]``, the group of each slot; an origin.
             source: the array that has their elements.
         """
         self.tree, self.keys, self.source, self.groups = tree, keys, source, groups
+        self._constants = constants
         self._integers = Integers(tree, {source: self._drawn()})
         self._indices: dict[Var, tuple[Index, np.ndarray | None] | None] = {}
 
     def _drawn(self) -> list[np.ndarray]:
         """Even loads, all rows in one group, and keys beyond the groups where the source can have them."""
         random, aval = np.random.default_rng(0), aval_of(self.source)
-        low, high = _range_of(self.tree, Integers(self.tree), self.source)
+        low, high = _range_of(self.tree, self._constants, self.source)
         ends = np.iinfo(aval.dtype)
         low, high = max(-1, low, ends.min), min(self.groups + 1, high, ends.max)
         spans = [(0, self.groups), (0, self.groups), (0, 1), (self.groups - 1, self.groups)]
@@ -125,7 +127,7 @@ class Sorting:
     @cached_property
     def are_keys_of_groups(self) -> bool:
         """Whether every key is one of the groups, whatever the arguments of the step."""
-        low, high = _range_of(self.tree, Integers(self.tree), self.keys)
+        low, high = _range_of(self.tree, self._constants, self.keys)
         return low >= 0 and high < self.groups
 
     def is_as(self, other: Sorting) -> bool:
@@ -270,7 +272,7 @@ def sortings(tree: Tree) -> Iterator[Sorting]:
             keys = tree.origin(eqn.invars[0])
             source = _source_of(tree, constants, keys)
             for groups in dict.fromkeys(sizes.values()):
-                found = Sorting(tree, keys, source, groups)
+                found = Sorting(tree, constants, keys, source, groups)
                 if any(found.is_as(one) for one in done):
                     continue
                 done.append(found)
