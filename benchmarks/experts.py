@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
-from prediction import by_kind, compiled, device_ids, mib, scheduled
+from prediction import by_kind, compiled_row, device_ids, mib
 from shardings import constraint_of, names_of, shardings_of
 
 from autoshard import Collective, autoshard, plan
@@ -149,15 +149,11 @@ def row(name: str, layer: Layer, machine: str, mesh: Mesh) -> None:
             out_shardings=(of_state, None),
             donate_argnums=0,
         ).lower(state, batch)
-    made = compiled(lowered, mesh, None)
-    if made.hlo is None:
-        print(f"{name} | does not fit", flush=True)
-        return
-    times = scheduled(made.hlo, machine, mesh)
-    sent = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in times.communication.items())
-    there = mib_by_kind(read_collectives(made.hlo, dict(mesh.shape), device_ids=device_ids(mesh)))
-    seconds = f"{times.step_seconds:.4g} | {times.compute_seconds:.4g}"
-    print(f"{name} | {mib(made.peak)} MiB | {seconds} | {sent} | {there}", flush=True)
+    made, cells = compiled_row(name, lowered, mesh, machine)
+    if made.hlo is not None:
+        there = mib_by_kind(read_collectives(made.hlo, dict(mesh.shape), device_ids=device_ids(mesh)))
+        cells = f"{cells} | {there}"
+    print(cells, flush=True)
 
 
 def mib_by_kind(collectives: Iterable[Collective]) -> str:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax  # noqa: F401 - the models need it, and say so late
 from jax.sharding import NamedSharding, PartitionSpec
 from models import llama
-from prediction import compiled, mib, scheduled
+from prediction import compiled_row, mib
 
 from autoshard import plan, topology
 from autoshard.mesh.targets import target_mesh
@@ -80,14 +80,7 @@ def row(name: str, sizes: dict[str, Any], machine: str, mesh: jax.sharding.Mesh)
         lowered = jax.jit(
             step, in_shardings=(put(state), tokens), out_shardings=(put(state), None), donate_argnums=0
         ).lower(state, batch)
-    made = compiled(lowered, mesh, None)
-    if made.hlo is None:
-        print(f"{name} | does not fit", flush=True)
-        return
-    times = scheduled(made.hlo, machine, mesh)
-    sent = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in times.communication.items())
-    whole = times.step_seconds, times.compute_seconds
-    print(f"{name} | {mib(made.peak)} MiB | {whole[0]:.4g} | {whole[1]:.4g} | {sent}", flush=True)
+    print(compiled_row(name, lowered, mesh, machine)[1], flush=True)
 
 
 def abstract(sizes: dict[str, Any], attend: Callable | None) -> tuple[Callable, Any, Any]:

@@ -216,6 +216,16 @@ def compiled(lowered: jax.stages.Lowered, mesh: Any, cache: Path | None) -> Comp
     return found
 
 
+def compiled_row(name: str, lowered: jax.stages.Lowered, mesh: Mesh, machine: str) -> tuple[Compiled, str]:
+    """The program, and its row: peak, seconds, those of computing, and those of each kind of collective, apart."""
+    made = compiled(lowered, mesh, None)
+    if made.hlo is None:
+        return made, f"{name} | does not fit"
+    times = scheduled(made.hlo, machine, mesh)
+    sent = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in times.communication.items())
+    return made, f"{name} | {mib(made.peak)} MiB | {times.step_seconds:.4g} | {times.compute_seconds:.4g} | {sent}"
+
+
 def text_of(program: jax.stages.Compiled, folder: Path) -> str:
     """The program, or what XLA wrote of it into a folder: libtpu cannot print some of those for v5p."""
     try:
