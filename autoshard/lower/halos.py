@@ -156,7 +156,8 @@ class _ShardWork:
         if not moved:
             return array
         at, hulls = dict(places), self.halos.hulls(index, moved[-1])
-        if any(not -hull.before <= at[hull.dim].offset <= hull.after for hull in hulls):  # where fewer dims are split
+        known = {hull.dim for hull in hulls if -hull.before <= at[hull.dim].offset <= hull.after}
+        if not known >= {*moved, *(hull.dim for hull in hulls)}:  # otherwise read where fewer dims are split
             hulls = tuple(rows_at(at[dim], dim, "") for dim in moved)
         for i, hull in enumerate(hulls):
             known = index, hulls[: i + 1]

@@ -36,7 +36,9 @@ class SourceHalos:
 
     def __init__(self, reads: Sequence[SourceRead], shared: SharedReads = ()):
         others = (SourceRead(i, places) for i, each in enumerate(shared) for one in each for places in one)
+        self._own = list(reads)
         self.reads = list(dict.fromkeys([*reads, *others]))
+        self._dims = {dim for read in reads for dim, place in enumerate(read.places) if is_moved(place)}
         self._shared = shared
 
     def readers(self, source: int, dim: int) -> int:
@@ -50,17 +52,30 @@ class SourceHalos:
         def whole(places: Places) -> Places:
             return tuple(place if is_split else None for place, is_split in zip(places, split, strict=True))
 
-        return SourceHalos([replace(read, places=whole(read.places)) for read in self.reads if read.places])
+        def of(reads: Iterable[SourceRead]) -> list[SourceRead]:
+            return [replace(read, places=whole(read.places)) for read in reads if read.places]
+
+        shared = tuple(tuple(tuple(map(whole, one)) for one in each) for each in self._shared)
+        return SourceHalos(of(self._own), shared)
 
     def hulls(self, source: int, dim: int) -> tuple[Rows[str], ...]:
-        """What is brought, dim by dim, for the places that lie beyond a shard along this dim and no later one."""
+        """What is brought, dim by dim, for the places that lie beyond a shard along this dim and no later one.
+
+        Along dims in which this stencil moves nothing, nothing is brought for others. Nothing is of a
+        source that is not read, or of a dim that is not split.
+        """
         moved = [read.places for read in self.reads if read.source == source and is_moved(read.places[dim])]
-        earlier = [one for one in range(dim) if any(is_moved(places[one]) for places in moved)]
+        if not self._places(source, dim):
+            return ()
+        earlier = [one for one in sorted(self._dims) if one < dim and any(is_moved(places[one]) for places in moved)]
         return tuple(self._hull(source, one) for one in (*earlier, dim))
 
+    def _places(self, source: int, dim: int) -> list[Place]:
+        places = (read.places[dim] for read in self.reads if read.source == source)
+        return [place for place in places if place is not None]
+
     def _hull(self, source: int, dim: int) -> Rows[str]:
-        places = [read.places[dim] for read in self.reads if read.source == source]
-        found = [place for place in places if place is not None]
+        found = self._places(source, dim)
         return Rows(
             dim,
             factor="",
