@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.chunks import ChunkProblem, balanced, mean_bound
+from autoshard.stage_search.fitting import within_memory
 from autoshard.stage_search.polishing import polished
 from autoshard.stage_search.room import RoomForLayers
 from autoshard.stage_search.simulating import (
@@ -123,13 +125,18 @@ class ChunkKind(Kind):
         self.bound = max(self.bound, mean_bound(self._problem))
         if self.bound < below and not (self._room is not None and self._room.is_enough()):
             self.bound = math.inf
-        return balanced(self._problem) if self.bound < below else None
+        stages = balanced(self._problem) if self.bound < below else None
+        return stages and within_memory(self._problem, stages, self._in_flight)
 
     @functools.cached_property
     def _room(self) -> RoomForLayers | None:
         """None: there is no such schedule for so many microbatches."""
-        in_flight = in_flight_of(self.schedule, self.stages, self.chunks, self.microbatches)
-        return None if in_flight is None else RoomForLayers(self._problem, self._whole, in_flight)
+        return RoomForLayers(self._problem, self._whole, self._in_flight) if self._in_flight else None
+
+    @property
+    def _in_flight(self) -> Sequence[NDArray[np.int64]]:
+        """() where there is no such schedule for so many microbatches."""
+        return in_flight_of(self.schedule, self.stages, self.chunks, self.microbatches) or ()
 
     def tighten(self, most_tasks: float, enough: float) -> int:
         """Raises the bound by one program of its schedule, or by means that take no time; how many tasks that took."""
