@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.export.containers import UnwritableError, home_of, literal
-from autoshard.export.standalone import loops_of_batches, scan_counts
+from autoshard.export.standalone import CALLS, loops_of_batches, scan_counts
 from autoshard.jaxprs import (
     REMAT,
     ClosedJaxpr,
@@ -38,7 +38,6 @@ _PRIMITIVES = {
 }
 """
 PRIMITIVE_MODULES = ("jax.extend.core.primitives",)
-_CALLS = {"call", "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "xla_metadata_call"}
 _FUNCTIONS = {"random_seed", "random_wrap"} | {
     f"scatter{kind}" for kind in ("", "-add", "-max", "-min", "-mul", "-sub")
 }
@@ -124,7 +123,7 @@ class _Writer:
         name = eqn.primitive.name
         if eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata:
             raise _refusal(eqn, "it has metadata for the compiler")
-        if name in _CALLS | REMAT | _FUNCTIONS or name in (
+        if name in CALLS | REMAT | _FUNCTIONS or name in (
             "cond",
             "device_put",
             "scan",
@@ -141,7 +140,7 @@ class _Writer:
 
     def _params(self, eqn: JaxprEqn) -> dict[str, str]:
         name, params = eqn.primitive.name, eqn.params
-        if name in _CALLS:
+        if name in CALLS:
             return {"jaxpr": self.body(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])}
         if name in REMAT:
             said = {key: literal(params[key]) for key in ("prevent_cse", "differentiated")}

@@ -21,7 +21,10 @@ from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 
 Specs = Sequence[P]  # constraints, one after the other
 
-_CALLS = {"call", "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "xla_metadata_call"}
+CALLS = {
+    *("call", "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"),
+    "xla_metadata_call",
+}
 _REMAT = {"checkpoint", "remat", "remat2"}
 _KERNELS = {"mosaic_gpu_p", "pallas_call", "tpu_custom_call"}
 
@@ -215,7 +218,7 @@ class _Run:
                 f"operation {path} of the step is {name}, it was {row.primitive} when the step was planned.\n"
                 "Plan it anew and write this code anew, or leave `constrained` out."
             )
-        if name in _CALLS:
+        if name in CALLS:
             return self.call(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], entries, path)
         if name in _REMAT:
             return self.call(eqn.params["jaxpr"], self.recomputed(eqn, entries), path)
