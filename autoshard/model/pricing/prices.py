@@ -131,6 +131,7 @@ class Prices:
         if self.offered is not None:
             key, choices = (key, self.offered.key(group)), self.offered.choices
         if key not in self._groups:
+            self.memo.tick()
             call = is_call(group)
             strategies = tuple(
                 operation_strategies(group, self.mesh, choices)
