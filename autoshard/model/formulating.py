@@ -24,7 +24,7 @@ from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import (
-    HEAP,
+    HEAP_OVERHEAD,
     aliased,
     copied_when_donated,
     holding,
@@ -478,7 +478,7 @@ class _Formulator:
             (start, end), usage = part.span, part.usage
             if part.in_heap and not (start < end and usage.any()):
                 continue
-            self.lives.append(Live(part.node, start, end, usage * HEAP if part.in_heap else usage))
+            self.lives.append(Live(part.node, start, end, usage * HEAP_OVERHEAD if part.in_heap else usage))
             if part.in_heap and part.may_be_on_chip:
                 self.on_chip.append(self.lives[-1])
 
