@@ -25,7 +25,8 @@ from autoshard.export.modules_code import CONSTRAIN_MODULES, CONSTRAINED_MODULES
 from autoshard.export.operations_code import PRIMITIVE_MODULES, PRIMITIVES
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
-from autoshard.lower import reduce_scatter, xla_faults
+from autoshard.lower import xla_faults
+from autoshard.operations import reduce_scatter
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
 from autoshard.program.trees import Tree, holds_flat_objects

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.lower.reduce_scatter import reduce_scatter
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
+from autoshard.operations.reduce_scatter import reduce_scatter
 
 Specs = Sequence[P]  # constraints, one after the other
 
