@@ -118,7 +118,10 @@ def run_stencil(
         for array, where in zip(map(jnp.asarray, arrays), equation.params["dims"], strict=True)
     ]
     steps, shared, is_split = equation.params["steps"], equation.params["shared"], [bool(one) for one in split]
-    halos = SourceHalos(reads(steps, sources)[0], shared).along(is_split)
+    sizes = [zip(shape, steps[-1].shape, is_split, strict=bool(shape)) for shape in sources]
+    halos = SourceHalos(
+        reads(steps, sources)[0], [[one == n and cut for one, n, cut in each] for each in sizes], shared
+    )
     work = _ShardWork(equations, steps, sources, split, [shards(one, mesh) for one in split], arrays, halos)
     return Walk(steps, sources, work).result(is_split)
 
