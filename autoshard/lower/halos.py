@@ -163,10 +163,10 @@ class _ShardWork:
         if not known >= {*moved, *(hull.dim for hull in hulls)}:  # otherwise read where fewer dims are split
             hulls = tuple(rows_at(at[dim], dim, "") for dim in moved)
         for i, hull in enumerate(hulls):
-            known = index, hulls[: i + 1]
-            if known not in self.brought:
-                self.brought[known] = exchanged(array, hull, self.axes[hull.dim], self.pieces[hull.dim])
-            array = self.brought[known]
+            so_far = index, hulls[: i + 1]
+            if so_far not in self.brought:
+                self.brought[so_far] = exchanged(array, hull, self.axes[hull.dim], self.pieces[hull.dim])
+            array = self.brought[so_far]
         for hull in hulls:
             start, shard = at[hull.dim].offset + hull.before, self.sizes[hull.dim] // self.pieces[hull.dim]
             array = jax.lax.slice_in_dim(array, start, start + shard, axis=hull.dim)
