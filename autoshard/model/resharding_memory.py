@@ -37,6 +37,16 @@ class Reader:
         """Who reads a copy that is for this reader alone."""
         return () if self.group is None else (self.group,)
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether a copy for this reader could never pay: it can as well compute on the shards it is given."""
+        return self.group is None or self.group.fuses
+
+    @property
+    def computes_on_shards(self) -> bool:
+        """Whether a copy for this reader could never pay. What a view makes is not resharded: what it views is."""
+        return self.is_elementwise and not (self.group is not None and self.group.is_view)
+
 
 def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
     """The groups among the readers, and what they use."""
