@@ -1,7 +1,11 @@
-"""The table of docs/architecture.md has a row for every file of the package, and names no file that is not there."""
+"""The table of docs/architecture.md has a row for every file of the package, and names no file that is not there.
+
+Files have at most 500 lines, folders at most 15 files.
+"""
 
 import re
-from pathlib import PurePosixPath
+from collections import Counter
+from pathlib import Path, PurePosixPath
 
 from documents import ROOT
 
@@ -41,3 +45,22 @@ def test_every_file_has_a_row():
 def test_a_file_without_a_row_and_a_row_without_a_file_are_found():
     assert faults(PAGE.replace("`mesh/measure.py`", "`mesh/measuring.py`")) == ["mesh/measuring.py", "mesh/measure.py"]
     assert faults(PAGE.replace("`refine.py`", "`refined.py`")) == ["refined.py", "refine.py"]
+
+
+def too_large(package: Path, lines: int = 500, files: int = 15) -> list[str]:
+    """Files of more lines, and folders of more files, by their paths in the package."""
+    paths = sorted(package.rglob("*.py"))
+    counts = Counter(path.parent for path in paths)
+    large = [path for path in paths if len(path.read_text().splitlines()) > lines]
+    return [str(path.relative_to(package)) for path in [*large, *(one for one in counts if counts[one] > files)]]
+
+
+def test_files_and_folders_are_small():
+    assert too_large(PACKAGE) == []
+
+
+def test_a_file_and_a_folder_that_are_too_large_are_found(tmp_path):
+    (tmp_path / "room").mkdir()
+    for name, lines in ("one.py", 3), ("room/two.py", 4), ("room/three.py", 1), ("room/four.py", 1):
+        (tmp_path / name).write_text("x = 1\n" * lines)
+    assert too_large(tmp_path, lines=3, files=2) == ["room/two.py", "room"]
