@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Resharding, counted
-from autoshard.model.search_policy import solve_for_plan
+from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
@@ -29,6 +29,7 @@ SEARCH_SHARE = 0.6
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
+BOUND_ROUNDS = 3  # of solving for the bound of the choice that was found, each with more reshardings counted
 # Relative gap at which the search ends in a problem with reshardings counted. A smaller one proves nothing of the step:
 # such a problem may count more than is held, so its bound is not a bound of the step.
 CLOSE_COUNTED_GAP = 0.005
@@ -102,6 +103,9 @@ def solve_within(
             bound = solution.bound  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
+            if reshardings and best.gap > CLOSE_GAP:
+                relaxed = replace(rounded, limit=limit + spared, checked=True)
+                best = _bounded(formulation, relaxed, reshardings, best, within, rounds, progress)
             if best.gap <= LEAN_SEARCH_GAP or budget.interrupted:
                 return best
             break
@@ -128,6 +132,40 @@ def solve_within(
     return with_bound(best, bound if bound <= best.cost else free)
 
 
+def _bounded(
+    formulation: Formulation,
+    relaxed: Problem,
+    reshardings: Iterable[Resharding],
+    best: Solution,
+    within: Callable[[Sequence[int]], bool],
+    budget: Budget,
+    progress: Callable[[Progress], None] | None,
+) -> Solution:
+    """The best solution with the bound of problems that count reshardings, but no more than is held; or a better one.
+
+    The first problem of a search counts none. Where these decide what fits, its bound is far off.
+
+    Args:
+        relaxed: a problem that counts no more than is held.
+    """
+    known = dict.fromkeys(reshardings)
+    for _ in range(BOUND_ROUNDS):
+        if budget.over:
+            break
+        try:
+            part = budget.part(ROUND_SHARE)
+            found = _solved(formulation, relaxed, known, part, at_least=True, gap=CLOSE_COUNTED_GAP, progress=progress)
+        except SolverError:  # none was found in time
+            break
+        bound = max(best.bound, found.bound)
+        best = with_bound(found if found.cost < best.cost and within(found.choice) else best, bound)
+        over = formulation.reshardings_over(found.choice, relaxed.limit or 0.0)
+        if best.gap <= CLOSE_GAP or known.keys() >= set(over):
+            break
+        known.update(dict.fromkeys(over))
+    return best
+
+
 def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
     """The problem with small values counted at their largest, and by how many bytes that may be too much at a point.
 
@@ -145,10 +183,16 @@ def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
 
 
 def _solved(
-    formulation: Formulation, problem: Problem, reshardings: Iterable[Resharding], budget: Budget, **limits: Any
+    formulation: Formulation,
+    problem: Problem,
+    reshardings: Iterable[Resharding],
+    budget: Budget,
+    *,
+    at_least: bool = False,
+    **limits: Any,
 ) -> Solution:
-    """A solution of the problem with these reshardings counted."""
-    counting = counted(problem, reshardings, formulation.prices)
+    """A solution of the problem with these reshardings counted, no less than they hold or no more."""
+    counting = counted(problem, reshardings, formulation.prices, at_least=at_least)
     solution = solve_for_plan(counting, time_limit=budget.seconds, budget=budget, **limits)
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 
@@ -194,7 +238,7 @@ def _lean_solutions(
                     continue  # about as good as any here
                 reshardings.update(dict.fromkeys(formulation.reshardings_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            how = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
+            how: dict[str, Any] = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
             last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
             peak = formulation.peak_bytes(last.choice)
             yield last, peak
