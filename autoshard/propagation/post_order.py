@@ -1,10 +1,10 @@
 """A program in, the order in which XLA runs Shardy over its equations out.
 
 Where two dims want one mesh axis, the first to come wins. Shardy by itself goes through a function as JAX wrote it.
-XLA writes the function down anew before: in *post-order* (`HloComputation::MakeInstructionPostOrder`, openxla/xla). Each
-operation stands behind its operands, the first operand first, and the first result comes first. So what only a late
-result needs comes late, wherever it stands in the user's function. Bodies of loops have orders of their own. Branches
-keep the order of the program here.
+XLA writes the function down anew before, in *post-order* (openxla/xla, `HloComputation::MakeInstructionPostOrder`).
+Each operation stands behind its operands, the first operand first, and the first result comes first. So what only a
+late result needs comes late, wherever it stands in the user's function. Bodies of loops have orders of their own.
+Branches keep the order of the program here.
 """
 
 from __future__ import annotations

@@ -23,6 +23,8 @@ from autoshard.propagation import Rule, propagate_layouts
 from autoshard.propagation.post_order import in_post_order
 from autoshard.solver.problem import Solution
 
+_HOISTING = frozenset({"cpu"})  # backends that take a collective of what no turn changes out of a loop
+
 
 def as_jitted(
     program: Program,
@@ -53,7 +55,7 @@ def as_jitted(
     ends = {**results, **{result: arguments[i] for i, result in program.carried.items()}}
     layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
-    found = partitioned(program, rules, layouts, several, merges)
+    found = partitioned(program, rules, layouts, several, merges, hoists=backend.name in _HOISTING)
     formulation = formulate(
         found.program, found.rules, mesh, topology, fixed=arguments, backend=backend, moves_views=True
     )
