@@ -17,8 +17,9 @@ from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shar
 from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
-from autoshard.model.xla.scatters import IndexGroups, scatters_at_once, stages_of
+from autoshard.model.xla.scatters import scatters_at_once, stages_of
 from autoshard.operations.split import Run
+from autoshard.operations.sums import IndexGroups
 from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 
@@ -48,6 +49,7 @@ class Halo:
     use: int  # which of the group's uses
     elements: int  # on one device
     rows: tuple  # which: equal for what is the same of the same array
+    readers: int = 1  # groups that bring the same: each pays its part
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,7 @@ def _halos(group: Group, wants, assignment: Mapping[int, tuple[str, ...]], mesh:
         for value, use in zip(equation.inputs, use_of, strict=True)
     ]
     moved = transfers(group.reaches, shapes, assignment, mesh)
-    return tuple(
-        Halo(transfer.axes, use_of[transfer.operand] or 0, transfer.elements, transfer.rows) for transfer in moved
-    )
+    return tuple(Halo(one.axes, use_of[one.operand] or 0, one.elements, one.rows, one.readers) for one in moved)
 
 
 def _layouts(tensors: list[FactorDims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:
