@@ -3,7 +3,11 @@
 `jax.jit` compiles a step in three moves: Shardy spreads layouts (`propagation/`), the partitioner decides how each
 operation is split (`splits.py`), and whatever does not lie as its reader wants is resharded. A group of elementwise
 operations has one strategy, so reshardings inside it are written as constraints, which end the group. So is what is
-reduced in one layout and wanted in another. All others are left to the edges of the problem.
+reduced in one layout and wanted in another. All others are left to the edges of the problem, where readers that want
+the same share a copy. XLA shares less in two places, where readers get a view of their own first:
+
+- Collectives within the pieces of a product are written otherwise than those for all of it.
+- Where a backend reshards before a loop what the loop reads in every turn, each loop has its own copy.
 """
 
 from __future__ import annotations
@@ -131,7 +135,7 @@ class _ProgramBuilder:
     def enters_a_loop(self, value: Value) -> bool:
         """Whether it is what a loop reads in every turn."""
         maker = self.program.makers.get(value.id)
-        return maker is not None and maker.primitive == "scan_const"
+        return maker is not None and maker.primitive == "scan_const" and isinstance(maker.inputs[0], Value)
 
     def hoisted_layouts(self, equation: Equation) -> list[Layout]:
         """The layouts in which what enters a loop by this equation enters as well."""
@@ -140,10 +144,11 @@ class _ProgramBuilder:
 
     def before_loop(self, equation: Equation, layout: Layout) -> Value:
         """What enters a loop by this equation, resharded for this loop alone."""
-        outside = self.read(equation.inputs[0], equation)
-        return self.resharded(
-            self.resharded(outside, self.layouts[outside.id], equation, (equation.loop,)), layout, equation
-        )
+        (entering,) = equation.inputs
+        assert isinstance(entering, Value), "only arrays with a layout are hoisted"
+        outside = self.read(entering, equation)
+        own = self.resharded(outside, self.layouts[outside.id], equation, (equation.loop,))
+        return self.resharded(own, layout, equation)
 
     def enter(self, equation: Equation, rule: Rule, layout: Layout) -> None:
         """Lets what was resharded before a loop enter it, and stand for the copies that turns would make."""
