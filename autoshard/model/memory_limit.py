@@ -39,8 +39,8 @@ LEANEST_SHARE = 0.5  # of the budget for lean choices, spent on the choice that 
 # Each limit is searched twice, for `LEAN_ITERATIONS` iterations.
 LEAN_LIMIT_FACTORS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
-# Least share of the limit that the chip's own memory has to be to be looked at. What lies there is no part of a peak, and
-# no row of a problem knows whether all temporaries do.
+# Least share of the limit at which the chip's own memory is looked at. A peak leaves out what lies there. No row of a
+# problem knows whether all temporaries do.
 ON_CHIP_SHARE = 0.05
 
 
