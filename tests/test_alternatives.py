@@ -173,7 +173,7 @@ def test_ordinary_steps_have_all_rows(name, shape):
 @pytest.mark.parametrize("name", SMALL)
 def test_models_have_all_rows(name):
     model = SMALL[name]()
-    shape = MESHES[list(SMALL).index(name) % len(MESHES)]
+    shape = MESHES[(list(SMALL).index(name) + 3) % len(MESHES)]
     assert_rows(model.step, model.state, model.batches(0), shape, v5e(shape))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,15 +24,7 @@ from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.host_memory import check_host_memory
-from autoshard.model.lifetimes import (
-    HEAP,
-    aliased,
-    copied_when_donated,
-    holding,
-    looped,
-    updated_in_loops,
-    use_span,
-)
+from autoshard.model.lifetimes import HEAP, aliased, copied_when_donated, holding, looped, updated_in_loops, use_span
 from autoshard.model.memory_terms import (
     ARGUMENT_TERMS,
     OUTPUT_TERMS,
@@ -57,6 +50,7 @@ from autoshard.model.pricing.cost_tables import (
     without_copies_apart,
     without_growth,
 )
+from autoshard.model.pricing.late import once_in_time
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.regions.pricing import Regions
 from autoshard.model.regions.shared_work import shared_work
@@ -87,6 +81,7 @@ def formulate(
     backend: Backend = CPU,
     moves_views: bool = False,
     offered: OptionSet | None = None,
+    until: float = math.inf,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -101,6 +96,7 @@ def formulate(
         backend: the compiler that will make a program of it.
         moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
         offered: the strategies and homes among which is chosen; None: all.
+        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulatingLate`.
     """
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
@@ -136,10 +132,15 @@ def formulate(
         open_axes=open_axes or {},
         moves_views=moves_views,
     )
+
+    def formulation(prices: Prices, until: float, *, counts_memory: bool) -> Formulation:
+        with prices.memo.ending(until):
+            return make(prices, counts_memory=counts_memory).formulation(memory)
+
     prices = make_prices(steps=None if offered is None else offered.steps_by_rank)
-    found = make(prices).formulation(memory)
+    found = formulation(prices, until, counts_memory=True)
     alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
-    waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
+    waits = once_in_time(lambda until: formulation(alone(), until, counts_memory=False).problem)
     return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
 
 
@@ -154,7 +155,7 @@ class _Formulator:
         open_axes: Mapping[int, frozenset[str]],
         moves_views: bool,
         *,
-        counts_memory: bool = True,
+        counts_memory: bool,
     ):
         self.open_axes, self.moves_views, self.counts_memory = open_axes, moves_views, counts_memory
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend

@@ -67,7 +67,8 @@ class Formulation:
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
     on_chip: Sequence[Live] = ()  # of its lives: temporaries that the chip's own memory may hold instead
-    waits: Callable[[], Problem] = field(repr=False, default=lambda: Problem((), (), (), None))  # communication alone
+    # Communication alone, formulated when it is first asked for; by which time, as `time.monotonic` has it.
+    waits: Callable[[float], Problem] = field(repr=False, default=lambda until: Problem((), (), (), None))
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
     least: float | None = None  # where it offers a part of all strategies: seconds that no choice of all goes below
     restrictions: tuple[str, ...] = ()  # what plans say of options that were taken away

@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.model.formulation import Formulation
+from autoshard.model.pricing.late import FormulatingLate
 from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.prediction import Prediction
@@ -54,7 +55,11 @@ def with_limited_overlap(
     best = at_its_price(solution, prediction_of(formulation, solution.choice))
     if best.cost <= solution.cost:
         return best
-    return _Search(formulation, best, solve, budget, limit).run(solution)
+    try:
+        search = _Search(formulation, best, solve, budget, limit)
+    except FormulatingLate:
+        return best
+    return search.run(solution)
 
 
 def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
@@ -70,7 +75,9 @@ class _Search:
     def __init__(self, formulation: Formulation, best: Solution, solve: Solve, budget: Budget, limit: float | None):
         self.formulation, self.best, self.bound = formulation, best, best.bound
         self.solve, self.budget, self.limit = solve, budget, limit
-        self.problems = TwoCosts(replace(formulation.problem, limit=limit, checked=True), formulation.waits())
+        self.problems = TwoCosts(
+            replace(formulation.problem, limit=limit, checked=True), formulation.waits(budget.until)
+        )
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}
         few = count_options(formulation.problem) <= USUAL_SIZES.few_options
         self.close_gap = OPTIMAL_GAP if few else CLOSE_GAP  # relative, with which the best one is left alone

@@ -131,6 +131,7 @@ class Prices:
         if self.offered is not None:
             key, choices = (key, self.offered.key(group)), self.offered.choices
         if key not in self._groups:
+            self.memo.tick()
             call = is_call(group)
             strategies = tuple(
                 operation_strategies(group, self.mesh, choices)
@@ -276,7 +277,7 @@ class Prices:
     def _region_seconds(self, group: Group, region: Region) -> Seconds:
         communication = ahead = 0.0
         for one in region.collectives:
-            cost = self._collective(one.kind, one.axes, one.bytes) * one.runs
+            cost = self._collective(one.kind, one.axes, one.bytes, one.devices) * one.runs
             communication += cost
             ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather")
         compute = 0.0 if self.waits_only else region.compute

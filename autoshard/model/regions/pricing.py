@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, called_jaxpr, inner_jaxprs, with_plain_names
-from autoshard.layout import MeshShape, local_shape
+from autoshard.layout import MeshShape, local_shape, shards
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import Backend
+from autoshard.model.xla.scatters import scatters_alone
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.running import Call
 from autoshard.operations.split import Run
@@ -63,6 +65,8 @@ class RegionCollective:
     runs: int  # per run of the region
     is_ahead: bool  # whether no matrix product goes into it
     is_in_loop: bool = False
+    devices: int | None = None  # of those along the axes, how many talk to each other; None: all
+    shape: tuple[int, ...] = ()  # of one device's part of a sum that is scattered, whole
     last_operand: int = field(default=-1, compare=False)  # of the region, of those that it is made of; -1: of none
 
 
@@ -106,7 +110,7 @@ class Regions:
         Args:
             formulate: a program, its rules and a mesh to their problem, by `topology=` and `backend=`.
         """
-        self.mesh, self.topology = dict(mesh), topology
+        self.mesh, self.topology, self.backend = dict(mesh), topology, backend
         self.formulate = functools.partial(formulate, topology=topology, backend=backend)
         self.machine = repr((topology, backend))
         self.forward = dict(_forward_calls(program))
@@ -129,12 +133,25 @@ class Regions:
         """
         (equation,) = group.equations
         if run is not None:
-            return self._of_call(equation, run, shares and equation.index in self.forward)
+            return self._as_compiled(self._of_call(equation, run, shares and equation.index in self.forward))
         key = self.key(equation)
         if key not in self._known:
             self._kept.append(equation.params["jaxpr"])
-            self._known[key] = self._read([ClosedJaxpr(equation.params["jaxpr"], ())])
+            self._known[key] = self._as_compiled(self._read([ClosedJaxpr(equation.params["jaxpr"], ())]))
         return self._known[key]
+
+    def _as_compiled(self, region: Region) -> Region:
+        """A region with the collectives that the compiler makes of those that it has no other way for."""
+        return replace(region, collectives=tuple(map(self._collective_as_compiled, region.collectives)))
+
+    def _collective_as_compiled(self, one: RegionCollective) -> RegionCollective:
+        among = one.devices or shards(one.axes, self.mesh)
+        if one.kind == "reduce_scatter":
+            if not scatters_alone(one.axes, among, one.shape, self.mesh, self.backend):
+                return replace(one, kind="all_reduce", bytes=one.bytes * among)
+            return one
+        everywhere = math.prod(self.mesh.values()) // self.backend.slices
+        return replace(one, kind=self.backend.gathers.sent_as(one.kind, among, everywhere, one.bytes))
 
     def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
         """Equal for axes that do the same: they are found once, and named."""
@@ -306,7 +323,12 @@ def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective
         is_in_loop = program.scope(equation.path) != ()
         for made in equation.outputs:
             of = last.get(made.id, -1)
-            yield RegionCollective(kind, axes, made.bytes, equation.trips, is_ahead, is_in_loop, of)
+            groups = equation.params.get("axis_index_groups")
+            devices = len(groups[0]) if groups else None
+            shape = equation.inputs[0].shape if kind == "reduce_scatter" else ()
+            yield RegionCollective(
+                kind, axes, made.bytes, equation.trips, is_ahead, is_in_loop, devices, shape, last_operand=of
+            )
 
 
 def _last_operands(program: Program) -> dict[int, int]:
