@@ -319,6 +319,7 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
         "select_and_gather_add": 3,
         "sort": 3,
         "svd": 21,
+        "tridiagonal_solve": 17,
     },
 }
 _OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
@@ -349,6 +350,8 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
         return _OF_LOOPS_OVER_ROWS[equation.primitive[:7]]
     if equation.primitive == "sort" and (not equation.params["is_stable"] or _dims_of_several(equation) > 1):
         return 0  # a stable sort counts the places of what it sorts
+    if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:
+        return 0
     if equation.primitive in _OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
         return 0
     return _NUMBERS.get(backend, {}).get(equation.primitive, 0)

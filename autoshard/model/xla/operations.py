@@ -97,6 +97,8 @@ def _more(equation: Equation) -> int:
     """How many operations XLA makes of an equation beside one. A few rows it picks as slices, one by one."""
     if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _FEW:
         return 0
+    if equation.primitive == "tridiagonal_solve":  # one row after the other
+        return max(0, _OF_A_ROW * (equation.inputs[0].shape[-1] - 1) - 1)
     if equation.primitive in _OF_ONE_KEY and math.prod(equation.inputs[0].shape) == 1:
         return _OF_ONE_KEY[equation.primitive]
     return _MORE.get(equation.primitive, 0)
@@ -122,9 +124,9 @@ _MORE = {
     "svd": 190,
     "symmetric_product": 1,
     "threefry2x32": 3,
-    "tridiagonal_solve": 20,
 }
 _OF_ONE_KEY = {"random_fold_in": 1, "random_split": 2}  # the same of one key: its words are numbers
+_OF_A_ROW = 3  # operations, of a tridiagonal system
 _OF_COUNTERS = 3  # operations that count places along a dim
 _FEWEST = 8  # elements in a part of a row; XLA for TPU picks smaller parts as single elements
 _FEW = 16  # rows that are picked, or updates of a scatter
