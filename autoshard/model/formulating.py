@@ -24,7 +24,15 @@ from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.host_memory import check_host_memory
-from autoshard.model.lifetimes import HEAP, aliased, copied_when_donated, holding, looped, updated_in_loops, use_span
+from autoshard.model.lifetimes import (
+    HEAP_OVERHEAD,
+    aliased,
+    copied_when_donated,
+    holding,
+    looped,
+    updated_in_loops,
+    use_span,
+)
 from autoshard.model.memory_terms import (
     ARGUMENT_TERMS,
     OUTPUT_TERMS,
@@ -231,7 +239,7 @@ class _Formulator:
                 homes, fixed = [home for home in homes if without_axes(home, axes) == fixed], None
         readers = self.readers[value.id]
         # a home that elementwise readers like is among the options
-        apart = tuple(fixed is None and _computes_on_shards(reader) for reader in readers)
+        apart = tuple(fixed is None and reader.computes_on_shards for reader in readers)
         # what a constraint says has to be reached, however
         said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
         fewer = narrow_groups(readers, value, self.prices.widths)
@@ -441,10 +449,10 @@ class _Formulator:
         self.shared[value.id] = SharedLayout(holder, wants, tuple(narrow) if apart else (), len(wants) - len(apart))
         self.costs.append(np.zeros(len(wants)))
         self.names.append(f"{value} shared by {len(readers)} readers")
-        busy = sum(not _elementwise(reader) for reader in readers)
+        busy = sum(not reader.is_elementwise for reader in readers)
         for reader in readers:
             table = self.prices.table(value, wants, reader.wants, reader.copied_for)
-            if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
+            if reader.is_elementwise or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
                 sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
                 table = self.prices.memo.once(without_growth, table, *sizes)
             if apart and reader.group not in narrow:
@@ -480,7 +488,7 @@ class _Formulator:
             (start, end), usage = part.span, part.usage
             if part.in_heap and not (start < end and usage.any()):
                 continue
-            self.lives.append(Live(part.node, start, end, usage * HEAP if part.in_heap else usage))
+            self.lives.append(Live(part.node, start, end, usage * HEAP_OVERHEAD if part.in_heap else usage))
             if part.in_heap and part.may_be_on_chip:
                 self.on_chip.append(self.lives[-1])
 
@@ -489,13 +497,3 @@ class _Formulator:
             self.costs[i] = self.costs[i] + np.diagonal(table)
         elif table.any():
             self.edges.append(Edge(i, j, table))
-
-
-def _computes_on_shards(reader: Reader) -> bool:
-    """Whether a copy for this reader could never pay. What a view makes is not resharded: what it views is."""
-    return _elementwise(reader) and not (reader.group is not None and reader.group.is_view)
-
-
-def _elementwise(reader: Reader) -> bool:
-    """Whether a copy for this reader could never pay: it can as well compute on the shards it is given."""
-    return reader.group is None or reader.group.fuses

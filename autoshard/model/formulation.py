@@ -23,7 +23,7 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.model.groups import Group
 from autoshard.model.lifetimes import (
-    HEAP,
+    HEAP_OVERHEAD,
     Span,
 )
 from autoshard.model.pricing.cost_tables import (
@@ -137,8 +137,8 @@ class Formulation:
         """Bytes of temporaries over spans, per program point."""
         difference = np.zeros(len(self.program.equations) + 2)
         for (start, end), extra in held:
-            difference[start] += extra * HEAP
-            difference[end] -= extra * HEAP
+            difference[start] += extra * HEAP_OVERHEAD
+            difference[end] -= extra * HEAP_OVERHEAD
         return difference.cumsum()
 
     def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:

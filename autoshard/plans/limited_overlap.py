@@ -30,8 +30,8 @@ from autoshard.solver.settings import USUAL_SIZES
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
-FIRST_SHARE = 0.75  # of the problem in the first mixture: where most steps have their best one
-ROUND_SHARE = 0.6  # of the work that is left: what one mixture may take
+FIRST_PROBLEM_SHARE = 0.75  # weight of the problem's cost in the first mixture; the best mixture of most steps is near
+MIXTURE_BUDGET_SHARE = 0.6  # of the remaining budget, spent on one mixture
 
 Solve = Callable[[Problem, Budget], Solution]
 
@@ -84,17 +84,17 @@ class _Search:
 
     def run(self, solution: Solution) -> Solution:
         self.learn(solution.choice)
-        share, solved = FIRST_SHARE, {}  # share of a mixture -> its bound
+        share, solved = FIRST_PROBLEM_SHARE, {}  # share of a mixture -> its bound
         while share not in solved and not (self.budget.over or self.is_close):
             mixture = replace(self.problems.mixed(share), limit=self.formulation.problem.limit, checked=True)
-            budget = Budget(ROUND_SHARE * self.budget.left, self.budget.until, whole=self.budget)
+            budget = Budget(MIXTURE_BUDGET_SHARE * self.budget.left, self.budget.until, whole=self.budget)
             found = self.solve(mixture, budget)
             solved[share] = found.bound
             self.bound = max(self.bound, found.bound)
             self.learn(found.choice)
             share, reachable = best_mixture(list(self.known.values()))
             if reachable == math.inf:
-                share = FIRST_SHARE * min(solved)
+                share = FIRST_PROBLEM_SHARE * min(solved)
             elif reachable <= (1 + self.close_gap) * self.bound:
                 break
         if solved and not (self.budget.over or self.is_close):

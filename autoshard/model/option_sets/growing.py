@@ -23,11 +23,11 @@ from autoshard.model.pricing.late import FormulatingLate
 from autoshard.program import Program
 from autoshard.solver.searches.search_run import Search
 
-AXES = 4  # from so many on, a problem may be too large
-WHOLE = 4_000  # layouts, of all shapes in the step, that are still priced whole
-PARTS = 8  # of the time limit: what each search in a part gets
-ROUNDS = 1  # of parts near a choice
-CHANGES = 1  # axes in which an option near a choice may differ from it
+LEAST_AXES = 4  # axes of more than one device; a problem over fewer is always priced whole
+MOST_LAYOUTS = 4_000  # of all shapes in the step together; a problem of no more is priced whole
+REFINEMENTS = 1  # parts that are searched after the first, each near the best choice of the one before
+MOST_CHANGED_AXES = 1  # mesh axes that an option near a choice may give to another factor
+PART_SHARE = 8  # of the time limit: one such part is what each search in a part of a problem gets
 LATE_REMARK = (
     "time: the time limit ended before the costs of all shardings were known. Only those were compared in which mesh "
     "axes split dims together. Raise time_limit= for a plan that may be faster."
@@ -38,7 +38,7 @@ def is_too_large(program: Program, mesh: MeshShape) -> bool:
     """Whether a problem is formulated in parts."""
     axes = sum(size > 1 for size in mesh.values())
     shapes = {value.shape for value in program.values}
-    return axes >= AXES and sum((len(shape) + 1) ** axes for shape in shapes) > WHOLE
+    return axes >= LEAST_AXES and sum((len(shape) + 1) ** axes for shape in shapes) > MOST_LAYOUTS
 
 
 def coarse_partitions(axes: Sequence[str]) -> tuple[Partition, ...]:
@@ -100,8 +100,8 @@ def in_parts(
         return _as_one_axis(axes, formulated)
     remarks: tuple[str, ...] = ()
     try:
-        for _ in range(ROUNDS):
-            choice = solve_within(part, time_limit / PARTS, until=until, search=search).choice
+        for _ in range(REFINEMENTS):
+            choice = solve_within(part, time_limit / PART_SHARE, until=until, search=search).choice
             near = near_choice(part, choice, _partitions_used(part, choice, partitions))
             part = formulated(offered=replace(near, steps_by_rank=offered.steps_by_rank), until=until)
     except SolverError:
@@ -118,7 +118,7 @@ def near_choice(formulation: Formulation, choice: Sequence[int], partitions: tup
         strategy = priced.strategies[choice[formulation.group_node(group)]]
         groups[group.index] = {axis: factor for factor, split in strategy.assignment for axis in split}
     homes = {i: place_of(options[choice[i]].home) for i, options in enumerate(formulation.arguments)}
-    return OptionSet(partitions, groups, homes, CHANGES)
+    return OptionSet(partitions, groups, homes, MOST_CHANGED_AXES)
 
 
 def _partitions_used(

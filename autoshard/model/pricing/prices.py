@@ -32,7 +32,7 @@ from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
 from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
-from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
+from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
 from autoshard.program import Equation, Value
 
@@ -41,9 +41,9 @@ from autoshard.program import Equation, Value
 LAUNCH_SECONDS = 1e-6
 
 # One all_reduce moves the bytes of a reduce_scatter and an all_gather, but never takes as long as the two: on 8 CPU
-# devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We take the least,
-# so that they are chosen where they save something, and one all_reduce where they don't.
-HALF_PENALTY = 1.2
+# devices the two halves took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We
+# take the least as the factor of each half: halves are chosen where they save something, one all_reduce elsewhere.
+HALVES_FACTOR = 1.2
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Prices:
         """Seconds to round an argument before the loops whose products read it; 0 if no loop reads it rounded."""
         if value.id not in self.rounded:
             return 0.0
-        through = self.arrays.elements(value, layout) * (value.itemsize + ROUNDED)
+        through = self.arrays.elements(value, layout) * (value.itemsize + BFLOAT16_BYTES)
         return through / (self.device.memory_bandwidth * self.backend.loop_memory.rounding_share)
 
     def writing(self, value: Value, layout: Layout) -> float:
@@ -387,7 +387,8 @@ class Prices:
                 communication += cost
                 hidden += cost * self.backend.overlap.of(finish.kind) * ends
             for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
-                communication += self._collective("collective_permute", halo.axes, size) * group.trips
+                cost = self._collective("collective_permute", halo.axes, size) * group.trips
+                communication += cost / halo.readers
             if size := moved_bytes(group, strategy, self.arrays):
                 cost = host_seconds(size, self.topology) * group.trips
                 communication += cost
@@ -435,7 +436,7 @@ class Prices:
         key = kind, axes, size, among, combined
         if key not in self._collectives:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
-            penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
+            penalty = HALVES_FACTOR if kind in ("all_gather", "reduce_scatter") else 1.0
             latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among)
             through = self._recopied(size) if kind == "all_to_all" else 0.0
             share = self.backend.combining.share_of_launch(size) if combined else 1.0

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 SHARD_MAP = "shard_map"
 REGIONS = frozenset({OPERATION, SHARD_MAP})
-_KINDS = {
+_KIND_OF_PRIMITIVE = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "all_to_all": "all_to_all",
@@ -52,7 +52,7 @@ _KINDS = {
     "ragged_all_to_all": "all_to_all",
     "reduce_scatter": "reduce_scatter",
 }
-_OF_DEVICES = frozenset({*_KINDS, "axis_index", "pbroadcast", "pvary"})  # what stands in a region alone
+_PRIMITIVES_OF_REGIONS = frozenset({*_KIND_OF_PRIMITIVE, "axis_index", "pbroadcast", "pvary"})  # found nowhere else
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Regions:
         compute = sum(
             priced.seconds[0].compute
             for group, priced in zip(formulation.groups, formulation.priced, strict=True)
-            if group.equations[0].primitive not in _OF_DEVICES
+            if group.equations[0].primitive not in _PRIMITIVES_OF_REGIONS
         )
         ends = sum(value.bytes for value in program.arguments)
         ends += sum(x.bytes for x in program.results if isinstance(x, Value))
@@ -285,7 +285,7 @@ def program_of(traced: ClosedJaxpr, turns: int | None = None) -> Program:
 
 
 def _is_known(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _OF_DEVICES or has_rule(eqn)
+    return eqn.primitive.name in _PRIMITIVES_OF_REGIONS or has_rule(eqn)
 
 
 def _rules(program: Program) -> list[Rule]:
@@ -294,7 +294,7 @@ def _rules(program: Program) -> list[Rule]:
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
         return [
             whole([x.shape for x in one.inputs], [x.shape for x in one.outputs])
-            if one.primitive in _OF_DEVICES
+            if one.primitive in _PRIMITIVES_OF_REGIONS
             else rule_of(one)
             for one in program.equations
         ]
@@ -315,7 +315,7 @@ def _bodies(closed: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
 def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective]:
     after, last = _after_products(program), _last_operands(program)
     for equation in program.equations:
-        kind = _KINDS.get(equation.primitive)
+        kind = _KIND_OF_PRIMITIVE.get(equation.primitive)
         axes = _axes(equation.params, mesh) if kind else ()
         if kind is None or not axes:
             continue

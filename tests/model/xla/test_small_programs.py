@@ -96,7 +96,7 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         normal,
         [array(2, dtype=np.uint32)],
         [WHOLE],
-        lambda patch: patch.setattr(operations, "_OF_COUNTERS", 0),
+        lambda patch: patch.setattr(operations, "_OPERATIONS_PER_DIM", 0),
     ),
     "groups of channels": (
         grouped,
