@@ -16,6 +16,7 @@ from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
+from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value, dtype_name
 
 _SAME_BUFFER = frozenset(
@@ -66,7 +67,7 @@ class GroupWork:
         backend = self.arrays.backend
         in_units = np.maximum(
             np.maximum(self._vector_seconds(group, split, leaves), backend.matrix_unit.seconds(group, pieces)),
-            backend.convolutions.grouped_seconds(group, pieces),
+            np.maximum(backend.convolutions.grouped_seconds(group, pieces), self._unstored_seconds(group, split)),
         )
         units = np.broadcast_to(in_units, work.shape)
         each = zip(least.tolist(), work.tolist(), moved.tolist(), units.tolist(), strict=True)
@@ -149,6 +150,22 @@ class GroupWork:
         padding = elements / np.maximum(1, bare)
         sizes = ((one, math.prod(one.outputs[0].shape) / split[frozenset(group.factors_of(one))]) for one in counted)
         return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
+
+    def _unstored_seconds(self, group: Group, split: Mapping[frozenset[int], np.ndarray]) -> np.ndarray | float:
+        """What a reduction takes that computes most of what it reduces, per strategy; 0 of any other group.
+
+        Args:
+            split: factors of an equation -> into how many pieces each strategy splits them.
+        """
+        (first, *_) = group.equations
+        if facts_of(first.primitive).work is not Work.REDUCTION:
+            return 0.0
+        elements = max((math.prod(use.value.shape) for use in group.uses), default=0)
+        stored = {value.id: math.prod(value.shape) for use in group.uses for value in self.read_instead(use.value)}
+        if sum(stored.values()) > elements / 2:
+            return 0.0
+        pieces = split[frozenset(group.factors_of(first))]
+        return self.arrays.backend.vector_unit.reduction_seconds(elements / pieces)
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""

@@ -1,7 +1,7 @@
 """Operations: what one takes on TPU however little it does, and what cutting a slice takes.
 
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
-product to bring an argument in from memory, and to bring a result out, or what a loop stacks. Work comes on top. A
+product to bring an argument in from memory, and to bring out a result, or what a loop stacks. Work comes on top. A
 product of what lies in the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
 bits are counted along each dim of an array.
 

@@ -92,6 +92,12 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         [WHOLE, ROWS, ROWS],
         without(combining=Combining(below_bytes=2.0**26)),
     ),
+    "all distances": (
+        lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),
+        [array(512, 16), array(512, 16)],
+        [WHOLE, WHOLE],
+        without(vector_unit=replace(backends.V5E.vector_unit, reduced_cycles=0.0)),
+    ),
     "random bits of three dims": (
         normal,
         [array(2, dtype=np.uint32)],
