@@ -161,8 +161,8 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("ffi_call", Work.UNKNOWN, runs_on_shards=True),
     **_rows("operation", Work.UNKNOWN, never_fuses=True),
     # randomness.py
-    **_rows("random_clone random_wrap", Work.NONE),
-    **_rows("random_unwrap", Work.NONE, relabels=True),
+    **_rows("random_clone", Work.NONE),
+    **_rows("random_unwrap random_wrap", Work.NONE, relabels=True),
     **_rows("iota_2x32_shape", Work.PER_RESULT),
     **_rows("random_gamma", Work.UNKNOWN),
     **_rows(

@@ -320,10 +320,12 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
         name = output.prices.backend.name
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
+            is_outside = is_outside_chip(name, equation.primitive)
+            if is_outside and output.is_result:
+                continue  # it lies where the results do
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
-            on_chip = output.may_be_on_chip and not is_outside_chip(name, equation.primitive)
-            yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip)
+            yield HeldBytes(output.node, span, usage, may_be_on_chip=output.may_be_on_chip and not is_outside)
         known = _known_keys(group)
         drawn = (one for one in group.equations if one.inputs and id(one.inputs[0]) not in known)
         if numbers := sum(numbers_of(name, one, is_result=output.is_result) for one in drawn):

@@ -311,8 +311,11 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         **dict.fromkeys(("argmax", "argmin"), 3),
         "cholesky": 2,
         "eigh": 5,
-        "lu": 4,
+        "coo_fromdense": 2,
+        "coo_matmat": 4,
+        "csr_matvec": 4,
         "lu_pivots_to_permutation": 8,
+        "io_callback": 5,
         "random_gamma": 23,
         "random_bits": 4,
         **dict.fromkeys(("random_fold_in", "random_split", "threefry2x32"), 5),
@@ -326,7 +329,7 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
 }
 _PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
 _SCALARS_OF_LOOPS = {"gather": 5, "scatter": 10}
-_SCALARS_OF_SORTS = {"approx_top_k": 4, "top_k": 2}  # where an operation reads the largest elements
+_SCALARS_UNLESS_RESULTS = {"approx_top_k": 4, "lu": 4, "top_k": 2}  # where an operation reads what these make
 
 
 def is_outside_chip(backend: str, primitive: str) -> bool:
@@ -344,10 +347,12 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
         equation: the operation.
         is_result: whether it makes results of the program.
     """
-    if backend == "tpu" and equation.primitive in _SCALARS_OF_SORTS:
-        return 0 if is_result else _SCALARS_OF_SORTS[equation.primitive]
+    if backend == "tpu" and equation.primitive in _SCALARS_UNLESS_RESULTS:
+        return 0 if is_result else _SCALARS_UNLESS_RESULTS[equation.primitive]
     if backend == "tpu" and is_loop_over_rows(equation):
         return _SCALARS_OF_LOOPS[equation.primitive[:7]]
+    if equation.primitive == "io_callback" and not equation.params["ordered"]:
+        return 0
     if equation.primitive == "sort" and (not equation.params["is_stable"] or _dims_of_several(equation) > 1):
         return 0  # a stable sort counts the places of what it sorts
     if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:

@@ -152,6 +152,7 @@ V5E = Backend(
             "polygamma": 61,  # of an order that stands in the program
             "random_bits": 36,
             "random_gamma": 4300,  # one turn of its loops; 3,950 of 32 registers, 4,840 of 128
+            "random_split": 400,  # per key that is made; words of keys lie in tiles of one or two rows
             "sin": 40,
             "tan": 44,
             "zeta": 61,

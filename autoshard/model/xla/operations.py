@@ -42,7 +42,8 @@ class Operations:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
         inside = self.least_seconds * sum(map(_extra_operations, group.equations))
         if group.is_stack:
-            return self.least_seconds * group.writes_apart
+            stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
+            return self.least_seconds * (group.writes_apart and stacks_arrays)
         if group.is_recomputed or group.ends_product or group.is_idle:
             return inside
         if multiplies_vector(group):
@@ -51,7 +52,9 @@ class Operations:
             reads = any(use.value.from_outside for use in group.uses)
             return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
-        return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
+        is_scalar_work = all(math.prod(value.shape) <= 1 for value in arrays)
+        is_vector_work = any(equation.primitive in _NEVER_SCALAR_WORK for equation in group.equations)
+        return inside + (0.0 if is_scalar_work and not is_vector_work else self.least_seconds)
 
     def vector_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """What a product takes more where devices have one row of it each, and what follows it runs apart.
@@ -100,7 +103,9 @@ def _extra_operations(equation: Equation) -> int:
     if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _LEAST_LOOP_ROWS:
         return 0
     if equation.primitive == "tridiagonal_solve":  # one row after the other
-        return max(0, _OPERATIONS_OF_SYSTEM_ROW * (equation.inputs[0].shape[-1] - 1) - 1)
+        return max(0, _OPERATIONS_OF_SYSTEM_ROW * (equation.inputs[0].shape[-1] - 1) - 2)
+    if equation.primitive == "fft":
+        return _OPERATIONS_OF_TRANSFORM * len(equation.params["fft_lengths"])
     if equation.primitive in _OPERATIONS_OF_ONE_KEY and math.prod(equation.inputs[0].shape) == 1:
         return _OPERATIONS_OF_ONE_KEY[equation.primitive]
     return _EXTRA_OPERATIONS.get(equation.primitive, 0)
@@ -113,7 +118,6 @@ _EXTRA_OPERATIONS = {
     **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 13),  # of loops that turn once by libtpu's count
     "regularized_incomplete_beta": 400,
     "conv_general_dilated": 2,
-    "fft": 2,  # parts of complex numbers, which are put together and copied
     "gather": 2,
     "nextafter": 2,
     "ormqr": 40,
@@ -129,6 +133,8 @@ _EXTRA_OPERATIONS = {
 }
 _OPERATIONS_OF_ONE_KEY = {"random_fold_in": 1, "random_split": 2}  # extra ones; the words of one key are scalars
 _OPERATIONS_OF_SYSTEM_ROW = 3  # of a tridiagonal system, which is solved row by row
+_OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
+_NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
 _LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
 _LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other, as slices
