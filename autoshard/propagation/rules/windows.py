@@ -98,8 +98,6 @@ def _convolution(
                 if rows is not None:
                     reaches.append(rows)
                     summed += [factor] * taps_first
-            elif size > 1:
-                builder.factor(size, sources, targets, "need_replication")
     if feature_groups > 1:
         builder.factor(feature_groups, [(0, channels), (1, kernel_out)], [(0, out_channels)])
     builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
