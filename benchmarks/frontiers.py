@@ -6,8 +6,8 @@
 A row per model. *monotone*: seconds go up and bytes go down along the plans. *ends*: the first plan costs what the plan
 without a limit costs, and under four fifths of the last plan's limit there is none. *between*: under the limit of each
 plan, planning alone finds nothing faster by more than the planner's gap; where it finds nothing at all, the ratio is 0.
-*batch*: the largest batch fits and the next one does not. *devices*: half as many do not do. The exit status is 1 if one
-of these fails.
+*batch*: the largest batch fits and the next one does not. *devices*: half as many do not do. The exit status is 1 if
+one of these fails.
 """
 
 from __future__ import annotations
