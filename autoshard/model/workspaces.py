@@ -315,7 +315,6 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         "coo_matmat": 4,
         "csr_matvec": 4,
         "lu_pivots_to_permutation": 8,
-        "io_callback": 5,
         "random_gamma": 23,
         "random_bits": 4,
         **dict.fromkeys(("random_fold_in", "random_split", "threefry2x32"), 5),
@@ -351,8 +350,6 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
         return 0 if is_result else _SCALARS_UNLESS_RESULTS[equation.primitive]
     if backend == "tpu" and is_loop_over_rows(equation):
         return _SCALARS_OF_LOOPS[equation.primitive[:7]]
-    if equation.primitive == "io_callback" and not equation.params["ordered"]:
-        return 0
     if equation.primitive == "sort" and (not equation.params["is_stable"] or _dims_of_several(equation) > 1):
         return 0  # a stable sort counts the places of what it sorts
     if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:
