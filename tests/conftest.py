@@ -34,8 +34,8 @@ def blind(monkeypatch):
     def make(share):
         honest = planning.formulated
 
-        def formulated(*args):
-            formulation = honest(*args)
+        def formulated(*args, **limits):
+            formulation = honest(*args, **limits)
             lives = tuple(replace(live, usage=live.usage * share) for live in formulation.problem.lives)
             return replace(formulation, problem=replace(formulation.problem, lives=lives, checked=True))
 
