@@ -41,6 +41,9 @@ LEANEST_SHARE = 0.5  # of the budget for lean choices, spent on the choice that 
 # Each limit is searched twice, for `LEAN_ITERATIONS` iterations.
 LEAN_LIMIT_FACTORS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
+# Least share of the limit at which the chip's own memory is looked at. A peak leaves out what lies there. No row of a
+# problem knows whether all temporaries do.
+ON_CHIP_SHARE = 0.05
 
 
 def solve_within(
@@ -57,6 +60,9 @@ def solve_within(
     than is counted. The first problem has as much more room, so that no choice is forbidden for that. While a solution
     is over the limit, the problem is solved again, a few times: without this room, and with what is resharded there
     counted.
+
+    Where the limit is small beside the chip's own memory, temporaries are taken to lie there first. Such a solution is
+    taken if they do.
 
     If that finds nothing within the limit, or something far from its bound, lean choices are looked at. The problem may
     say of such a choice that it does not fit. All rounds share one budget, so that a busy machine finds the same
@@ -83,28 +89,36 @@ def solve_within(
     budget = budget or Budget.of(time_limit, until)
     rounds = budget if search is None else budget.part(SEARCH_SHARE)
     reshardings: dict[Resharding, None] = {}
-    best = None
+    best, floor = None, math.inf
+    outside = _outside_chip(formulation, exact)
+    peak_of = formulation.peak_bytes if outside is None else formulation.peak_outside_chip
 
     def within(choice: Sequence[int]) -> bool:
-        return fits(formulation.peak_bytes(choice[: len(exact.costs)]), limit)
+        return fits(peak_of(choice[: len(exact.costs)]), limit)
 
+    how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
+    if outside is not None:
+        with contextlib.suppress(SolverError):  # the rounds say what there is
+            solution = _solved(formulation, outside, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
+            if within(solution.choice):
+                return solution
+            floor = solution.bound
     for i in range(MAX_ROUNDS):
         if i and rounds.over:
             break
         try:
             gap = CLOSE_COUNTED_GAP if i else 0.0
             part = rounds.part(ROUND_SHARE)
-            how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
             solution = _solved(formulation, problem, reshardings, part, gap=gap, **how)
         except ForbiddenError:
             raise
         except SolverError:  # nothing fits, or nothing was found in time
             break
         if not i:
-            bound = solution.bound  # with more counted, it may be that of more than is held
+            bound = min(solution.bound, floor)  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
-            if reshardings and best.gap > CLOSE_GAP:
+            if outside is None and reshardings and best.gap > CLOSE_GAP:  # on a chip, some of it may not count
                 relaxed = replace(rounded, limit=limit + spared, checked=True)
                 best = _bounded(formulation, relaxed, reshardings, best, within, rounds, progress)
             if best.gap <= LEAN_SEARCH_GAP or budget.interrupted:
@@ -118,8 +132,9 @@ def solve_within(
         reshardings.update(dict.fromkeys(over))
         problem = rounded
     needed, free = math.inf, 0.0
+    leanest = exact if outside is None else outside
     try:
-        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit, progress):
+        for solution, peak in _lean_solutions(formulation, leanest, budget, time_limit, progress, peak_of):
             if needed == math.inf:
                 free = solution.bound  # the first is sought without a limit
             needed = min(needed, peak / usable)
@@ -167,6 +182,15 @@ def _bounded(
     return best
 
 
+def _outside_chip(formulation: Formulation, problem: Problem) -> Problem | None:
+    """The problem without what the chip's own memory may hold; None where that is little beside the limit."""
+    assert problem.limit is not None, "there is a limit to stay within"
+    if not formulation.on_chip or formulation.prices.backend.on_chip_bytes < ON_CHIP_SHARE * problem.limit:
+        return None
+    on_chip = set(map(id, formulation.on_chip))
+    return replace(problem, lives=tuple(live for live in problem.lives if id(live) not in on_chip), checked=True)
+
+
 def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
     """The problem with small values counted at their largest, and by how many bytes that may be too much at a point.
 
@@ -204,6 +228,7 @@ def _lean_solutions(
     budget: Budget,
     time_limit: float,
     progress: Callable[[Progress], None] | None,
+    peak_of: Callable[[Sequence[int]], int],
 ) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
@@ -220,7 +245,7 @@ def _lean_solutions(
         solution = solve_for_plan(
             replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
         )
-        yield solution, formulation.peak_bytes(solution.choice)
+        yield solution, peak_of(solution.choice)
         return
     except ForbiddenError:
         raise
@@ -241,8 +266,8 @@ def _lean_solutions(
             leaner = replace(problem, limit=limit)
             how: dict[str, Any] = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
             last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
-            peak = formulation.peak_bytes(last.choice)
+            peak = peak_of(last.choice)
             yield last, peak
     assert least.choice is not None, "`solve` says which choice needs so little"
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
-    yield leanest, formulation.peak_bytes(leanest.choice)
+    yield leanest, peak_of(leanest.choice)
