@@ -131,10 +131,10 @@ class Resharding:
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
     def used_at_least_until(self) -> int:
-        """The point up to which a resharded copy is used, whoever of the users reads it."""
+        """The point up to which a resharded copy is used, whoever of the users reads it; 0 where that is not known."""
         uses = uses_of(self.users)
         if any(group.is_recomputed for group, _ in uses):
-            return self.used[0]
+            return 0
         return min((use_span(group, use, group.last_point)[1] for group, use in uses), default=self.used[1])
 
 
