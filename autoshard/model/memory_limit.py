@@ -29,6 +29,7 @@ SEARCH_SHARE = 0.6
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
+BOUND_SHARE = 0.4  # of the work that is left: what each of the next rounds gets
 BOUND_ROUNDS = 3  # of solving for the bound of the choice that was found, each with more reshardings counted
 # Relative gap at which the search ends in a problem with reshardings counted. A smaller one proves nothing of the step:
 # such a problem may count more than is held, so its bound is not a bound of the step.
@@ -168,7 +169,7 @@ def _bounded(
         if budget.over:
             break
         try:
-            part = budget.part(ROUND_SHARE)
+            part = budget.part(BOUND_SHARE)
             found = _solved(formulation, relaxed, known, part, at_least=True, gap=CLOSE_COUNTED_GAP, progress=progress)
         except SolverError:  # none was found in time
             break

@@ -240,7 +240,8 @@ def _stencil(
             if operands[i][at] != size:
                 builder.factor(operands[i][at], [(i, at)], [], "need_replication")
     small = [dim for dim in moved if _is_small(dim, found, sources, result[dim])]
-    halos = SourceHalos(found, shared)
+    is_split = [[one == size for one, size in zip(shape, result, strict=bool(shape))] for shape in sources]
+    halos = SourceHalos(found, is_split, shared)
 
     def rows(source: int, dim: int) -> tuple[Rows[str], ...]:
         hulls = (hull for hull in halos.hulls(source, dim) if hull.dim in small)
