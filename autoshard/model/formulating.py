@@ -22,6 +22,7 @@ from autoshard.model.equations import stays_whole
 from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
+from autoshard.model.heap.heap import Heap
 from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import (
     HEAP,
@@ -29,6 +30,7 @@ from autoshard.model.lifetimes import (
     copied_when_donated,
     holding,
     looped,
+    returned,
     updated_in_loops,
     use_span,
 )
@@ -162,13 +164,14 @@ class _Formulator:
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
-        self.on_chip: list[Live] = []  # of these: what the chip's own memory may hold
+        self.heap = Heap()  # what of these are temporaries and results
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
-        returned = {value.id for value in program.results if isinstance(value, Value)}
-        self.unread = {value.id for value in program.values if not program.reads[value.id]} - returned
+        self.returns = returned(program)
+        results = {value.id for value in program.results if isinstance(value, Value)}
+        self.unread = {value.id for value in program.values if not program.reads[value.id]} - results
         self.looped = looped(program)
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -203,7 +206,7 @@ class _Formulator:
             readers=self.readers,
             reshardings=self.reshardings,
             problem=problem,
-            on_chip=self.on_chip,
+            heap=self.heap,
         )
 
     # Arguments.
@@ -305,6 +308,7 @@ class _Formulator:
                 is_loop_buffer=index in in_loops,
                 is_copied=index in copied,
                 gradient=copied.get(index),
+                returns=self.returns[value.id],
                 end=len(self.program.equations),
                 nodes=self.group_node,
                 strategies=self._strategies,
@@ -329,21 +333,20 @@ class _Formulator:
     def _add_groups(self) -> None:
         first_group = len(self.program.arguments)
         aliases = aliased(self.program)
-        outputs = {
-            value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
-        }
         in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
         carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
-        in_place |= {seen.id for seen, final in carries if final.id in outputs}  # a loop that ends in a result's buffer
+        in_place |= {
+            seen.id for seen, final in carries if final.id in self.returns
+        }  # a loop that ends in a result's buffer
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
         for group, priced in zip(self.groups, self.priced, strict=True):
             for made, layouts in zip(group.outputs, priced.output_layouts, strict=True):
-                self._add_value(first_group + group.index, group, made.value, layouts, outputs, in_place)
+                self._add_value(first_group + group.index, group, made.value, layouts, in_place)
 
-    def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
+    def _add_value(self, node: int, group: Group, value: Value, leaves, in_place: set[int]) -> None:
         readers = self.readers[value.id]
         held = holding(value, group, uses_of(readers))
         output = HeldOutput(
@@ -354,7 +357,7 @@ class _Formulator:
             lifetime=held,
             left=self.prices.arrays.sizes(value, leaves),
             returned=self.prices.arrays.returned_sizes(value, leaves),
-            is_result=value.id in outputs,
+            returns=self.returns[value.id],
             in_place=value.id in in_place,
             points=self.start,
             unread=self.unread,
@@ -479,8 +482,7 @@ class _Formulator:
             if part.in_heap and not (start < end and usage.any()):
                 continue
             self.lives.append(Live(part.node, start, end, usage * HEAP if part.in_heap else usage))
-            if part.in_heap and part.may_be_on_chip:
-                self.on_chip.append(self.lives[-1])
+            self.heap.add(self.lives[-1], part)
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
         if i == j:  # a loop that hands a carry on untouched

@@ -37,7 +37,7 @@ import functools
 import itertools
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -123,6 +123,13 @@ def _is_start(use: Use) -> bool:
 def aliased(program: Program) -> set[int]:
     """The results that are written into the buffer of the donated argument they replace."""
     return {result for argument, result in program.carried.items() if argument in program.donated}
+
+
+def returned(program: Program) -> Counter[int]:
+    """Value id -> how many results it is that take no argument's place: each has a buffer of its own."""
+    written_over = aliased(program)
+    results = (value for i, value in enumerate(program.results) if i not in written_over)
+    return Counter(value.id for value in results if isinstance(value, Value))
 
 
 def looped(program: Program) -> dict[int, int]:

@@ -15,9 +15,12 @@ from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
 from autoshard.model.xla.convolutions import copies_argument, reads_rounded
+from autoshard.model.xla.cpu.reductions import computes_as_it_reduces
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from autoshard.model.xla.backends import Backend
 
 _PRODUCTS = frozenset({"mul", "square"})  # what a sum of products may be made of
+_CHEAP_FOR_REALS = frozenset({"cos", "rem", "sin", "tan"})
+_SAME_ELEMENTS = frozenset({"copy", "random_unwrap", "random_wrap", "reshape", "squeeze", "stop_gradient"})
 _READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in compiled ResNets and transformers
 
 
@@ -38,6 +43,9 @@ class Fusion:
     stores_scattered: bool = False  # what scatters is no part of what reads it
     overwrites_operands: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
     overwritten_by: frozenset[str] = frozenset()  # other primitives that go into such a buffer
+    reshapes_in_place: bool = (
+        False  # arrays are dense: other dims for the same elements are no copy, whoever reads them
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ def recomputation(
     stored = stored | _guarded(program, groups)
     are_stored = [any(made.value.id in stored for made in group.outputs) for group in groups]
     folds = not backend.fusion.takes_in
+    ones = _ones(program)
     folded = [
         not is_stored and folds and _is_folded(group, users[group.index])
         for group, is_stored in zip(groups, are_stored, strict=True)
@@ -78,7 +87,7 @@ def recomputation(
     repeated, sunk = [], []
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
-        again = not is_stored and _is_repeated(group, read, folded, backend)
+        again = not is_stored and (_is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, backend))
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
@@ -127,6 +136,41 @@ def _is_folded(group: Group, users: Sequence[Group]) -> bool:
     return bool(users) and products <= _PRODUCTS and {user.equations[0].primitive for user in users} == {"reduce_sum"}
 
 
+def _ones(program: Program) -> set[int]:
+    """The values all of whose elements are one, as the program says it: what gradients start from."""
+    found: set[int] = set()
+    for equation in program.equations:
+        facts = facts_of(equation.primitive)
+        repeats = (facts.relabels and equation.primitive != "iota") or equation.primitive == "convert_element_type"
+        if repeats and all(_is_one(value, found) for value in equation.inputs):
+            found.update(made.id for made in equation.outputs)
+    return found
+
+
+def _is_one(value: Value | np.ndarray, ones: Container[int]) -> bool:
+    return value.id in ones if isinstance(value, Value) else value.shape == () and bool(value == 1)
+
+
+def _is_idle(group: Group, users: Sequence[Group], ones: Container[int], backend: Backend) -> bool:
+    """Whether XLA makes no operation of a group: it multiplies by one, or says other dims of the same elements."""
+    if not users or len(group.outputs) != 1:
+        return False
+    makers = {made.id: equation for equation in group.equations for made in equation.outputs}
+    value: Value | np.ndarray = group.outputs[0].value
+    while isinstance(value, Value) and value.id in makers:
+        equation = makers[value.id]
+        if equation.primitive == "mul" and any(_is_one(x, ones) for x in equation.inputs):
+            wide = [x for x in equation.inputs if not _is_one(x, ones)]
+            if len(wide) != 1 or wide[0].shape != value.shape:
+                return False
+            value = wide[0]
+        elif equation.primitive in _SAME_ELEMENTS and backend.fusion.reshapes_in_place:
+            value = equation.inputs[0]
+        else:
+            return False
+    return isinstance(value, Value) and value is not group.outputs[0].value
+
+
 def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], backend: Backend) -> bool:
     """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
 
@@ -155,11 +199,15 @@ def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], b
         if reader.primitive in backend.fusion.taken_in:
             return True
         reads_views = group.is_view and is_matrix_product(reader)
+        if group.fuses and computes_as_it_reduces(reader, group.equations, alone):
+            return True
         return user.is_stack or (user.fuses and not folded[user.index]) or reads_views
+
+    alone = len(set(map(id, users))) == 1
 
     if not all(map(takes, users)):
         return False
-    if len(set(map(id, users))) == 1:
+    if alone:
         return True
     moves = any(one.equations[0].primitive in backend.fusion.taken_in for one in (group, *users))
     return not (moves or any(_is_dear(equation) for equation in group.equations))
@@ -191,6 +239,10 @@ def _is_dear(equation: Equation) -> bool:
     """Whether XLA does not compute it twice to save a buffer. By a constant it multiplies rather than divides."""
     if equation.primitive == "div" and not isinstance(equation.inputs[1], Value):
         return False
+    if equation.primitive == "integer_pow":
+        return bool(equation.params["y"] < 0)
+    if equation.primitive in _CHEAP_FOR_REALS:
+        return getattr(equation.outputs[0].dtype, "kind", "") == "c"
     return facts_of(equation.primitive).is_expensive
 
 
