@@ -23,6 +23,7 @@ from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.heap.heap import Heap
+from autoshard.model.heap.overwriting import is_overwritten
 from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import (
     HEAP,
@@ -392,7 +393,7 @@ class _Formulator:
             readers=readers,
             holder=holder,
             sizes=self.prices.arrays.sizes(value, wants),
-            is_overwritten=self._is_overwritten(value, readers),
+            is_overwritten=is_overwritten(value, self.readers, self.backend.fusion),
             strategies=self._strategies,
         )
         self._hold(part for term in READ_TERMS for part in term(read))
@@ -401,20 +402,6 @@ class _Formulator:
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.is_recomputed else None
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
-
-    def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
-        """Whether its one reader writes a result over it; an elementwise one, over the first operand that it can."""
-        group = readers[0].group
-        if len(readers) > 1 or group is None or group.is_recomputed:
-            return False
-        if group.equations[0].primitive in self.backend.fusion.overwritten_by:
-            changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
-            return next((x is value for x in changed if x.bytes == group.outputs[0].value.bytes), False)
-        if not (self.backend.fusion.overwrites_operands and group.fuses):
-            return False
-        made = {one.value.bytes for one in group.outputs}
-        operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
-        return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
 
     def _connect_readers(
         self,

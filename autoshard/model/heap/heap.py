@@ -2,7 +2,7 @@
 
 XLA reserves the buffer of a result for the whole program. Until the result is written, temporaries lie there: the
 largest first, each in the smallest buffer that is as large and free while the temporary is needed
-(xla/service/buffer_assignment.cc). `tests/model/test_heap.py` compiles programs that show it.
+(xla/service/buffer_assignment.cc). `tests/model/test_workspaces.py` compiles programs that show it.
 """
 
 from __future__ import annotations

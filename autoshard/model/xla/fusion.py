@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PRODUCTS = frozenset({"mul", "square"})  # what a sum of products may be made of
 _CHEAP_FOR_REALS = frozenset({"cos", "rem", "sin", "tan"})
-_SAME_ELEMENTS = frozenset({"copy", "random_unwrap", "random_wrap", "reshape", "squeeze", "stop_gradient"})
+_SAME_ELEMENTS = frozenset({"copy", "random_unwrap", "random_wrap", "squeeze", "stop_gradient"})
 _READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in compiled ResNets and transformers
 
 
@@ -84,12 +84,18 @@ def recomputation(
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
     pads = "pad" in backend.fusion.taken_in
     padded = {e.outputs[0].id for e in program.equations if e.primitive == "pad" and pads}
+    moved: set[int] = set()  # made of what is moved as it is read
     repeated, sunk = [], []
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
-        again = not is_stored and (_is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, backend))
+        again = not is_stored and (
+            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend)
+        )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))
+        moves = group.equations[0].primitive in backend.fusion.taken_in
+        if repeated[-1] and (moves or any(use.value.id in moved for use in group.uses)):
+            moved.update(made.value.id for made in group.outputs)
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
     return Recomputation(folded, repeated, sunk)
 
@@ -153,7 +159,7 @@ def _is_one(value: Value | np.ndarray, ones: Container[int]) -> bool:
 
 def _is_idle(group: Group, users: Sequence[Group], ones: Container[int], backend: Backend) -> bool:
     """Whether XLA makes no operation of a group: it multiplies by one, or says other dims of the same elements."""
-    if not users or len(group.outputs) != 1:
+    if not users or len(group.outputs) != 1 or any(user.is_boundary for user in users):
         return False
     makers = {made.id: equation for equation in group.equations for made in equation.outputs}
     value: Value | np.ndarray = group.outputs[0].value
@@ -164,20 +170,30 @@ def _is_idle(group: Group, users: Sequence[Group], ones: Container[int], backend
             if len(wide) != 1 or wide[0].shape != value.shape:
                 return False
             value = wide[0]
-        elif equation.primitive in _SAME_ELEMENTS and backend.fusion.reshapes_in_place:
+        elif _keeps_elements(equation) and backend.fusion.reshapes_in_place:
             value = equation.inputs[0]
         else:
             return False
     return isinstance(value, Value) and value is not group.outputs[0].value
 
 
-def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], backend: Backend) -> bool:
+def _keeps_elements(equation: Equation) -> bool:
+    """Whether it says other dims of the same elements, in the same order."""
+    if equation.primitive == "reshape":
+        return equation.params["dimensions"] is None
+    return equation.primitive in _SAME_ELEMENTS
+
+
+def _is_repeated(
+    group: Group, users: Sequence[Group], folded: Sequence[bool], moved: Container[int], backend: Backend
+) -> bool:
     """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
 
     Args:
         group: what may be computed again.
         users: the groups that read what it makes.
         folded: per group, whether it is part of the reduction that reads it.
+        moved: values that are made of what is moved as it is read.
         backend: the compiler.
     """
     first = group.equations[0].primitive
@@ -209,8 +225,10 @@ def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], b
         return False
     if alone:
         return True
-    moves = any(one.equations[0].primitive in backend.fusion.taken_in for one in (group, *users))
-    return not (moves or any(_is_dear(equation) for equation in group.equations))
+    movers = [one for one in (group, *users) if one.equations[0].primitive in backend.fusion.taken_in]
+    # what is joined of parts, and joined again, as in an associative scan, would be too much to do twice
+    is_nested = movers and (group in movers or any(use.value.id in moved for use in group.uses))
+    return not (is_nested or any(map(_is_dear, group.equations)))
 
 
 def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]], padded: Container[int]) -> bool:

@@ -3,7 +3,7 @@
 Sums and extrema of the usual floating-point numbers go to a library, YNNPACK, with all work ahead of them that the
 library has operators for, if nothing else reads it (xla/backends/cpu/ynn_support.cc). Other reductions over long dims
 are done in windows, and read what is stored (xla/service/tree_reduction_rewriter.cc). Those over short dims, and
-positions of extrema, are loops like elementwise work. `tests/model/test_reductions_on_cpu.py` compiles all of these.
+positions of extrema, are loops like elementwise work. `tests/model/test_workspaces.py` compiles all of these.
 """
 
 from __future__ import annotations
