@@ -24,6 +24,8 @@ def is_overwritten(value: Value, readers: Mapping[int, Sequence[Reader]], fusion
         is_renamed = all(equation.primitive in ("reshape", "squeeze") for equation in group.equations)
         made = group.outputs[0].value
         return is_renamed and bool(readers[made.id]) and is_overwritten(made, readers, fusion)
+    if group.equations[0].primitive == "branch_join" and fusion.overwrites_operands:
+        return value.bytes == group.outputs[0].value.bytes  # a branch makes its result where the step reads it
     if group.equations[0].primitive in fusion.overwritten_by:
         changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
         return next((x is value for x in changed if x.bytes == group.outputs[0].value.bytes), False)
