@@ -159,9 +159,10 @@ def autoshard(
         fixed: shardings that arguments must have, by path or glob: ``{"params/embed": P("model", None)}``. Large
             arrays that the step closes over are among them, by the names they have in its code.
         time_limit: seconds that planning may take once the step is traced: then it returns the best plan it has, with
-            its proven gap. The search has a quarter of it at least, however long it took to formulate the step. It is
-            for all microbatches and recomputation that are tried together; on a mesh of several processes for each of
-            these. With ``mesh="auto"`` it is for each mesh.
+            its proven gap. The search has a quarter of it at least, however long it took to formulate the step. If
+            that takes more than 60% of it, only shardings in which all mesh axes split one dim are compared. The limit
+            is for all microbatches and recomputation that are tried together; on a mesh of several processes for each
+            of these. With ``mesh="auto"`` it is for each mesh.
         cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
             machine and options, by this or another process. What is not readable there is ignored with a warning.
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the

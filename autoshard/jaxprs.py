@@ -57,6 +57,13 @@ _CALLED = {  # primitive -> the parameters that may hold what it calls
 } | dict.fromkeys(REMAT, ("jaxpr",))
 
 
+@functools.cache
+def public_primitives() -> Mapping[str, Primitive]:
+    """The primitives that JAX shows, by their names."""
+    shown = (*vars(jax.lax).values(), *vars(core.primitives).values())
+    return {one.name: one for one in shown if isinstance(one, Primitive)}
+
+
 def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The jaxpr that a call equation runs exactly once; None for everything else."""
     if eqn.primitive.name == "custom_linear_solve":

@@ -23,7 +23,8 @@ from autoshard.lower.on_shards import check_plan
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.option_sets.growing import in_parts, is_too_large
+from autoshard.model.option_sets.growing import in_parts, in_time, is_too_large
+from autoshard.model.pricing.late import formulating_ends
 from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
 from autoshard.options import Options
@@ -55,7 +56,6 @@ from autoshard.tactics import restricted
 from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
-PARTS = 8  # of the time limit: what each search for a part of a large problem gets
 OVERLAP_SHARE = 0.4  # of the work in a time limit: what limiting the overlap may take, after the search
 LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
@@ -244,12 +244,17 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
 
 
 def formulated(
-    program: Program, rules: Sequence[Rule], options: Options, fixed: Mapping[int, Layout] | None = None
+    program: Program,
+    rules: Sequence[Rule],
+    options: Options,
+    fixed: Mapping[int, Layout] | None = None,
+    until: float = math.inf,
 ) -> Formulation:
-    """The problem of a program under the options of `autoshard`.
+    """The problem of a program under the options of `autoshard`; a part of it where the whole takes too long.
 
     Args:
         fixed: how arguments lie that may not lie otherwise; None: as the options and flax say.
+        until: when time is up, as `time.monotonic` has it; not with tactics, which restrict the whole.
     """
     mesh_shape = dict(options.mesh.shape)
     wished = wished_layouts(program, mesh_shape) if fixed is None else {}
@@ -267,8 +272,8 @@ def formulated(
         backend=_backend(options),
     )
     if is_too_large(program, mesh_shape) and not options.tactics:
-        return in_parts(mesh_shape, make, options.time_limit / PARTS, options.search)
-    return restricted(make(), options.tactics, mesh_shape) if options.tactics else make()
+        return in_parts(mesh_shape, make, options.time_limit, options.search, until)
+    return restricted(make(), options.tactics, mesh_shape) if options.tactics else in_time(mesh_shape, make, until)
 
 
 def _backend(options: Options) -> Backend:
@@ -369,7 +374,7 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     until = options.timed().ends
     if len(program.equations) > LARGE_PROGRAM:
         begin_loading_compiled()
-    formulation = formulated(program, rules, options)
+    formulation = formulated(program, rules, options, until=formulating_ends(until))
     searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
     solution = solved(program, formulation, options, max(until, searched_until))
     comparison = comparison_of(program, rules, options)

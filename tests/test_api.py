@@ -456,6 +456,21 @@ def test_what_is_called_back_may_use_jax(inside):
     np.testing.assert_array_equal(x, np.full(4, 20 + 21 + 22 + 23))
 
 
+def test_a_branch_may_end_in_what_is_called_back():
+    """XLA has a result on the device that calls back, and refuses branches whose results lie otherwise."""
+
+    def guarded(x, w):
+        def called(x):
+            return jax.pure_callback(np.negative, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        found = jax.lax.cond(x.sum() < 0, called, lambda x: x, x)
+        return found, found @ w
+
+    decorated = sharded(guarded, fixed={"x": P("x")}, topology="cpu:8")
+    for x in (np.arange(8, dtype=np.float32), -np.ones(8, np.float32)):
+        np.testing.assert_array_equal(decorated(x, np.ones((8, 3), np.float32))[0], np.abs(x))
+
+
 def test_what_fails_as_it_runs_runs_once():
     seen = []
 

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import hashlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -96,18 +98,24 @@ def test_a_search_that_work_ends(monkeypatch):
 
 
 @contextlib.contextmanager
-def starved(processes: int):
-    """While it lasts, this process and those that it starts have one core, which so many busy processes share."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+def starved(process: int, share: float):
+    """While it lasts, a process has this share of one core, as among busy others: it is stopped again and again."""
+    os.sched_setaffinity(process, {min(os.sched_getaffinity(0))})
+    ended, turn = threading.Event(), 0.03  # seconds
+
+    def stopping():
+        while not ended.wait(turn * share):
+            os.kill(process, signal.SIGSTOP)
+            ended.wait(turn * (1 - share))
+            os.kill(process, signal.SIGCONT)
+
+    thread = threading.Thread(target=stopping)
+    thread.start()
     try:
         yield
     finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-        os.sched_setaffinity(0, cores)
+        ended.set()
+        thread.join()
 
 
 def digest(name: str) -> str:
@@ -118,10 +126,14 @@ def digest(name: str) -> str:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="a process cannot be kept on one core here")
 def test_a_starved_process():
+    """Starved once it has imported all that it needs: imports plan nothing."""
     names = ["lstm", "mlp"]
-    code = f"from test_busy import digest\nfor name in {names}: print(digest(name), flush=True)"
-    with starved(2):
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parent, check=True, stdout=subprocess.PIPE, text=True
-        )
-    assert done.stdout.split() == [digest(name) for name in names]
+    code = f"from test_busy import digest\nprint(input())\nfor name in {names}: print(digest(name))"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-u", "-c", code], cwd=Path(__file__).parent, **pipes) as process:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "go\n"
+        with starved(process.pid, share=1 / 3):
+            printed = process.stdout.read()
+    assert process.returncode == 0 and printed.split() == [digest(name) for name in names]

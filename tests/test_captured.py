@@ -158,7 +158,7 @@ def test_a_frozen_base_is_split_counted_and_named():
 
 
 def test_that_nobody_counts_the_base_would_be_found(monkeypatch):
-    monkeypatch.setattr(captured_module, "LARGE", 2**40)
+    monkeypatch.setattr(captured_module, "LEAST_ARGUMENT_BYTES", 2**40)
     found = plan(lora_step, LORA, BATCH, mesh=MESH, donate_argnums=0).verify()
     assert not found.memory_agrees and found.actual_peak > 2 * found.predicted_peak
 

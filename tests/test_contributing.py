@@ -1,12 +1,11 @@
 """CONTRIBUTING.md: its worked examples are made in a copy of the package, and do there what the page promises."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
+import forked
 import pytest
 from documents import ROOT, apply_diff, blocks_of
 
@@ -29,8 +28,8 @@ def package(tmp_path_factory) -> Path:
     return folder
 
 
-def follow(text: str, folder: Path, also: str = "") -> subprocess.CompletedProcess:
-    """Makes the changes of a section, runs its code in a new process, and undoes the changes."""
+def follow(text: str, folder: Path, also: str = "") -> CompletedProcess:
+    """Makes the changes of a section, runs its code in a process of its own, and undoes the changes."""
     blocks = blocks_of(text)
     titles = {block.title for block in blocks if block.language == "diff"}
     changed = {title: (folder / title).read_text() if (folder / title).exists() else None for title in titles}
@@ -40,9 +39,7 @@ def follow(text: str, folder: Path, also: str = "") -> subprocess.CompletedProce
             if block.language == "diff":
                 apply_diff(block.text, folder, block.title)
         code = SETUP + "".join(block.text for block in blocks if block.language == "python") + also
-        environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'tests'}"}
-        script = [sys.executable, "-c", code]
-        return subprocess.run(script, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+        return forked.run(code, [folder, ROOT / "tests"])
     finally:
         for title, before in changed.items():
             if before is None:

@@ -57,8 +57,11 @@ def test_every_example_is_run():
     assert {command.split()[0] for command, _ in RUNS} == {path.name for path in EXAMPLES.glob("*.py")}
 
 
-def test_the_check_can_fail():
+def test_the_check_can_fail(tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text("import sys\nprint('all_gather')\nsys.exit(*sys.argv[1:])")
+    run(str(script), ["all_gather"])
     with pytest.raises(AssertionError, match="not in the output"):
-        run("train_gpt.py --help", ["all_reduce"])
-    with pytest.raises(AssertionError, match="unrecognized arguments"):
-        run("train_gpt.py --no-such-option", [])
+        run(str(script), ["all_reduce"])
+    with pytest.raises(AssertionError, match="planted"):
+        run(f"{script} planted", [])

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from types import FunctionType
 
+import forked
 import pytest
 
 import autoshard
@@ -272,7 +273,7 @@ def test_importing_starts_no_device_and_reads_nothing():
 @pytest.mark.parametrize("planted, fault", [("jax.devices()", "backend"), ("open('/dev/null')", "/dev/null")])
 def test_the_import_check_sees_planted_faults(planted, fault):
     script = IMPORT_ALONE.replace("import autoshard\n", f"import autoshard\n{planted}\n")
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    result = forked.run(script, [Path(autoshard.__file__).parents[1]])
     assert result.returncode and fault in result.stderr.splitlines()[-1]
 
 

@@ -1,5 +1,6 @@
 """The time limit is for all of planning: what formulates the step, every search for its plan, all rounds of each."""
 
+import math
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,9 @@ from oracles import mesh_of, slow_chips
 import autoshard
 from autoshard import options as user_options
 from autoshard import planning
+from autoshard.model.option_sets import growing
+from autoshard.model.pricing import late
+from autoshard.model.pricing.prices import Prices
 from autoshard.options import options_of
 from autoshard.plans import limited_overlap
 from autoshard.propagation import rules_for
@@ -109,7 +113,7 @@ def test_no_round_begins_late(monkeypatch, clock, late):
     problem = formulation.problem  # as if nearly all ran behind compute
     doubled = [replace(edge, costs=2 * edge.costs) for edge in problem.edges]
     waits = replace(problem, costs=tuple(2 * costs for costs in problem.costs), edges=tuple(doubled), checked=True)
-    formulation = replace(formulation, waits=lambda: waits)
+    formulation = replace(formulation, waits=lambda until: waits)
     hidden = SimpleNamespace(communication_seconds=2 * solution.cost)
     monkeypatch.setattr(limited_overlap, "prediction_of", lambda *args: hidden)
     monkeypatch.setattr(planning, "prediction_of", lambda *args: hidden)
@@ -130,3 +134,71 @@ def test_a_budget_may_end_with_another():
     now = time.monotonic()
     assert Budget.of(60.0, now + 5).seconds <= 5 < 59 < Budget.of(60.0).seconds <= 60
     assert Budget.of(60.0, now + 5).work == Budget.of(60.0).work  # what is found follows from the work in it
+
+
+@pytest.fixture
+def pricing_clock(monkeypatch):
+    """A clock of formulating's own, on which each group of equations takes so many seconds to price."""
+    times, price = SimpleNamespace(by=0.0, per_group=0.0, priced=0), Prices.group
+
+    def slow(prices, group):
+        times.by += times.per_group
+        times.priced += 1
+        return price(prices, group)
+
+    monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + times.by))
+    monkeypatch.setattr(Prices, "group", slow)
+    return times
+
+
+def two_layers(weights, batch):
+    return jnp.mean(jnp.tanh(batch @ weights["up"]) @ weights["down"])
+
+
+LAYERS = {"up": np.ones((512, 2048), np.float32), "down": np.ones((2048, 512), np.float32)}
+
+
+@pytest.mark.parametrize("shape", [{"x": 4, "y": 2}, {"a": 2, "b": 2, "c": 2, "d": 2}], ids=["whole", "in parts"])
+def test_the_clock_ends_formulating_with_a_plan(pricing_clock, monkeypatch, shape):
+    """A part is planned instead, in which all axes split one dim; the plan says so, and its bound stays true."""
+    devices = math.prod(shape.values())
+    mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
+    monkeypatch.setattr(growing, "WHOLE", 0)
+
+    def plan(seconds_per_group):
+        pricing_clock.by, pricing_clock.per_group, pricing_clock.priced = 0.0, seconds_per_group, 0
+        how = {"mesh": mesh, "topology": f"v5e:{devices // 4}x4", "time_limit": LIMIT}
+        return autoshard.plan(jax.grad(two_layers), LAYERS, np.ones((4096, 512), np.float32), **how)
+
+    def is_part(plan):
+        return any("the time limit ended" in said for said in plan.warnings)
+
+    whole, groups = plan(0.0), pricing_clock.priced
+    assert not is_part(whole)
+    early = plan(LIMIT)
+    assert pricing_clock.priced < groups + 3, "once the time is up, the whole is left"
+    assert {len(jax.tree.leaves(tuple(given.spec))) for given in early.arguments} <= {0, len(shape)}
+    for made in (early, plan(0.8 * LIMIT / groups)):  # ended after the first part, where there are several
+        assert is_part(made)
+        assert whole.cost * (1 - 1e-9) <= made.cost and made.bound <= whole.cost
+    assert plan(0.5 * LIMIT / groups).dumps() == whole.dumps(), "while time suffices, the clock changes nothing"
+
+
+def test_one_axis_is_formulated_whole(pricing_clock):
+    """No part of it is smaller."""
+    pricing_clock.per_group = LIMIT
+    how = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x"), "time_limit": LIMIT}
+    assert not any("the time limit ended" in said for said in autoshard.plan(step, WEIGHTS, BATCH, **how).warnings)
+
+
+def test_a_search_that_would_formulate_late_is_left_out(monkeypatch):
+    """That for a plan that hides no more than it computes: what is known by then is taken."""
+    options = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x")}
+    program = autoshard.autoshard(step, **options).trace(WEIGHTS, BATCH)
+    formulation = planning.formulated(program, rules_for(program), options_of(**options))
+    solution = planning.solve_within(formulation, 5.0)
+    hidden = SimpleNamespace(communication_seconds=2 * solution.cost)
+    monkeypatch.setattr(limited_overlap, "prediction_of", lambda *args: hidden)
+    budget = Budget(1.0, until=-math.inf)
+    found = limited_overlap.with_limited_overlap(formulation, solution, lambda *_: solution, budget)
+    assert found.choice == solution.choice and found.cost == hidden.communication_seconds

@@ -6,7 +6,8 @@ it on the same mesh axes are done.
 
 Some collectives start in one instruction and end in another: a ``-start`` and a ``-done``; between slices a ``send``
 and a ``recv-done``; or the first and the last fusion that the collective stands in. Such a collective runs beside all
-that is between the two instructions. For any other collective the device waits.
+that is between the two instructions. For any other collective the device waits. So it is with what moves to the host's
+memory and back, each way over a link of its own.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.compiled.collectives import Part, collectives_in, rendezvous
+from autoshard.compiled.host_transfers import host_transfer
 from autoshard.compiled.module import Instruction, Module, attribute, max_elements, operands
 from autoshard.compiled.roofline import Roofline
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import seconds
+from autoshard.mesh.host import host_seconds
 from autoshard.mesh.topology import Topology
 
 # Opcodes whose time XLA writes on the instruction where it knows it. What only moves inside the chip may have none.
@@ -37,8 +40,8 @@ class Schedule:
     """Seconds of one step on one device."""
 
     compute_seconds: float
-    communication: Mapping[str, float]  # kind of collective -> seconds, one after the other
-    exposed: Mapping[str, float]  # kind of collective -> seconds in which nothing runs beside it
+    communication: Mapping[str, float]  # kind of collective, or "host" -> seconds, one after the other
+    exposed: Mapping[str, float]  # the same -> seconds in which nothing runs beside it
     unestimated: tuple[str, ...] = ()  # operations of which XLA does not say how long they take; they count as nothing
 
     @property
@@ -65,6 +68,7 @@ def schedule_of(
     lasts = Roofline(module, topology).seconds if clock is None else lambda _, one: one.cycles / clock
     simulation = _Simulation(module, mesh_shape, topology, lasts)
     simulation.place(collectives_in(module, hlo_text, mesh_shape, device_ids=device_ids))
+    simulation.place_host_transfers()
     simulation.run(module.entry, 1)
     exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
     unestimated = () if clock is None else tuple(dict.fromkeys(_unestimated(module)))
@@ -82,14 +86,15 @@ def _unestimated(module: Module) -> Iterator[str]:
             yield target or one.opcode
 
 
+_TO_HOST, _FROM_HOST = "<to host>", "<from host>"  # links beside those of mesh axes
 _Lasts = Callable[[str, Instruction], float]  # computation and instruction of it -> seconds of one run
 
 
 class _Span(NamedTuple):
-    """From where to where a collective runs: names of instructions of one computation."""
+    """From where to where a collective or a transfer runs: names of instructions of one computation."""
 
     kind: str
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # or the link to the host
     seconds: float
     begin: str
     end: str
@@ -122,6 +127,18 @@ class _Simulation:
                     bounds = [(instructions[0].name, instructions[-1].name)]
                 one, length = same[0].collective, self._seconds(same[0])
                 self.spans[computation] += [_Span(one.kind, one.axes, length, begin, end) for begin, end in bounds]
+
+    def place_host_transfers(self) -> None:
+        """Finds where arrays begin to move to the host's memory or back, and where they have come."""
+        seen: set[tuple[str, str]] = set()
+        for computation, instruction, _ in self.module.executed():
+            moved = host_transfer(self.module, computation, instruction)
+            if moved is None or (computation, instruction.name) in seen:
+                continue
+            seen.add((computation, instruction.name))
+            length, end = host_seconds(moved.bytes, self.topology), self._done(computation, instruction)
+            link = _TO_HOST if moved.sends else _FROM_HOST
+            self.spans[computation].append(_Span("host", (link,), length, instruction.name, end))
 
     def _begin(self, computation: str, start: Instruction) -> str:
         """Where a collective begins: between slices where this slice sends its part, be `recv` before or after."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.export.containers import literal
+from autoshard.export.operations_code import operations_code
 from autoshard.layout import Layout, replicated, spec_text
 from autoshard.lower.constraints import constraints_of
 from autoshard.lower.on_shards import Split, local_params, may_run_on_shards, runs_on_shards, wants_of
@@ -65,20 +66,22 @@ class InnerLayouts:
     rows: tuple[Row, ...]
     merged: Mapping[tuple, int]
     left_to_xla: tuple[str, ...]  # operations that the plan runs on shards, and the table does not
+    departure: str = ""  # why the operations of the step are written out; "": JAX makes them of the step
+    operations: str = ""  # their code
+    modules: frozenset[str] = frozenset()  # that this code takes names from
 
     def text(self) -> str:
         rows = "".join(f"            {row.text()}\n" for row in self.rows)
         merged = "".join(f"            {path!r}: {first},\n" for path, first in self.merged.items())
+        written = "        _operations(),\n" * bool(self.operations)
         return (
             f"    return Table(\n        {self.equations},\n        {{\n{rows}        }},\n"
-            f"        {{\n{merged}        }},\n    )\n"
+            f"        {{\n{merged}        }},\n{written}    )\n"
         )
 
 
-def why_none(program: Program) -> str:
-    """Why a program has no table: the jaxpr that was planned is not the one that JAX makes of the step. "": it has."""
-    if None in program.constant_places:
-        return "calls inside the step close over large arrays; pass them as arguments"
+def departure(program: Program) -> str:
+    """Why the jaxpr that was planned is not the one that JAX makes of the step; "" where it is."""
     if program.microbatches > 1:
         return "the step runs in microbatches"
     if program.departure:
@@ -87,6 +90,13 @@ def why_none(program: Program) -> str:
         return "the step was rewritten (rewrites=)"
     if program.stacked:
         return "the step computes stacks of matrices where it was written matrix by matrix"
+    return ""
+
+
+def why_none(program: Program) -> str:
+    """Why a program has no table; "" where it may have one."""
+    if None in program.constant_places or (program.captured and departure(program)):
+        return "calls inside the step close over large arrays; pass them as arguments"
     if program.types is not None:
         return "the step is a program of explicit mode"
     if program.changes is not None and not program.changes.keeps_graphs:
@@ -98,13 +108,18 @@ def why_none(program: Program) -> str:
     return ""
 
 
-def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts | None:
-    """The table of a plan; None where `why_none` says why."""
-    if why_none(program):
-        return None
+def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts:
+    """The table of a plan of a program that may have one.
+
+    Raises:
+        UnwritableError: the operations have to be written out, and code cannot say one of them.
+    """
     table = _Table(program, plan)
     rows = [row for row in table.rows() if row.says_something]
-    return InnerLayouts(len(program.jaxpr.jaxpr.eqns), tuple(rows), program.merged, tuple(dict.fromkeys(table.left)))
+    why = departure(program)
+    written, modules = operations_code(program.jaxpr) if why else ("", frozenset[str]())
+    left = tuple(dict.fromkeys(table.left))
+    return InnerLayouts(len(program.jaxpr.jaxpr.eqns), tuple(rows), program.merged, left, why, written, modules)
 
 
 class _Table:

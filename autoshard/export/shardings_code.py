@@ -16,15 +16,17 @@ import jax
 from jax.sharding import AxisType
 from jax.tree_util import PyTreeDef
 
-from autoshard.export import standalone
+from autoshard.export import standalone, written_out
 from autoshard.export.containers import Expression, Line, UnwritableError, expression_of, literal
-from autoshard.export.inner_layouts import InnerLayouts, inner_layouts, why_none
+from autoshard.export.inner_layouts import InnerLayouts, departure, inner_layouts, why_none
 from autoshard.export.logical_axes import Names, logical_axes
 from autoshard.export.logical_rules import FLAX_SHARDINGS, flax_rules, names_text
 from autoshard.export.modules_code import CONSTRAIN_MODULES, CONSTRAINED_MODULES
+from autoshard.export.operations_code import PRIMITIVE_MODULES, PRIMITIVES
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
-from autoshard.lower import reduce_scatter, xla_faults
+from autoshard.lower import xla_faults
+from autoshard.operations import reduce_scatter
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
 from autoshard.program.trees import Tree, holds_flat_objects
@@ -188,14 +190,17 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     if keyword.paths:
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
         trees.insert(1, _Trees("keyword_shardings", says, keyword, *given, "keywords"))
-    why = _why_no_table(program, style)
-    table = None if program is None or why else inner_layouts(program, plan)
+    table, why = _table_of(plan, program, style)
     takes_modules = table is not None and program is not None and program.changes is not None
     wraps = explicit and plan.axis_types is None  # a step of explicit mode needs no other one around it
-    pasted = _PASTED if table is not None and (table.rows or takes_modules) else ()
+    is_written = table is not None and bool(table.operations)
+    runs_table = table is not None and (table.rows or takes_modules or is_written)
+    pasted: tuple[ModuleType, ...] = (*_PASTED, *[written_out] * is_written) if runs_table else ()
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
+    if table is not None and is_written:
+        modules += [*PRIMITIVE_MODULES, *table.modules]
     if axes is not None:
         modules.append("flax.linen")
         putting = f"{flax_rules(axes)}\n\n{FLAX_SHARDINGS}"
@@ -208,9 +213,11 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         CONSTRAINED_MODULES if takes_modules else _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
         _EXPLICIT.format(inner="constrained(step, mesh)" if table is not None else "step") if wraps else "",
         f"def _table():\n{table.text()}" if table is not None and pasted else "",
+        table.operations if table is not None else "",
         putting,
         _NODE if needs_node else "",
         *(map(_source_of, pasted) if pasted else [_AUTO_MESH]),
+        PRIMITIVES if is_written else "",
         CONSTRAIN_MODULES if takes_modules else "",
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
@@ -267,6 +274,11 @@ def _docstring(
         lines += [f"Layouts of inner values are left out: {why}."]
     else:
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
+        if table.operations:
+            lines += [
+                f"The operations of the step are written out here, since {table.departure}.",
+                "So `constrained` runs these, and takes from the step what its arguments and results are.",
+            ]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
     lines += [
         f"The step closes over {one.name}: pass it as an argument, to be laid as {spec_text(one.layout)}, so that no "
@@ -278,13 +290,18 @@ def _docstring(
     return f'"""{text}\n"""\n'
 
 
-def _why_no_table(program: Program | None, style: Style) -> str:
-    """Why the code leaves inner layouts out; "" where it has them."""
+def _table_of(plan: PlanData, program: Program | None, style: Style) -> tuple[InnerLayouts | None, str]:
+    """The table of inner layouts, or why the code leaves it out."""
     if program is None:
-        return "the plan comes from a file and knows no step; bind it to one"
+        return None, "the plan comes from a file and knows no step; bind it to one"
     if style == "explicit" and program.changes is not None:
-        return "the step takes nnx modules, which are not arrays with types"
-    return why_none(program)
+        return None, "the step takes nnx modules, which are not arrays with types"
+    if why := why_none(program):
+        return None, why
+    try:
+        return inner_layouts(program, plan), ""
+    except UnwritableError as error:
+        return None, f"{departure(program)}; {error}"
 
 
 def _donated(program: Program | None) -> tuple[int, ...]:

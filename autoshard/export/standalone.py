@@ -16,12 +16,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.lower.reduce_scatter import reduce_scatter
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
+from autoshard.operations.reduce_scatter import reduce_scatter
 
 Specs = Sequence[P]  # constraints, one after the other
 
-_CALLS = {"call", "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "xla_metadata_call"}
+CALLS = {
+    *("call", "closed_call", "composite", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"),
+    "xla_metadata_call",
+}
 _REMAT = {"checkpoint", "remat", "remat2"}
 _KERNELS = {"mosaic_gpu_p", "pallas_call", "tpu_custom_call"}
 
@@ -53,6 +56,7 @@ class Table(NamedTuple):
     equations: int  # how many the step has
     rows: Mapping[tuple[Any, ...], Inner]
     merged: Mapping[tuple[int, ...], int] = {}  # equations that compute what an earlier one does
+    written: Any = None  # the step written out, where it is run otherwise than JAX traces it
 
 
 class Entry(NamedTuple):
@@ -120,12 +124,26 @@ def constrained_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | Abstrac
     Raises:
         ValueError: it is not the step that was planned.
     """
+    if table.written is not None:
+        return _written_results(closed, leaves, mesh, table)
     if len(closed.jaxpr.eqns) != table.equations:
         raise ValueError(
             f"the step has {len(closed.jaxpr.eqns)} operations, it had {table.equations} when it was planned.\n"
             "Plan it anew and write this code anew, or leave `constrained` out."
         )
     return _Run(auto_mesh(mesh), table).results(closed, leaves)
+
+
+def _written_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | AbstractMesh, table: Table) -> list[Any]:
+    """The flat results of the operations that are written out in a table, if they are of the types of the step's."""
+    types = [f"{aval.dtype}{list(aval.shape)}" for aval in closed.in_avals]
+    made = _Run(auto_mesh(mesh), table).results(table.written, leaves) if types == list(table.written.types) else []
+    if [(one.shape, one.dtype) for one in closed.out_avals] != [(one.shape, one.dtype) for one in made]:
+        raise ValueError(
+            "the step takes or returns other arrays than when it was planned.\n"
+            "Plan it anew and write this code anew, or leave `constrained` out."
+        )
+    return made
 
 
 class _Run:
@@ -200,7 +218,7 @@ class _Run:
                 f"operation {path} of the step is {name}, it was {row.primitive} when the step was planned.\n"
                 "Plan it anew and write this code anew, or leave `constrained` out."
             )
-        if name in _CALLS:
+        if name in CALLS:
             return self.call(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], entries, path)
         if name in _REMAT:
             return self.call(eqn.params["jaxpr"], self.recomputed(eqn, entries), path)
@@ -211,7 +229,8 @@ class _Run:
         if name == "cond" and eqn.params.get("branches_platforms") is None:
             return self.cond(eqn, entries, path)
         arrays = [self.read(entry, path, i) for i, entry in enumerate(entries)]
-        made = self.run(eqn, arrays, row)
+        wished = eqn.params.get("sharding") if name == "sharding_constraint" else None
+        made = [self.through(arrays[0], [wished])] if isinstance(wished, P) else self.run(eqn, arrays, row)
         return [self.made(path, i, array) for i, array in enumerate(made)]
 
     def run(self, eqn: Any, arrays: Sequence[Any], row: Inner | None) -> list[Any]:
@@ -254,9 +273,8 @@ class _Run:
         return [self.made((*path, kind, i), output, array) for i, array in enumerate(arrays)]
 
     def scan(self, eqn: Any, entries: list[Entry], path: tuple[Any, ...]) -> list[Entry]:
-        params, inside = eqn.params, eqn.params["jaxpr"].jaxpr
-        carries = _of_one_rank(eqn.outvars, inside.outvars)  # what is stacked has one dim more outside
-        whole = _of_one_rank(eqn.invars, inside.invars)
+        params = eqn.params
+        whole, carries = params["counts"] if "counts" in params else scan_counts(eqn)
         consts = self.crossing(entries[: whole - carries], path, "const")
 
         def step(carry: Any, slices: Any) -> Any:
@@ -275,6 +293,7 @@ class _Run:
         params = eqn.params
         tests, consts = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         outside = self.crossing(entries[:consts], path, "const")
+        of_batches = params["of_batches"] if "of_batches" in params else loops_of_batches(params)
 
         def inner(carry: Any) -> list[Entry]:
             return [*self.entered(outside, path, "const"), *self.entered(carry, path, "carry")]
@@ -286,7 +305,7 @@ class _Run:
             known = inner(carry)
             made = self.call(params["body_jaxpr"], known[tests:], (*path, "body"))
             new = self.crossing(made, path, "carry", 1)
-            still = going_on(known) if params["cond_jaxpr"].out_avals[0].shape else None  # one flag per loop of a batch
+            still = going_on(known) if of_batches else None  # one flag per loop of a batch
             return new if still is None else [_where(still, *pair) for pair in zip(new, carry, strict=True)]
 
         started = self.crossing(entries[consts:], path, "carry")
@@ -310,6 +329,17 @@ def _bind(eqn: Any, arrays: Sequence[Any], params: Mapping[str, Any] | None = No
     with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
         made = eqn.primitive.bind(*arrays, **bound)
     return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are not stacked, and how many of these are carries: all others have one dim more."""
+    inside = eqn.params["jaxpr"].jaxpr
+    return _of_one_rank(eqn.invars, inside.invars), _of_one_rank(eqn.outvars, inside.outvars)
+
+
+def loops_of_batches(params: Mapping[str, Any]) -> bool:
+    """Whether a loop of unknown length stands for several, each with a flag that says whether it goes on."""
+    return bool(params["cond_jaxpr"].out_avals[0].shape)
 
 
 def _of_one_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:

@@ -35,10 +35,10 @@ from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, local_shape, shards, spec_of, spec_text
 from autoshard.lower.halos import with_halos, without_halos
-from autoshard.lower.reduce_scatter import reduce_scatter
 from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.operations.primitive import OPERATION
+from autoshard.operations.reduce_scatter import reduce_scatter
 from autoshard.operations.running import Call
 from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter

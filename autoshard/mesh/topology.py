@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import MeshError
 from autoshard.files import write_whole
 from autoshard.layout import MeshShape
 from autoshard.mesh.chips import CHIPS, Chip, chip_of
-from autoshard.mesh.links import Cache, Link
+from autoshard.mesh.links import Cache, Link, part_of_link
 from autoshard.mesh.measure import measure
 from autoshard.mesh.placement import Parts, parts_of_mesh
 from autoshard.mesh.unevenness import Unevenness
@@ -118,6 +119,48 @@ class Topology:
             cache=cache,
             uneven=(*self.uneven, uneven),
         )
+
+    def part(self, axes: MeshShape, mesh_shape: MeshShape, start: int) -> Topology:
+        """The machine with the devices alone of one part of a mesh, and the links inside it.
+
+        >>> plain = Topology({"x": Link(1e-6, 45e9)}, 16e9, 8.1e11, {"float32": 4.9e13})
+        >>> uneven = plain.with_positions("x", speeds=(1, 1, 0.5, 0.5))
+        >>> uneven.part({"x": 2}, {"x": 4}, start=0) == plain
+        True
+
+        Args:
+            axes: the devices that the part has along each axis of the mesh.
+            mesh_shape: of the whole mesh.
+            start: the place of its first device in the mesh.
+        """
+        first = dict(zip(mesh_shape, np.unravel_index(start, tuple(mesh_shape.values())), strict=True))
+        speed, memory, uneven = 1.0, 1.0, []
+        for one in self.uneven:
+            at = int(first.get(one.axis, 0))
+            own = slice(at, at + axes.get(one.axis, 1))
+            part = replace(one, speeds=one.speeds[own], memories=one.memories[own])
+            speed, memory = speed * part.slowest / one.slowest, memory * part.smallest / one.smallest
+            if len(set(part.speeds)) > 1 or len(set(part.memories)) > 1:
+                uneven.append(part)
+        return replace(
+            self,
+            links={
+                axis: part_of_link(link, mesh_shape[axis], axes[axis]) if axes.get(axis, 1) > 1 else link
+                for axis, link in self.links.items()
+            },
+            flops={dtype: rate * speed for dtype, rate in self.flops.items()},
+            memory_bandwidth=self.memory_bandwidth * speed,
+            memory_bytes=self.memory_bytes * memory,
+            cache=self.cache and replace(self.cache, bandwidth=self.cache.bandwidth * speed),
+            uneven=tuple(uneven),
+        )
+
+    def room_on(self, part: Topology, memory: float) -> float:
+        """Bytes that each device of a part of this machine may use, of so many on the smallest device.
+
+        In proportion to the memory of the part, if `memory` is all that the smallest device has; else a limit for all.
+        """
+        return memory * part.memory_bytes / self.memory_bytes if memory >= self.memory_bytes else memory
 
     def computing_in_no_time(self) -> Topology:
         """The same links between devices that do all their own work at once."""

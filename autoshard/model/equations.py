@@ -52,13 +52,13 @@ def contracts(equation: Equation) -> bool:
     return equation.primitive == "conv_general_dilated" or is_matrix_product(equation)
 
 
-_INSERTED = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter-max": 2, "scatter-min": 2,
+_INSERTED_OPERANDS = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter-max": 2, "scatter-min": 2,
              "scatter-mul": 2, "scatter-sub": 2}  # fmt: skip
 
 
 def inserted_operand(equation: Equation) -> int | None:
     """Which operand an equation inserts into its first one; None if it inserts nothing."""
-    return _INSERTED.get(equation.primitive)
+    return _INSERTED_OPERANDS.get(equation.primitive)
 
 
 def only_widens(equations: Sequence[Equation]) -> bool:

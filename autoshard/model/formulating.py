@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from autoshard.model.heap.heap import Heap
 from autoshard.model.heap.overwriting import is_overwritten
 from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import (
-    HEAP,
+    HEAP_OVERHEAD,
     aliased,
     copied_when_donated,
     holding,
@@ -60,6 +61,7 @@ from autoshard.model.pricing.cost_tables import (
     without_copies_apart,
     without_growth,
 )
+from autoshard.model.pricing.late import once_in_time
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.regions.pricing import Regions
 from autoshard.model.regions.shared_work import shared_work
@@ -90,6 +92,7 @@ def formulate(
     backend: Backend = CPU,
     moves_views: bool = False,
     offered: OptionSet | None = None,
+    until: float = math.inf,
 ) -> Formulation:
     """The sharding problem of `program`.
 
@@ -104,6 +107,7 @@ def formulate(
         backend: the compiler that will make a program of it.
         moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
         offered: the strategies and homes among which is chosen; None: all.
+        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulatingLate`.
     """
     mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
     program = traced.running_on(backend.lowers_as)
@@ -138,10 +142,15 @@ def formulate(
         open_axes=open_axes or {},
         moves_views=moves_views,
     )
+
+    def formulation(prices: Prices, until: float, *, counts_memory: bool) -> Formulation:
+        with prices.memo.ending(until):
+            return make(prices, counts_memory=counts_memory).formulation(memory)
+
     prices = make_prices(steps=None if offered is None else offered.steps_by_rank)
-    found = make(prices).formulation(memory)
+    found = formulation(prices, until, counts_memory=True)
     alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
-    waits = functools.cache(lambda: make(alone(), counts_memory=False).formulation(memory).problem)
+    waits = once_in_time(lambda until: formulation(alone(), until, counts_memory=False).problem)
     return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
 
 
@@ -156,7 +165,7 @@ class _Formulator:
         open_axes: Mapping[int, frozenset[str]],
         moves_views: bool,
         *,
-        counts_memory: bool = True,
+        counts_memory: bool,
     ):
         self.open_axes, self.moves_views, self.counts_memory = open_axes, moves_views, counts_memory
         self.program, self.groups, self.prices, self.fixed, self.backend = program, groups, prices, fixed, backend
@@ -233,7 +242,7 @@ class _Formulator:
                 homes, fixed = [home for home in homes if without_axes(home, axes) == fixed], None
         readers = self.readers[value.id]
         # a home that elementwise readers like is among the options
-        apart = tuple(fixed is None and _computes_on_shards(reader) for reader in readers)
+        apart = tuple(fixed is None and reader.computes_on_shards for reader in readers)
         # what a constraint says has to be reached, however
         said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
         fewer = narrow_groups(readers, value, self.prices.widths)
@@ -429,10 +438,10 @@ class _Formulator:
         self.shared[value.id] = SharedLayout(holder, wants, tuple(narrow) if apart else (), len(wants) - len(apart))
         self.costs.append(np.zeros(len(wants)))
         self.names.append(f"{value} shared by {len(readers)} readers")
-        busy = sum(not _elementwise(reader) for reader in readers)
+        busy = sum(not reader.is_elementwise for reader in readers)
         for reader in readers:
             table = self.prices.table(value, wants, reader.wants, reader.copied_for)
-            if _elementwise(reader) or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
+            if reader.is_elementwise or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
                 sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
                 table = self.prices.memo.once(without_growth, table, *sizes)
             if apart and reader.group not in narrow:
@@ -468,7 +477,7 @@ class _Formulator:
             (start, end), usage = part.span, part.usage
             if part.in_heap and not (start < end and usage.any()):
                 continue
-            self.lives.append(Live(part.node, start, end, usage * HEAP if part.in_heap else usage))
+            self.lives.append(Live(part.node, start, end, usage * HEAP_OVERHEAD if part.in_heap else usage))
             self.heap.add(self.lives[-1], part)
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
@@ -476,13 +485,3 @@ class _Formulator:
             self.costs[i] = self.costs[i] + np.diagonal(table)
         elif table.any():
             self.edges.append(Edge(i, j, table))
-
-
-def _computes_on_shards(reader: Reader) -> bool:
-    """Whether a copy for this reader could never pay. What a view makes is not resharded: what it views is."""
-    return _elementwise(reader) and not (reader.group is not None and reader.group.is_view)
-
-
-def _elementwise(reader: Reader) -> bool:
-    """Whether a copy for this reader could never pay: it can as well compute on the shards it is given."""
-    return reader.group is None or reader.group.fuses

@@ -24,7 +24,7 @@ from autoshard.layout import Layout
 from autoshard.model.groups import Group
 from autoshard.model.heap.heap import Heap
 from autoshard.model.lifetimes import (
-    HEAP,
+    HEAP_OVERHEAD,
     Span,
 )
 from autoshard.model.pricing.cost_tables import (
@@ -68,7 +68,8 @@ class Formulation:
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
     heap: Heap = field(repr=False, default_factory=Heap)  # which of its lives are temporaries and results
-    waits: Callable[[], Problem] = field(repr=False, default=lambda: Problem((), (), (), None))  # communication alone
+    # Communication alone, formulated when it is first asked for; by which time, as `time.monotonic` has it.
+    waits: Callable[[float], Problem] = field(repr=False, default=lambda until: Problem((), (), (), None))
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
     least: float | None = None  # where it offers a part of all strategies: seconds that no choice of all goes below
     restrictions: tuple[str, ...] = ()  # what plans say of options that were taken away
@@ -143,8 +144,8 @@ class Formulation:
         """Bytes of temporaries over spans, per program point."""
         difference = np.zeros(len(self.program.equations) + 2)
         for (start, end), extra in held:
-            difference[start] += extra * HEAP
-            difference[end] -= extra * HEAP
+            difference[start] += extra * HEAP_OVERHEAD
+            difference[end] -= extra * HEAP_OVERHEAD
         return difference.cumsum()
 
     def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:

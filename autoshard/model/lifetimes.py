@@ -44,13 +44,13 @@ from dataclasses import dataclass
 from autoshard.model.groups import Group, Use
 from autoshard.program import Equation, Program, Value
 
-# Temporaries lie in one heap, with gaps. A round figure: with it, peaks come out as `benchmarks/peaks_under_limits.py`
-# prints.
-HEAP = 1.05
+# Bytes of the heap per byte of temporaries: they lie in one heap, with gaps. A round figure, checked by the peaks that
+# `python benchmarks/peaks_under_limits.py` prints.
+HEAP_OVERHEAD = 1.05
 
 Span = tuple[int, int]  # program points, half-open
 
-_SEEN_THROUGH = frozenset({"scan_const", "branch_const"})  # what they make is the operand's own buffer
+_SEEN_THROUGH = frozenset({"scan_const", "branch_const"})  # their result is in the buffer of their operand
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,23 @@ from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 
-ROUNDS = 8  # of solving, each with more reshardings counted
-ROUND_SHARE = 0.8  # of the work that is left: what one round gets
-SEARCH_SHARE = 0.6  # of all work: what the rounds of a search get that the user chose, which takes all it is given
+MAX_ROUNDS = 8  # A round solves the problem with more reshardings counted.
+ROUND_SHARE = 0.8  # of the remaining budget, spent by one round
+# Share of the budget for all rounds of a search that the user chose. Such a search spends all that it is given, and
+# lean choices are sought with the rest.
+SEARCH_SHARE = 0.6
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
-ENOUGH = 0.005  # the gap with which such a problem is left alone: its bound is not that of what is asked
-FAR = 0.05  # a larger gap may mean that a lean choice is cheaper, though one was found within the limit
-LEAST_SHARE = 0.5  # of the work left for lean choices: what goes into the one that holds the least
-# Limits under which lean choices are sought, as factors of the least that a choice holds without reshardings. Each
-# limit is searched twice, for so many iterations.
-SLACKS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
+# Relative gap at which the search ends in a problem with reshardings counted. A smaller one proves nothing of the step:
+# such a problem may count more than is held, so its bound is not a bound of the step.
+CLOSE_COUNTED_GAP = 0.005
+# Relative gap above which lean choices are sought although a choice within the limit is known: one may be cheaper.
+LEAN_SEARCH_GAP = 0.05
+LEANEST_SHARE = 0.5  # of the budget for lean choices, spent on the choice that holds the least
+# Limits under which lean choices are sought, as factors of the least bytes that a choice holds without reshardings.
+# Each limit is searched twice, for `LEAN_ITERATIONS` iterations.
+LEAN_LIMIT_FACTORS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
 
 
@@ -81,11 +86,11 @@ def solve_within(
     def within(choice: Sequence[int]) -> bool:
         return fits(formulation.peak_bytes(choice[: len(exact.costs)]), limit)
 
-    for i in range(ROUNDS):
+    for i in range(MAX_ROUNDS):
         if i and rounds.over:
             break
         try:
-            gap = ENOUGH if i else 0.0
+            gap = CLOSE_COUNTED_GAP if i else 0.0
             part = rounds.part(ROUND_SHARE)
             how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
             solution = _solved(formulation, problem, reshardings, part, gap=gap, **how)
@@ -97,7 +102,7 @@ def solve_within(
             bound = solution.bound  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
-            if best.gap <= FAR or budget.interrupted:
+            if best.gap <= LEAN_SEARCH_GAP or budget.interrupted:
                 return best
             break
         if budget.interrupted:
@@ -165,7 +170,7 @@ def _lean_solutions(
     Raises:
         SolverError: the least that a choice holds was not found in time.
     """
-    first = budget.part(LEAST_SHARE)
+    first = budget.part(LEANEST_SHARE)
     try:
         solution = solve_for_plan(
             replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
@@ -181,7 +186,7 @@ def _lean_solutions(
     reshardings: dict[Resharding, None] = {}
     last, peak = None, 0
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
-        for limit in (slack * least.needed for slack in SLACKS for _ in range(2)):
+        for limit in (slack * least.needed for slack in LEAN_LIMIT_FACTORS for _ in range(2)):
             if last is not None:
                 if budget.over:
                     break
@@ -189,7 +194,7 @@ def _lean_solutions(
                     continue  # about as good as any here
                 reshardings.update(dict.fromkeys(formulation.reshardings_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            how = {"iterations": LEAN_ITERATIONS, "gap": ENOUGH, "progress": progress}
+            how = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
             last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
             peak = formulation.peak_bytes(last.choice)
             yield last, peak

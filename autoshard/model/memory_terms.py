@@ -34,7 +34,7 @@ from autoshard.model.strategies import REDUCE_SCATTER, Strategy
 from autoshard.model.workspaces import ShardBytes, has_workspace, numbers_of, workspace_bytes
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
-from autoshard.model.xla.rounding import ROUNDED
+from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value
 from autoshard.propagation.rules.windows import STENCIL
@@ -262,7 +262,7 @@ def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
     value, arrays = argument.value, argument.prices.arrays
     if value.id in argument.prices.rounded:
         bare = [option.home == option.copy for option in argument.options]
-        sizes = [arrays.elements(value, option.home) * ROUNDED for option in argument.options]
+        sizes = [arrays.elements(value, option.home) * BFLOAT16_BYTES for option in argument.options]
         loops = [loop for _, use in argument.uses if (loop := use.equation.loop)]
         yield HeldBytes(argument.node, _around(loops), np.where(bare, sizes, 0))
 

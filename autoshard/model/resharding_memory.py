@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.model.groups import Group, Use
-from autoshard.model.lifetimes import HEAP, Span, use_span
+from autoshard.model.lifetimes import HEAP_OVERHEAD, Span, use_span
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.program import Value
@@ -36,6 +36,16 @@ class Reader:
     def copied_for(self) -> tuple[Group, ...]:
         """Who reads a copy that is for this reader alone."""
         return () if self.group is None else (self.group,)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether a copy for this reader could never pay: it can as well compute on the shards it is given."""
+        return self.group is None or self.group.fuses
+
+    @property
+    def computes_on_shards(self) -> bool:
+        """Whether a copy for this reader could never pay. What a view makes is not resharded: what it views is."""
+        return self.is_elementwise and not (self.group is not None and self.group.is_view)
 
 
 def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
@@ -158,7 +168,7 @@ def _node(resharding: Resharding, prices: Prices) -> _Node:
     lives = []
     for start in {resharding.starts(extra) for *_, extra in options}:
         here = [extra if resharding.starts(extra) == start else ExtraBytes(0, 0, False) for *_, extra in options]
-        first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP for part in (0, 1))
+        first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP_OVERHEAD for part in (0, 1))
         lives += [((start, start + 1), first), ((start, max(resharding.used[1], start + 1)), then)]
     return _Node(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
 

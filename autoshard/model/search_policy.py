@@ -1,4 +1,4 @@
-"""What the planner wants of the solver: how close to the best a plan is close enough, and what is solved as one."""
+"""What the planner asks of the solver: at which relative gap a search ends, and which method it runs."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
 from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
 
-CLOSE_GAP = 0.01  # relative: a plan of a problem of thousands of options is left alone with it
-# The same once memory has prices, for problems of no more than `CLOSE_OPTIONS` options.
+CLOSE_GAP = 0.01  # relative; the search ends at it in a problem of thousands of options
+# The gap instead of `CLOSE_GAP` once memory has prices, in problems of at most `CLOSE_OPTIONS` options.
 CLOSE_GAP_IF_PRICED = 0.005
 CLOSE_OPTIONS = 20_000
-# While the best choice does not fit with all that it holds, what fits will come of another problem. So this gap is
-# enough, and this share of the time.
+# While the incumbent is rejected (its reshardings do not fit), a choice that fits will come of another problem. So the
+# search of this one ends at a wider gap, and after a share of its budget.
 REJECTED_GAP = 0.05
 REJECTED_SHARE = 0.5
-METHOD = Method(repeated_nodes=RepeatedNodes())  # layers of a model that memory binds little are solved as one
+METHOD = Method(repeated_nodes=RepeatedNodes())  # Equal layers are solved as one where memory hardly binds.
 
 
 def goal_of(problem: Problem, *, gap: float = 0.0, accepts: Callable[[Sequence[int]], bool] | None = None) -> Goal:
     """The goal of a search for a plan.
 
     Args:
-        gap: the relative gap with which any problem is left alone, however few options it has, as far as the bound
-            shows by then: an integer program is held to the one known when it starts. 0: that of the planner.
+        gap: the relative gap at which the search ends in a problem of any size; 0: that of the planner. An integer
+            program is held to the bound that is known when it starts.
         accepts: whether a choice fits with all that it holds.
     """
     few = count_options(problem) <= CLOSE_OPTIONS

@@ -17,8 +17,9 @@ from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shar
 from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
-from autoshard.model.xla.scatters import IndexGroups, scatters_at_once, stages_of
+from autoshard.model.xla.scatters import scatters_at_once, stages_of
 from autoshard.operations.split import Run
+from autoshard.operations.sums import IndexGroups
 from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 

@@ -38,8 +38,9 @@ class ShardBytes:
         return self.equation.outputs[0].itemsize
 
 
-_CUBLAS_BYTES = 2**25  # XLA's constant for Hopper
-_LEAST_PRODUCT = 100  # of rows x columns x summed, up to which XLA's GPU compiler writes loops for float32 and wider
+_CUBLAS_WORKSPACE_BYTES = 2**25  # XLA's constant for Hopper
+# Rows x columns x summed elements up to which XLA's GPU compiler writes a product of float32 or wider as loops.
+_MOST_LOOPED_PRODUCT = 100
 
 Formula = Callable[[ShardBytes], float]
 
@@ -189,7 +190,7 @@ def _of_cublas(shards: ShardBytes) -> float:
     if not jnp.issubdtype(tensors[-1].dtype, jnp.inexact):
         return 0.0
     if jnp.issubdtype(tensors[-1].dtype, jnp.complexfloating):
-        return _CUBLAS_BYTES
+        return _CUBLAS_WORKSPACE_BYTES
     sizes = (*shards.operands[:2], shards.whole)
     elements = [size / value.dtype.itemsize for value, size in zip(tensors, sizes, strict=True)]
     pieces = [math.prod(value.shape) / max(1.0, size) for value, size in zip(tensors, elements, strict=True)]
@@ -202,8 +203,8 @@ def _of_cublas(shards: ShardBytes) -> float:
     )
     multiplied = math.sqrt(left * right * made / batches**3)  # rows x columns x summed
     is_with_vector = min(rows, columns) < 1.5  # XLA multiplies elementwise
-    is_small = multiplied <= _LEAST_PRODUCT and tensors[-1].dtype.itemsize >= 4
-    return 0.0 if is_with_vector or is_small else _CUBLAS_BYTES
+    is_small = multiplied <= _MOST_LOOPED_PRODUCT and tensors[-1].dtype.itemsize >= 4
+    return 0.0 if is_with_vector or is_small else _CUBLAS_WORKSPACE_BYTES
 
 
 def _solved_in_place(shards: ShardBytes) -> float:
@@ -284,7 +285,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled(13.5)),
         "lu": copied,
         "qr": lambda shards: shards.results[0],
-        "ragged_dot_general": lambda shards: _CUBLAS_BYTES,
+        "ragged_dot_general": lambda shards: _CUBLAS_WORKSPACE_BYTES,
         "regularized_incomplete_beta": lambda shards: 27 * shards.whole / shards.itemsize,
         "sort": copied,
         "svd": _singular_vectors_on_gpu,
@@ -297,7 +298,8 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
 }
 
-_NUMBERS: Mapping[str, Mapping[str, int]] = {
+# Backend -> primitive -> scalars that its operations keep in memory, as counted in programs compiled by libtpu.
+_SCALARS: Mapping[str, Mapping[str, int]] = {
     "tpu": {
         **dict.fromkeys(("argmax", "argmin", "sort"), 3),
         "cholesky": 2,
@@ -309,8 +311,8 @@ _NUMBERS: Mapping[str, Mapping[str, int]] = {
         "select_and_gather_add": 3,
     },
 }
-_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
-_OF_LOOPS_OVER_ROWS = {"gather": 5, "scatter": 10}
+_PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
+_SCALARS_OF_LOOPS = {"gather": 5, "scatter": 10}
 
 
 def numbers_of(backend: str, equation: Equation) -> int:
@@ -319,7 +321,7 @@ def numbers_of(backend: str, equation: Equation) -> int:
     Each is a temporary of its own (`Backend.number_bytes`). The words of many keys are arrays, and no numbers.
     """
     if backend == "tpu" and is_loop_over_rows(equation):
-        return _OF_LOOPS_OVER_ROWS[equation.primitive[:7]]
-    if equation.primitive in _OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
+        return _SCALARS_OF_LOOPS[equation.primitive[:7]]
+    if equation.primitive in _PRIMITIVES_OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
         return 0
-    return _NUMBERS.get(backend, {}).get(equation.primitive, 0)
+    return _SCALARS.get(backend, {}).get(equation.primitive, 0)

@@ -23,6 +23,7 @@ from jax import lax
 from autoshard.errors import ArgumentError
 from autoshard.operations.operation import operation
 from autoshard.operations.split import CallSplit
+from autoshard.operations.sums import scattered_sum
 
 ROLE = "experts"
 
@@ -106,4 +107,4 @@ def _by_groups_and_rows(split: CallSplit, lhs: Any, rhs: Any, group_sizes: Any, 
     rows = lax.all_gather(lhs, axes, axis=0, tiled=True)
     first = row_numbers[0] - split.index(ROLE) * count
     made = _of_own_groups(split, rows, rhs, group_sizes, first)
-    return lax.psum_scatter(made, axes, scatter_dimension=0, tiled=True)
+    return scattered_sum(made, axes, 0, split.mesh)

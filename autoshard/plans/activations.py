@@ -11,7 +11,7 @@ from autoshard.model.equations import contracts
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Program
 
-_ROWS = 8  # of activations, those that hold the most
+_MOST_ROWS = 8  # that are listed: the activations that hold the most bytes
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,5 @@ def activations_of(program: Program, annotations: Annotations, mesh: MeshShape) 
 
 
 def _largest(activations: Sequence[Activation]) -> list[Activation]:
-    kept = sorted(activations, key=lambda one: -one.count * one.local_bytes)[:_ROWS]
+    kept = sorted(activations, key=lambda one: -one.count * one.local_bytes)[:_MOST_ROWS]
     return [one for one in activations if one in kept]

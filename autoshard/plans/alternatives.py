@@ -46,9 +46,9 @@ from autoshard.solver.problem import ForbiddenError, Problem, Solution
 from autoshard.solver.runtime.budget import Budget
 from autoshard.tactics import batch_dim
 
-PLANNED = "inner layouts planned"  # what a second row is called, after the first one's name
-_SAME = 0.001  # share of a step by which two may differ and count as one
-_TIME_LIMIT = 10.0  # s, per alternative; an alternative leaves few choices, and rarely takes 1 s
+PLANNED_ROW = "inner layouts planned"  # the second row of an alternative has its name and this
+_EQUAL_SHARE = 0.001  # of the step's seconds; two alternatives that differ by less count as equally fast
+_SECONDS_PER_ROW = 10.0  # s, the limit of the search of one alternative; few choices remain, so it rarely takes 1 s
 
 Allowed = Mapping[int, list[int]]  # node -> options
 
@@ -78,7 +78,7 @@ def with_inner_layouts_planned(by_jit: Prediction, formulation: Formulation) -> 
     except SolverError:
         return alternatives_of(formulation)
     ours = prediction_of(formulation, planned.choice)
-    return ({PLANNED: ours} if _is_faster(ours, by_jit) else {}) | alternatives_of(formulation)
+    return ({PLANNED_ROW: ours} if _is_faster(ours, by_jit) else {}) | alternatives_of(formulation)
 
 
 def _both_ways(name: str, formulation: Formulation, solution: Solution) -> dict[str, Prediction | str]:
@@ -89,12 +89,12 @@ def _both_ways(name: str, formulation: Formulation, solution: Solution) -> dict[
     jitted, choice = as_jitted(program, formulation.rules, formulation.mesh, prices.topology, prices.backend, homes, {})
     by_jit = prediction_of(jitted, choice.choice)
     if _is_faster(ours, by_jit):
-        return {name: by_jit, f"{name}, {PLANNED}": ours}
+        return {name: by_jit, f"{name}, {PLANNED_ROW}": ours}
     return {name: ours}  # they are the same, but for what the problem counts too often of one of them
 
 
 def _is_faster(ours: Prediction, by_jit: Prediction) -> bool:
-    return ours.step_seconds < by_jit.step_seconds * (1 - _SAME)
+    return ours.step_seconds < by_jit.step_seconds * (1 - _EQUAL_SHARE)
 
 
 def solutions_of(formulation: Formulation) -> dict[str, Solution]:
@@ -124,7 +124,7 @@ def _solved(formulation: Formulation, *problems: Callable[[], Problem]) -> Solut
         except ForbiddenError:
             why = "its operations do not fit together"
         except SolverError:
-            return f"not found in {_TIME_LIMIT:g} s"
+            return f"not found in {_SECONDS_PER_ROW:g} s"
     return why
 
 
@@ -132,8 +132,8 @@ def _with_limited_overlap(formulation: Formulation) -> Solution:
     def search(problem: Problem, budget: Budget) -> Solution:
         return solve(problem, time_limit=budget.seconds, budget=budget)
 
-    first = solve(formulation.problem, time_limit=_TIME_LIMIT)
-    return with_limited_overlap(formulation, first, search, Budget.of(_TIME_LIMIT))
+    first = solve(formulation.problem, time_limit=_SECONDS_PER_ROW)
+    return with_limited_overlap(formulation, first, search, Budget.of(_SECONDS_PER_ROW))
 
 
 class _Problems:

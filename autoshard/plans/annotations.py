@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.layout import Layout
-from autoshard.model.xla.scatters import Stages
 from autoshard.operations.split import Run
+from autoshard.operations.sums import Stages
 
 
 @dataclass(frozen=True)

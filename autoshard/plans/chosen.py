@@ -116,6 +116,8 @@ class ChosenOptions:
         for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
             if group.is_boundary or group.hoisted_all_reduces is not None:
                 continue
+            if any("callback" in equation.primitive for equation in group.equations):
+                continue  # XLA has the result on the device that calls back, and refuses branches that end so
             for made in group.outputs:
                 value, readers = made.value.id, self.formulation.readers[made.value.id]
                 if not readers or any(self.want(reader) != self.homes[value] for reader in readers):

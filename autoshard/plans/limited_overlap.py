@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.model.formulation import Formulation
+from autoshard.model.pricing.late import FormulatingLate
 from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.prediction import Prediction
@@ -29,8 +30,8 @@ from autoshard.solver.settings import USUAL_SIZES
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
-FIRST_SHARE = 0.75  # of the problem in the first mixture: where most steps have their best one
-ROUND_SHARE = 0.6  # of the work that is left: what one mixture may take
+FIRST_PROBLEM_SHARE = 0.75  # weight of the problem's cost in the first mixture; the best mixture of most steps is near
+MIXTURE_BUDGET_SHARE = 0.6  # of the remaining budget, spent on one mixture
 
 Solve = Callable[[Problem, Budget], Solution]
 
@@ -54,7 +55,11 @@ def with_limited_overlap(
     best = at_its_price(solution, prediction_of(formulation, solution.choice))
     if best.cost <= solution.cost:
         return best
-    return _Search(formulation, best, solve, budget, limit).run(solution)
+    try:
+        search = _Search(formulation, best, solve, budget, limit)
+    except FormulatingLate:
+        return best
+    return search.run(solution)
 
 
 def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
@@ -70,24 +75,26 @@ class _Search:
     def __init__(self, formulation: Formulation, best: Solution, solve: Solve, budget: Budget, limit: float | None):
         self.formulation, self.best, self.bound = formulation, best, best.bound
         self.solve, self.budget, self.limit = solve, budget, limit
-        self.problems = TwoCosts(replace(formulation.problem, limit=limit, checked=True), formulation.waits())
+        self.problems = TwoCosts(
+            replace(formulation.problem, limit=limit, checked=True), formulation.waits(budget.until)
+        )
         self.known: dict[tuple[int, ...], tuple[float, float]] = {}
         few = count_options(formulation.problem) <= USUAL_SIZES.few_options
         self.close_gap = OPTIMAL_GAP if few else CLOSE_GAP  # relative, with which the best one is left alone
 
     def run(self, solution: Solution) -> Solution:
         self.learn(solution.choice)
-        share, solved = FIRST_SHARE, {}  # share of a mixture -> its bound
+        share, solved = FIRST_PROBLEM_SHARE, {}  # share of a mixture -> its bound
         while share not in solved and not (self.budget.over or self.is_close):
             mixture = replace(self.problems.mixed(share), limit=self.formulation.problem.limit, checked=True)
-            budget = Budget(ROUND_SHARE * self.budget.left, self.budget.until, whole=self.budget)
+            budget = Budget(MIXTURE_BUDGET_SHARE * self.budget.left, self.budget.until, whole=self.budget)
             found = self.solve(mixture, budget)
             solved[share] = found.bound
             self.bound = max(self.bound, found.bound)
             self.learn(found.choice)
             share, reachable = best_mixture(list(self.known.values()))
             if reachable == math.inf:
-                share = FIRST_SHARE * min(solved)
+                share = FIRST_PROBLEM_SHARE * min(solved)
             elif reachable <= (1 + self.close_gap) * self.bound:
                 break
         if solved and not (self.budget.over or self.is_close):

@@ -11,9 +11,9 @@ import numpy as np
 from autoshard.model.formulation import Formulation
 from autoshard.program import Program
 
-_MOMENTS = 96  # of the step, at most, that are kept: of each stretch of points, the one at which the most is held
-_LINES = 5  # lines whose values are parts of their own; all further ones are one part
-_ARGUMENT_PARTS = 8  # parts that arguments are told apart in, at most
+_MOST_MOMENTS = 96  # program points that are kept; of each stretch of points, the one at which the most is held
+_MOST_LINES = 5  # lines of the user with a part each; the values of all other lines are one part
+_MOST_ARGUMENT_PARTS = 8  # parts into which arguments are divided
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _parts(held: dict[tuple[str, str], np.ndarray], total: np.ndarray) -> Iterat
     """Arguments first, then the lines whose values hold the most at the peak, then all the rest."""
     peak = int(total.argmax())
     values = sorted((part for part in held if part[0] == "value"), key=lambda part: -held[part][peak])
-    named = [part for part in values[:_LINES] if held[part][peak] > 0]
+    named = [part for part in values[:_MOST_LINES] if held[part][peak] > 0]
     shown = [part for part in held if part[0] == "argument"] + named
     rest = total - sum((held[part] for part in shown), np.zeros_like(total))
     for kind, name in shown:
@@ -82,7 +82,7 @@ def _parts(held: dict[tuple[str, str], np.ndarray], total: np.ndarray) -> Iterat
 
 def _moments(total: np.ndarray) -> list[int]:
     """Points at which the most is held, one of each stretch of points."""
-    stretches = np.array_split(np.arange(len(total)), min(_MOMENTS, len(total)))
+    stretches = np.array_split(np.arange(len(total)), min(_MOST_MOMENTS, len(total)))
     return [int(stretch[total[stretch].argmax()]) for stretch in stretches]
 
 
@@ -93,7 +93,7 @@ def _argument_parts(program: Program) -> list[str]:
     for keys in (2, 1):
         parts = ["/".join(name[: keys if i in program.carried else 1]) for i, name in enumerate(names)]
         parts[own:] = ["closed-over arrays"] * (len(parts) - own)
-        if len(Counter(parts)) <= _ARGUMENT_PARTS:
+        if len(Counter(parts)) <= _MOST_ARGUMENT_PARTS:
             return parts
     return ["arguments"] * own + ["closed-over arrays"] * (len(names) - own)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from autoshard.program.paths import printable
 
 T = TypeVar("T")
-_MOST = 2**63  # no size, place or number of bytes is as large
+_NUMBER_LIMIT = 2**63  # sizes, places and numbers of bytes are smaller
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Node:
         return printable(self.value)
 
     def count(self) -> int:
-        if type(self.value) is not int or not 0 <= self.value < _MOST:
+        if type(self.value) is not int or not 0 <= self.value < _NUMBER_LIMIT:
             raise self.wrong("a whole number from 0 on")
         return self.value
 
     def number(self) -> float:
-        is_number = type(self.value) in (int, float) and abs(self.value) < _MOST
+        is_number = type(self.value) in (int, float) and abs(self.value) < _NUMBER_LIMIT
         if not is_number and not (isinstance(self.value, float) and math.isinf(self.value)):
             raise self.wrong("a number")
         return self.value  # an int stays one: it is written again as it was

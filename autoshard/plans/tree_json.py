@@ -16,8 +16,8 @@ from autoshard.plans.nodes import Node
 from autoshard.program.paths import printable
 from autoshard.program.trees import Tree, distinct
 
-_AS_THEY_ARE = (str, int, float, bool, type(None))
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object: another one in each process
+_JSON_SCALARS = (str, int, float, bool, type(None))
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, which differs from process to process
 
 
 def tree_to_json(tree: Any) -> Any:
@@ -59,7 +59,7 @@ def _items(tree: dict) -> list[tuple[Any, Any]]:
 
 
 def _is_plain(key: Any) -> bool:
-    return type(key) in _AS_THEY_ARE or type(key) is bytes or (type(key) is tuple and all(map(_is_plain, key)))
+    return type(key) in _JSON_SCALARS or type(key) is bytes or (type(key) is tuple and all(map(_is_plain, key)))
 
 
 def _key(key: Any) -> Any:
@@ -86,7 +86,7 @@ def _tree(node: Node) -> Any:
 
 
 def _key_of(node: Node) -> Any:
-    if type(node.value) in _AS_THEY_ARE:
+    if type(node.value) in _JSON_SCALARS:
         return node.value
     ((kind, below),) = _only_field(node)
     if kind == "tuple":

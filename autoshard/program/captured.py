@@ -27,9 +27,9 @@ from autoshard.jaxprs import (
 )
 from autoshard.program.user_code import Source, source_of
 
-# Arrays from this size on become arguments. An argument costs a call on 8 CPU devices about 1 us, and a thousand
-# arrays below this size fill no more than 64 MiB of a device.
-LARGE = 64 * 2**10  # bytes
+# Arrays of at least so many bytes become arguments. An argument costs a call on 8 CPU devices about 1 us, and
+# a thousand smaller arrays fill at most 64 MiB of a device.
+LEAST_ARGUMENT_BYTES = 64 * 2**10
 
 
 @dataclass(frozen=True)
@@ -230,4 +230,4 @@ def _taking(found: _CapturingJaxpr, keys: Sequence[Hashable], like: Sequence[Var
 def _is_large(const: Any, aval: Any) -> bool:
     if isinstance(const, jax.core.Tracer) or not isinstance(const, jax.Array | np.ndarray) or not is_array(aval):
         return False
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) >= LARGE
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) >= LEAST_ARGUMENT_BYTES

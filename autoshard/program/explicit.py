@@ -46,7 +46,7 @@ from autoshard.jaxprs import (
 )
 from autoshard.layout import Layout, layout_of
 
-_OPEN = PartitionSpec.UNCONSTRAINED
+_UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 _NO_DEVICES = Mesh(np.empty((), dtype=object), ())
 # Parameters that say how the result of an equation lies.
 _RESULT_SHARDINGS = ("out_sharding", "sharding")
@@ -153,7 +153,7 @@ def _says(eqn: JaxprEqn | None, order: NamedSharding) -> bool:
         return False
     said = _entries(eqn.params["sharding"].spec, len(order.spec))
     pairs = ((_axes(ours), _axes(theirs), ours) for ours, theirs in zip(order.spec, said, strict=True))
-    return all(ours is _OPEN or wanted == found[: len(wanted)] for wanted, found, ours in pairs)
+    return all(ours is _UNCONSTRAINED or wanted == found[: len(wanted)] for wanted, found, ours in pairs)
 
 
 def _mentions_types(closed: ClosedJaxpr) -> bool:
@@ -199,9 +199,9 @@ def _order(sharding: NamedSharding, ndim: int, *, whole_is_open: bool = False) -
     mesh = sharding.mesh
     if not ndim or not is_explicit(mesh) or AxisType.Manual in mesh.axis_types:
         return None
-    whole = _OPEN if whole_is_open else None
+    whole = _UNCONSTRAINED if whole_is_open else None
     entries = [entry or whole for entry in _entries(sharding.spec, ndim)]
-    if all(entry is _OPEN for entry in entries):
+    if all(entry is _UNCONSTRAINED for entry in entries):
         return None
     # On Explicit axes alone no dim can be left open, on Auto ones none can be said to be closed.
     return NamedSharding(mesh if open_axes(mesh) else _auto(mesh), PartitionSpec(*entries))
@@ -225,7 +225,7 @@ def _bare(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is _OPEN or entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return () if entry is _UNCONSTRAINED or entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _auto(mesh: Any) -> Any:
@@ -340,7 +340,7 @@ class _Rewriter:
         if said is None or not self.obey:
             memory_kind = memory_kind or (HOST if on_host(result.aval) else "device")
             mesh = said.mesh if said is not None else _auto(eqn.params["dst_sharding"].mesh)
-            return NamedSharding(_auto(mesh), PartitionSpec(*[_OPEN] * aval.ndim), memory_kind=memory_kind)
+            return NamedSharding(_auto(mesh), PartitionSpec(*[_UNCONSTRAINED] * aval.ndim), memory_kind=memory_kind)
         typed = type_sharding(aval)
         if eqn.primitive.name == "reshard" or typed is None:
             return said
@@ -395,8 +395,8 @@ def _is_typed(value: Any) -> bool:
 
 def _joined(typed: Any, written: Any) -> Any:
     """One dim of a constraint: the axes of its type, then those that the constraint names."""
-    if written is _OPEN:
-        return typed or _OPEN
+    if written is _UNCONSTRAINED:
+        return typed or _UNCONSTRAINED
     return tuple(dict.fromkeys((*_axes(typed), *_axes(written)))) or None
 
 

@@ -33,7 +33,7 @@ from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, Places, carried_results, parameter_names, printable, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
-from autoshard.program.turns import HAND_ON, UNKNOWN_TURNS, LoopLength, bounds, said_turns
+from autoshard.program.turns import PASSES_COUNTERS, UNKNOWN_TURNS, LoopLength, bounds, said_turns
 from autoshard.program.user_code import Source, source_of
 
 # Primitives that open into other equations, and those that are to be computed as often as they occur.
@@ -163,7 +163,7 @@ class Reader:
             return self.call(implementation, inputs, at)
         outputs = [self.value(var.aval, at=at) for var in eqn.outvars]
         self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
-        if eqn.primitive.name in HAND_ON and (number := self.number(inputs[0])) is not None:
+        if eqn.primitive.name in PASSES_COUNTERS and (number := self.number(inputs[0])) is not None:
             self.numbers[outputs[0].id] = number
         return outputs
 

@@ -18,11 +18,13 @@ from autoshard.errors import ArgumentError
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, called_jaxpr, called_operands, implementation_of
 from autoshard.program.user_code import Source
 
-UNKNOWN_TURNS = 32  # of a loop of which nothing is known: enough that what happens in it outweighs what happens once
-HAND_ON = frozenset({
+# Turns of a loop of unknown length. A guess, large enough that the work inside the loop outweighs the work around it.
+UNKNOWN_TURNS = 32
+# Primitives whose result has the value of their operand, as far as counters and flags of loops go.
+PASSES_COUNTERS = frozenset({
     "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reduce_and", "reduce_or", "reshape", "squeeze",
     "stop_gradient",
-})  # fmt: skip  # what they read, as far as counters and flags go
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _expressions(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         opened = called_jaxpr(eqn)
         if opened is not None:
             results = _expressions(opened, called_operands(eqn, operands))
-        elif eqn.primitive.name in HAND_ON:
+        elif eqn.primitive.name in PASSES_COUNTERS:
             results = operands[:1]
         elif _is_foreign(eqn) and (implementation := implementation_of(eqn)) is not None:
             results = _expressions(implementation, operands)

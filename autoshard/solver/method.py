@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.solver.bounds.forbid_options import OptionBounds
-from autoshard.solver.exact.elimination import Elimination
+from autoshard.solver.exact.narrow_parts import Elimination
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.local_search.compiled_search import CompiledSearch
 from autoshard.solver.local_search.forest_moves import ForestMoves

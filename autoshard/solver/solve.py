@@ -76,6 +76,8 @@ def solve(
     """
     if time_limit is None:
         time_limit = usual_limit(iterations)
+    if problem.limit == math.inf:  # no limit at all: an infinite room at a price of 0 would be worth 0 * inf
+        problem = replace(problem, limit=None, checked=True)
     counts_work = budget is not None or search is not None
     if search is not None:
         method = Method(algorithms=(algorithm_of(search),))

@@ -367,22 +367,38 @@ def _planner(pipeline: PlannedPipeline, options: Options, least_task_seconds: fl
     def predicted(plans: Sequence[Plan]) -> Prediction:
         return _predicted(replace(pipeline, plans=tuple(plans)), options, least_task_seconds)
 
+    def needed(plans: Sequence[Plan]) -> float:
+        return max(_needed(replace(pipeline, plans=tuple(plans)), options, least_task_seconds))
+
     def under(other: Options) -> Plan:
         keeps = dict(other.mesh.shape) == dict(options.mesh.shape)
         made = pipeline.planned_again(other, lowering.jit_keywords, keeps_parts=keeps)
         check_fits(made, other, least_task_seconds)
         return pipeline_plan(made, other, least_task_seconds)
 
+    placement = pipeline.schedule.placement[: pipeline.programs.stages]
     return StagesPlanner(
         pipeline.program,
         options,
         lowering.jit_keywords,
         pipeline.programs,
         pipeline.plans,
-        tuple(pipeline.meshes[device] for device in pipeline.schedule.placement[: pipeline.programs.stages]),
+        tuple(pipeline.meshes[device] for device in placement),
         predicted,
         under,
+        starts=tuple(pipeline.positions[device][0] for device in placement),
+        needed=needed,
     )
+
+
+def _needed(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> list[float]:
+    """Per device of the schedule, the bytes that the smallest device has to have for what this one holds to fit."""
+    topology, whole, found = options.topology, dict(options.mesh.shape), []
+    peaks = figures_of(pipeline, options, least_task_seconds).peak_bytes
+    for mesh, places, peak in zip(pipeline.meshes, pipeline.positions, peaks, strict=True):
+        part = topology.part(dict(mesh.shape), whole, places[0])
+        found.append(peak * options.memory / topology.room_on(part, options.memory))
+    return found
 
 
 def check_fits(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> None:
@@ -390,16 +406,18 @@ def check_fits(pipeline: PlannedPipeline, options: Options, least_task_seconds: 
     Raises:
         MemoryLimitError: a stage holds more than the memory limit.
     """
-    peaks = figures_of(pipeline, options, least_task_seconds).peak_bytes
-    device = max(range(len(peaks)), key=peaks.__getitem__)
-    usable = options.memory * options.backend.usable
-    if peaks[device] > usable:
+    needed = _needed(pipeline, options, least_task_seconds)
+    device = max(range(len(needed)), key=needed.__getitem__)
+    if needed[device] > options.memory * options.backend.usable:
+        peak = figures_of(pipeline, options, least_task_seconds).peak_bytes[device]
+        room = options.memory * peak / needed[device]
+        usable = room * options.backend.usable
         raise MemoryLimitError(
-            f"pipeline: stage {device} of {pipeline.program.name} is predicted to hold {bytes_text(peaks[device])} "
-            f"per device, and {bytes_text(usable)} of {bytes_text(options.memory)} are usable.\n"
+            f"pipeline: stage {device} of {pipeline.program.name} is predicted to hold {bytes_text(peak)} "
+            f"per device, and {bytes_text(usable)} of {bytes_text(room)} are usable.\n"
             "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
             budget=options.memory,
-            needed=peaks[device] / options.backend.usable,
+            needed=needed[device] / options.backend.usable,
         )
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
-from autoshard.mesh.links import Link, part_of_link
+from autoshard.mesh.links import Link
 from autoshard.mesh.topology import Topology
 from autoshard.stage_search import Channel, DeviceRow, SubMesh
 from autoshard.stages.sub_meshes import STAGE_AXES
@@ -90,42 +90,20 @@ def _parts(mesh_shape: MeshShape) -> Iterator[dict[str, int]]:
 
 def _shapes(axes: MeshShape, mesh_shape: MeshShape, topology: Topology, memory: float) -> list[SubMeshShape]:
     """The parts of a mesh that have these axes, like ones together."""
-    links = {
-        axis: part_of_link(topology.links[axis], mesh_shape[axis], size) for axis, size in axes.items() if size > 1
-    }
+    inside = [axis for axis, size in axes.items() if size > 1]
     devices = math.prod(axes.values())
     name = "x".join(str(size) for size in axes.values() if size > 1) or "1"
     anywhere = SubMesh.anywhere(name, devices, math.prod(mesh_shape.values()), memory)
     alike: dict[Topology, list[int]] = {}
     for start in anywhere.starts:
-        alike.setdefault(_part_of(topology, axes, mesh_shape, start), []).append(start)
+        part = topology.part(axes, mesh_shape, start)
+        alike.setdefault(replace(part, links={axis: part.links[axis] for axis in inside}), []).append(start)
     found = []
     for part, starts in alike.items():
         room = memory * part.memory_bytes / topology.memory_bytes
         own = name if len(alike) == 1 else f"{name} from {starts[0]}"
-        found.append(SubMeshShape(axes, replace(part, links=links), SubMesh(own, devices, tuple(starts), room)))
+        found.append(SubMeshShape(axes, part, SubMesh(own, devices, tuple(starts), room)))
     return found
-
-
-def _part_of(topology: Topology, axes: MeshShape, mesh_shape: MeshShape, start: int) -> Topology:
-    """The machine with the devices alone of the part that begins at a position of the row."""
-    first = dict(zip(mesh_shape, np.unravel_index(start, tuple(mesh_shape.values())), strict=True))
-    speed, memory, uneven = 1.0, 1.0, []
-    for one in topology.uneven:
-        own = slice(int(first[one.axis]), int(first[one.axis]) + axes[one.axis])
-        part = replace(one, speeds=one.speeds[own], memories=one.memories[own])
-        speed, memory = speed * part.slowest / one.slowest, memory * part.smallest / one.smallest
-        if len(set(part.speeds)) > 1 or len(set(part.memories)) > 1:
-            uneven.append(part)
-    cache = topology.cache and replace(topology.cache, bandwidth=topology.cache.bandwidth * speed)
-    return replace(
-        topology,
-        flops={dtype: rate * speed for dtype, rate in topology.flops.items()},
-        memory_bandwidth=topology.memory_bandwidth * speed,
-        memory_bytes=topology.memory_bytes * memory,
-        cache=cache,
-        uneven=tuple(uneven),
-    )
 
 
 def device_row(mesh_shape: MeshShape, topology: Topology) -> DeviceRow:

@@ -108,7 +108,7 @@ def fractional_bound(
         working = min(float(np.nanmin(table.working_bytes)) for table in tables)
         once = [(first_share + i, shares[i].after) for v in here for i in by_stage[v]]
         rows.add([*once, (makespan, 1.0), (step, -1.0)], 0.0)
-        for state in _fullest(facts.in_flight[device]):
+        for state in fullest_states(facts.in_flight[device]):
             held = [
                 (first_share + i, (shares[i].fixed_bytes + flying * shares[i].microbatch_bytes) / memory)
                 for v, flying in zip(here, state, strict=True)
@@ -242,7 +242,7 @@ def least_lags(problem: ChunkProblem, made: Schedule) -> dict[tuple[str, int, in
     return found
 
 
-def _fullest(states: np.ndarray) -> np.ndarray:
+def fullest_states(states: np.ndarray) -> np.ndarray:
     """Of microbatches in flight per virtual stage, those with the most of one stage, and the most in all."""
     return np.unique(states[[int(states.sum(axis=1).argmax()), *states.argmax(axis=0).tolist()]], axis=0)
 
@@ -268,7 +268,7 @@ def _shares(problem: ChunkProblem, segments: Sequence[range], ending: Ending) ->
     stages, layers = len(problem.form.placement), problem.space.layers
     found = []
     for table in problem.tables:
-        least = _least(table, split=problem.form.has_weight_tasks)
+        least = least_of_layers(table, split=problem.form.has_weight_tasks)
         for number, segment in enumerate(segments):
             at = {name: float(per_layer[segment].min()) for name, per_layer in least.items()}
             if not all(map(np.isfinite, at.values())):
@@ -285,7 +285,7 @@ def _shares(problem: ChunkProblem, segments: Sequence[range], ending: Ending) ->
     return found
 
 
-def _least(table: StageTable, *, split: bool) -> dict[str, np.ndarray]:
+def least_of_layers(table: StageTable, *, split: bool) -> dict[str, np.ndarray]:
     """What every layer adds at least, of each figure of a table."""
     tasks = (
         {"F": table.forward, "B": table.backward, "W": table.weight}

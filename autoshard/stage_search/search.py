@@ -7,17 +7,27 @@ least bound until that is no less than the best choice simulated, or until enoug
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.chunks import ChunkProblem, balanced, mean_bound
+from autoshard.stage_search.fitting import within_memory
 from autoshard.stage_search.polishing import polished
-from autoshard.stage_search.simulating import estimated_seconds, schedule_facts, schedule_form, simulated
+from autoshard.stage_search.room import RoomForLayers
+from autoshard.stage_search.simulating import (
+    estimated_seconds,
+    in_flight_of,
+    schedule_facts,
+    schedule_form,
+    simulated,
+)
 from autoshard.stage_search.tables import StageSpace, StageTable
 from autoshard.stage_search.tightening import KindBound
 from autoshard.stage_search.whole_layers import WholeLayers
@@ -108,17 +118,33 @@ class ChunkKind(Kind):
         return self._estimate
 
     def next(self, below: float) -> tuple[ChosenStage, ...] | None:
-        """The balanced choice, once. The bound of the mean, which takes longer, is made only now."""
+        """The balanced choice, once. The bounds of the mean and of memory, which take longer, are made only now."""
         first, self._is_new = self._is_new, False
         if not first or self.bound >= below:
             return None
         self.bound = max(self.bound, mean_bound(self._problem))
-        return balanced(self._problem) if self.bound < below else None
+        if self.bound < below and not (self._room is not None and self._room.is_enough()):
+            self.bound = math.inf
+        stages = balanced(self._problem) if self.bound < below else None
+        return stages and within_memory(self._problem, stages, self._in_flight)
+
+    @functools.cached_property
+    def _room(self) -> RoomForLayers | None:
+        """None: there is no such schedule for so many microbatches."""
+        return RoomForLayers(self._problem, self._whole, self._in_flight) if self._in_flight else None
+
+    @property
+    def _in_flight(self) -> Sequence[NDArray[np.int64]]:
+        """() where there is no such schedule for so many microbatches."""
+        return in_flight_of(self.schedule, self.stages, self.chunks, self.microbatches) or ()
 
     def tighten(self, most_tasks: float, enough: float) -> int:
         """Raises the bound by one program of its schedule, or by means that take no time; how many tasks that took."""
+        if self._room is None:
+            self.bound = math.inf
+            return 1
         if self._tight is None:
-            self._tight = KindBound(self._problem, self._whole, self._estimate, enough)
+            self._tight = KindBound(self._problem, self._whole, self._room, self._estimate, enough)
             self.bound = max(self.bound, self._tight.seconds)
             return 1
         facts = schedule_facts(self.schedule, self.stages, self.chunks, self.microbatches)

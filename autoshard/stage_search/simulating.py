@@ -36,14 +36,29 @@ class ScheduleFacts:
 @functools.lru_cache(maxsize=512)
 def schedule_facts(name: str, stages: int, chunks: int, microbatches: int) -> ScheduleFacts | None:
     """A published schedule, checked; None where it is not defined for these numbers."""
+    made, states = _schedule(name, stages, chunks, microbatches), in_flight_of(name, stages, chunks, microbatches)
+    if made is None or states is None:
+        return None
+    try:
+        return ScheduleFacts(made, checked_graph(made, fuse=False), states)
+    except ScheduleError:
+        return None
+
+
+@functools.lru_cache(maxsize=512)
+def in_flight_of(name: str, stages: int, chunks: int, microbatches: int) -> tuple[NDArray[np.int64], ...] | None:
+    """What `ScheduleFacts.in_flight` is of a published schedule; None where it is not defined for these numbers."""
+    made = _schedule(name, stages, chunks, microbatches)
+    return None if made is None else tuple(_states(made, device) for device in range(stages))
+
+
+@functools.lru_cache(maxsize=512)
+def _schedule(name: str, stages: int, chunks: int, microbatches: int) -> Schedule | None:
     try:
         made = schedule(name, stages, microbatches, chunks)
-        if len(made.placement) != stages * chunks:  # its number of virtual stages is another
-            return None
-        graph = checked_graph(made, fuse=False)
     except (ArgumentError, ScheduleError):
         return None
-    return ScheduleFacts(made, graph, tuple(_states(made, device) for device in range(stages)))
+    return made if len(made.placement) == stages * chunks else None  # else its number of virtual stages is another
 
 
 @dataclass(frozen=True)

@@ -12,23 +12,25 @@ from dataclasses import dataclass
 
 from autoshard.stage_search.chunks import ChunkProblem
 from autoshard.stage_search.fractional import fractional_bound
+from autoshard.stage_search.room import RoomForLayers
 from autoshard.stage_search.simulating import ScheduleFacts
-from autoshard.stage_search.whole_layers import Ending, LayerLimit, WholeLayers, endings
+from autoshard.stage_search.whole_layers import LAST_LAYERS, Ending, LayerLimit, WholeLayers, endings
 
 SMALL_PROGRAM = 50  # tasks of a program with them that takes as long as one without
-_LAST_LAYERS = 4  # the head and the loss are among these
 
 
 class KindBound:
     """Seconds that no choice of a kind is below."""
 
-    def __init__(self, problem: ChunkProblem, whole: WholeLayers, estimate: float, enough: float) -> None:
+    def __init__(
+        self, problem: ChunkProblem, whole: WholeLayers, room: RoomForLayers, estimate: float, enough: float
+    ) -> None:
         """
         Args:
             estimate: s that choices take, about.
             enough: s; the bound need not be raised above these.
         """
-        self._problem, self._whole, self._estimate = problem, whole, estimate
+        self._problem, self._whole, self._room, self._estimate, self._enough = problem, whole, room, estimate, enough
         self._parts = self._by_ending(0.0)
         whole_kind = _Part(problem, whole, (0,), estimate, self.seconds)
         # A limit of layers does little before it is known where the last ones are.
@@ -62,9 +64,11 @@ class KindBound:
         return tasks
 
     def _by_ending(self, known: float) -> list[_Part]:
-        problem = self._problem
-        ways = endings(problem.space.layers, len(problem.form.placement), _LAST_LAYERS)
-        return [_Part(problem, self._whole, ending, self._estimate, known) for ending in ways]
+        problem, found = self._problem, []
+        for ending in endings(problem.space.layers, len(problem.form.placement), LAST_LAYERS):
+            least = max(known, self._room.bound(ending, self._enough))
+            found.append(_Part(problem, self._whole, ending, self._estimate, least))
+        return found
 
 
 class _Part:

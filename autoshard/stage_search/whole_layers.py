@@ -14,7 +14,7 @@ an `Ending`, their devices are known.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,8 @@ from autoshard.stage_search.tables import MicrobatchCosts, Numbers, StageSpace, 
 
 Ending = tuple[int, ...]
 """How the last layers are cut. Entry i: how many virtual stages come after that of the layer at i + 1 from the end."""
+
+LAST_LAYERS = 4  # that endings are about: the head and the loss are among these
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,16 @@ def endings(layers: int, stages: int, looked_at: int) -> list[Ending]:
     return found
 
 
+def known_stages(layers: int, stages: int, ending: Ending) -> dict[int, int]:
+    """Layers whose virtual stages are known, and these: the first one, and those of the ending.
+
+    >>> known_stages(8, 3, (0, 0, 1))
+    {0: 0, 7: 2, 6: 2, 5: 1}
+    """
+    last = {layers - 1 - i: stages - 1 - earlier for i, earlier in enumerate(ending[:layers])}
+    return {0: 0} | last
+
+
 def _dealt(longest: Numbers, busy: Numbers) -> float:
     """The bound for layers in the order of their seconds, longest first, on devices that are busy for some already."""
     found = float(busy.max())
@@ -126,6 +138,7 @@ class WholeLayers:
     """Layers dealt to equal sub-meshes, with or without tasks for the gradients of weights."""
 
     ways: tuple[tuple[LayerSeconds, float], ...]  # each that holds, with the seconds that a microbatch is sent for
+    kinds: tuple[str, ...]  # of tasks that count, in each way
 
     @classmethod
     def of(
@@ -135,7 +148,7 @@ class WholeLayers:
 
         So either the way back does not count, or these tasks do not.
         """
-        found = []
+        found, kinds = [], []
         for counts_weight, counts_back in [(True, False), (False, True)] if has_weight_tasks else [(True, True)]:
             own, passed = [], []
             for table in tables:
@@ -148,7 +161,8 @@ class WholeLayers:
             devices = tables[0].shape.devices
             travel = least_travel(space, space.costs[microbatches], devices, counts_back=counts_back)
             found.append((seconds, travel))
-        return cls(tuple(found))
+            kinds.append("FBW" if has_weight_tasks and counts_weight else "FB")
+        return cls(tuple(found), tuple(kinds))
 
     def bound(self, placement: Sequence[int], ending: Ending = (0,)) -> float:
         """As `LayerSeconds.bound`, in the way that gives most."""
@@ -158,6 +172,18 @@ class WholeLayers:
         """As `LayerSeconds.limit`, in the way that gives most seconds."""
         found = [seconds.limit(placement, travel, ending) for seconds, travel in self.ways]
         return max((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+
+    def passing(self, stage: int) -> list[float]:
+        """In each way, the seconds that pass in the virtual stages before one."""
+        return [float(seconds.passed[:stage].sum()) + stage * travel for seconds, travel in self.ways]
+
+    def seconds_of(self, layers: Mapping[str, Numbers], microbatches: int) -> list[Numbers]:
+        """In each way, what layers of these figures add to a device: seconds per step.
+
+        Args:
+            layers: as `least_of_layers` has them, of one table.
+        """
+        return [microbatches * sum(layers[kind] for kind in kinds) + layers["after"] for kinds in self.kinds]
 
     def estimate(self, devices: int, chunks: int) -> float:
         """About what equal virtual stages take."""

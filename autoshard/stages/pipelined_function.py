@@ -144,10 +144,11 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         fixed = fixed_layouts(program, options.fixed, dict(meshes[0].shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
         homes: Sequence[Any] = [meshes[order.placement[stage]] for stage in range(stages)]
-        plans = StagePlanner(programs, options, own, program.donated, self._jit_keywords).plans(homes)
+        positions = stage_positions(options.mesh, request.stages)
+        starts = [positions[order.placement[stage]][0] for stage in range(stages)]
+        plans = StagePlanner(programs, options, own, program.donated, self._jit_keywords).plans(homes, starts)
         runs = itertools.pairwise([0, *first, len(units.units)])
         layers = tuple(tuple(unit.name for unit in units.units[a:b]) for a, b in runs)
-        positions = stage_positions(options.mesh, request.stages)
         return PlannedPipeline(programs, plans, order, meshes, program, layers, positions)
 
 

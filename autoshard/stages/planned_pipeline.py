@@ -63,8 +63,9 @@ class PlannedPipeline:
             meshes = tuple(self.part(options.mesh, device) for device in range(count))
         else:
             meshes, positions = stage_meshes(options.mesh, count), stage_positions(options.mesh, count)
-        homes = [meshes[self.schedule.placement[stage]] for stage in range(self.programs.stages)]
+        placement = self.schedule.placement[: self.programs.stages]
+        homes, starts = [meshes[device] for device in placement], [positions[device][0] for device in placement]
         fixed = fixed_layouts(self.program, options.fixed, dict(homes[0].shape))
         own = {i: layout for i, layout in fixed.items() if i < len(self.program.own_arguments)}
-        plans = StagePlanner(self.programs, options, own, self.program.donated, jit_keywords).plans(homes)
+        plans = StagePlanner(self.programs, options, own, self.program.donated, jit_keywords).plans(homes, starts)
         return replace(self, plans=plans, meshes=meshes, positions=positions)

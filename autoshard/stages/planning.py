@@ -15,8 +15,6 @@ from jax.sharding import Mesh
 
 from autoshard.errors import MemoryLimitError
 from autoshard.layout import Layout, MeshShape
-from autoshard.mesh.links import part_of_link
-from autoshard.mesh.topology import Topology
 from autoshard.options import Options
 from autoshard.planning import identity_of, lowered, planned
 from autoshard.plans.plan import PlacedArray
@@ -40,23 +38,28 @@ class StagePlanner:
     jit_keywords: Mapping[str, Any] = field(default_factory=dict)  # that programs are compiled with
     known: dict[Any, Plan] = field(default_factory=dict)  # of programs that are alike
 
-    def plans(self, meshes: Sequence[Any]) -> tuple[Plan, ...]:
+    def plans(self, meshes: Sequence[Any], starts: Sequence[int] = ()) -> tuple[Plan, ...]:
         """A plan per program, in the order of `StagePrograms.programs`, each on the mesh of its stage.
+
+        Args:
+            meshes: per stage.
+            starts: per stage, the place of its first device in the whole mesh; () where all devices are alike.
 
         Raises:
             MemoryLimitError: a program fits in no way, with its stage.
         """
         found: dict[int, Plan] = {}
         for stage in range(self.programs.stages):
-            found |= self.of_stage(stage, meshes[stage])
+            found |= self.of_stage(stage, meshes[stage], starts[stage] if starts else 0)
         return tuple(found[n] for n in range(len(found)))
 
-    def of_stage(self, stage: int, mesh: Any) -> dict[int, Plan]:
+    def of_stage(self, stage: int, mesh: Any, start: int = 0) -> dict[int, Plan]:
         """The plans of the programs of one stage, by the place of each program in `StagePrograms.programs`."""
         order, layouts = list(self.programs.programs), self.asked()
         own = [n for n, program in enumerate(order) if program.stage == stage]
         return {
-            n: self.plan(order[n], layouts, mesh) for n in sorted(own, key=lambda n: (PLANNING_ORDER[order[n].kind], n))
+            n: self.plan(order[n], layouts, mesh, start)
+            for n in sorted(own, key=lambda n: (PLANNING_ORDER[order[n].kind], n))
         }
 
     def asked(self) -> dict[Key, Layout]:
@@ -66,13 +69,13 @@ class StagePlanner:
         parts = {Key("piece", n): self.fixed[piece.argument] for n, piece in pieces if piece.argument in self.fixed}
         return asked | {key: ((), *layout[1:]) for key, layout in parts.items()}
 
-    def plan(self, program: StageProgram, layouts: dict[Key, Layout], mesh: Any) -> Plan:
+    def plan(self, program: StageProgram, layouts: dict[Key, Layout], mesh: Any, start: int = 0) -> Plan:
         """The plan of one program. What it says of named values joins `layouts`."""
         given = self.programs.given(self.donated)
         made = program_of(program, self.programs.name, self.programs.carried, given)
         pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
-        options = replace(self.options_on(mesh), pinned=pinned)
-        key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items())
+        options = replace(self.options_on(mesh, start), pinned=pinned)
+        key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items()), options.topology
         if key not in self.known:
             self.known[key] = self._planned(program, made, options)
         plan = self.known[key].on(mesh).bound_to(made)
@@ -84,19 +87,13 @@ class StagePlanner:
         )
         return lowered(made, replace(plan, results=results, name=made.name), self.jit_keywords)
 
-    def options_on(self, mesh: Any) -> Options:
-        """The options for a program on a part of the mesh."""
-        where = {"mesh": mesh, "given_mesh": mesh, "topology": self._topology(dict(mesh.shape))}
-        return replace(self.options, **where, fixed={}, microbatches=1, like=None, refine=1)
-
-    def _topology(self, part: MeshShape) -> Topology:
-        """What a part of the mesh costs: its links are those inside it."""
-        whole, topology = dict(self.options.mesh.shape), self.options.topology
-        links = {
-            axis: part_of_link(link, whole[axis], part[axis]) if part.get(axis, 1) > 1 else link
-            for axis, link in topology.links.items()
-        }
-        return replace(topology, links=links)
+    def options_on(self, mesh: Any, start: int = 0) -> Options:
+        """The options for a program on the part of the mesh whose first device has this place in it."""
+        whole = self.options
+        part = whole.topology.part(dict(mesh.shape), dict(whole.mesh.shape), start)
+        where = {"mesh": mesh, "given_mesh": mesh, "topology": part}
+        room = whole.topology.room_on(part, whole.memory)
+        return replace(whole, **where, memory=room, fixed={}, microbatches=1, like=None, refine=1)
 
     def _planned(self, program: StageProgram, made: Program, options: Options) -> Plan:
         try:

@@ -292,14 +292,15 @@ class _Shares:
     def problems(self) -> list[Problem]:
         pairs = zip(self.formulations, self.shares, strict=True)
         return [
-            one.problem if share == 1.0 else TwoCosts(one.problem, one.waits()).mixed(share) for one, share in pairs
+            one.problem if share == 1.0 else TwoCosts(one.problem, one.waits(math.inf)).mixed(share)
+            for one, share in pairs
         ]
 
     def changed(self, choices: Sequence[Sequence[int]]) -> bool:
         """Sets the shares by what was chosen under the last ones; whether any is another then."""
         before = list(self.shares)
         for i, (one, choice) in enumerate(zip(self.formulations, choices, strict=True)):
-            costs = verify(one.problem, choice)[0], verify(one.waits(), choice)[0]
+            costs = verify(one.problem, choice)[0], verify(one.waits(math.inf), choice)[0]
             whole, communication = costs
             if whole < communication:
                 self.behind[i] = costs

@@ -9,6 +9,7 @@ from autoshard import topology
 from autoshard.compiled.schedule import schedule_of
 from autoshard.errors import MeshError
 from autoshard.mesh.collectives import seconds
+from autoshard.mesh.host import host_seconds
 
 MESH = {"x": 4, "y": 4}
 MACHINE = topology("v5e:4x4", MESH)
@@ -220,3 +221,43 @@ def test_a_fusion_that_a_collective_stands_in_computes_too():
     waits = found(work("w1", cycles(0.5), operand="q"), body_of_w1=body)
     assert waits.compute_seconds == near(0.5 * TAKES["x"])
     assert waits.exposed["all_gather"] == near(0.5 * TAKES["x"])
+
+
+STACK, SLICE = f"f32[4,{ROWS}]{{1,0:T(1024)S(5)}}", f"f32[1,{ROWS}]{{1,0:T(1024)}}"
+TAKES_HOST = host_seconds(4 * ROWS, MACHINE)
+TRANSFERS = {
+    "sent": f"%s = (({STACK}, {SLICE}, s32[]), {STACK}, u32[]{{:S(2)}}) dynamic-update-slice-start(%h, %v, %i)",
+    "fetched": f"%f = (({STACK}, s32[]), {SLICE}, u32[]{{:S(2)}}) dynamic-slice-start(%h, %i)",
+    "copied": f"%c = (f32[{ROWS}]{{0:S(5)}}, f32[{ROWS}]{{0}}, u32[]{{:S(2)}}) copy-start(%v)",
+    "inside": f"%n = (f32[{ROWS}]{{0:S(1)}}, f32[{ROWS}]{{0}}, u32[]{{:S(2)}}) copy-start(%v)",
+    "on the host": f"%k = (f32[{ROWS}]{{0:S(5)}}, f32[{ROWS}]{{0:S(5)}}, u32[]{{:S(2)}}) copy-start(%v)",
+}
+
+
+def finished(name: str) -> str:
+    begun = TRANSFERS[name].split(" ")[0]
+    kind = TRANSFERS[name].split("-start(")[0].split(" ")[-1]
+    return f"{begun}-done = {STACK} {kind}-done({begun})"
+
+
+@pytest.mark.parametrize(
+    "order, exposed",  # of one transfer's time; None: nothing goes to the host
+    [
+        (["sent", "done sent"], 1.0),
+        (["sent", "half", "done sent"], 0.5),
+        (["sent", "fetched", "half", "done sent", "done fetched"], 0.5),  # both ways at once
+        (["sent", "copied", "done sent", "done copied"], 2.0),  # one way, one after the other
+        (["inside", "half", "done inside"], None),
+        (["on the host", "half", "done on the host"], None),
+    ],
+)
+def test_what_goes_to_the_host_and_back(order, exposed):
+    lines = {"half": work("w1", round(0.5 * TAKES_HOST * CLOCK))} | TRANSFERS
+    schedule = found(*(finished(name[5:]) if name.startswith("done ") else lines[name] for name in order))
+    assert schedule.exposed == ({} if exposed is None else {"host": pytest.approx(exposed * TAKES_HOST, rel=1e-3)})
+
+
+def test_a_copy_from_the_host_is_waited_for():
+    there = f"%h = f32[{ROWS}]{{0:S(5)}} get-tuple-element(%t), index=0"
+    schedule = found(there, f"%c = f32[{ROWS}]{{0}} copy(%h)", work("w1", 1000))
+    assert schedule.step_seconds == near(TAKES_HOST + 1e-6)

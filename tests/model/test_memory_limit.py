@@ -185,7 +185,7 @@ def test_any_number_of_rounds(monkeypatch):
     """However few rounds there are, what comes out is within the limit."""
     needed = least("one layer")
     for rounds in (0, 1, 2):
-        monkeypatch.setattr(memory_limit, "ROUNDS", rounds)
+        monkeypatch.setattr(memory_limit, "MAX_ROUNDS", rounds)
         formulation = formulation_of("one layer", 1.2 * needed)
         assert_within(formulation, solve_within(formulation, SECONDS))
 

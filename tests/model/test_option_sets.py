@@ -67,7 +67,7 @@ def whole():
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    monkeypatch.setattr(growing, "WHOLE", 0)
+    monkeypatch.setattr(growing, "MOST_LAYOUTS", 0)
 
 
 def test_a_small_problem_is_priced_whole(whole):
@@ -87,7 +87,7 @@ def test_a_part_holds_a_good_choice(whole, in_parts):
 
 def test_the_oracle_finds_a_part_without_good_choices(whole, in_parts, monkeypatch):
     monkeypatch.setattr(growing, "coarse_partitions", lambda axes: ((tuple(axes),),))
-    monkeypatch.setattr(growing, "ROUNDS", 0)
+    monkeypatch.setattr(growing, "REFINEMENTS", 0)
     with pytest.raises(AssertionError):
         assert_close_and_true(planned(), whole)
 
@@ -162,4 +162,4 @@ def test_parts_are_searched_as_the_user_says(in_parts, monkeypatch):
 
     monkeypatch.setattr(growing, "solve_within", noted)
     planned(search="flexflow", time_limit=2)
-    assert asked == ["flexflow"] * growing.ROUNDS
+    assert asked == ["flexflow"] * growing.REFINEMENTS

@@ -127,6 +127,40 @@ def test_products_split_otherwise_are_caught(monkeypatch):
         assert_as_compiled(*PRODUCTS["columns, then rows"])
 
 
+# The gradient of a product reads an operand that its forward pass has gathered. XLA gathers it again if one of the two
+# gathers it for pieces of the batch and the other for all of it: sizes decide which.
+LAYERS = {  # features in and out -> how often the features are gathered
+    "narrowing": (32, 16, 2),
+    "widening": (16, 64, 1),
+}
+
+
+def assert_gathered_as_compiled(name):
+    features, made, times = LAYERS[name]
+
+    def step(w, x, out):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(jnp.cos(x) @ w) * out))(w)
+
+    arguments = f32(features, made), f32(16, 17, features), f32(16, 17, made)
+    specs = P(None, "y"), P("x", None, "y"), P("x", None, "y")
+    found = autoshard.evaluate(
+        step, *arguments, mesh=mesh_of(PLANE), in_shardings=specs, out_shardings=specs[0]
+    ).verify()
+    gathered = sum(size for (kind, _), size in found.actual.items() if kind == "all_gather")
+    assert found.collectives_agree and gathered == times * 4 * 17 * features * 4, str(found)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_gathered_within_pieces_is_gathered_again(name):
+    assert_gathered_as_compiled(name)
+
+
+def test_a_copy_that_is_shared_too_far_is_caught(monkeypatch):
+    monkeypatch.setattr(reshards, "_moved_axes", lambda layout, other: set())
+    with pytest.raises(AssertionError):
+        assert_gathered_as_compiled("narrowing")
+
+
 # Steps in which reshardings stand elsewhere than operations of one group or of our own plans would have them.
 
 

@@ -1,5 +1,6 @@
 """A problem with reshardings counted holds at least what is held, for every choice, and costs the same."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -50,18 +51,24 @@ def assert_counted(formulation: Formulation, count: int) -> float:
 
 BACKENDS = {"cpu": CPU, "gpu": H100, "tpu": V5E}
 CASES = [  # every model and every backend; the rest of the product is slow
-    pytest.param(model, backend, marks=() if usual else pytest.mark.slow, id=f"{model}-{name}")
-    for model, chosen in {"mlp": [*BACKENDS], "cnn": ["gpu"], "moe": ["cpu"], "gpt scan": ["tpu"]}.items()
-    for name, backend in BACKENDS.items()
+    pytest.param(model, name, marks=() if usual else pytest.mark.slow, id=f"{model}-{name}")
+    for model, chosen in {"mlp": [*BACKENDS], "cnn": ["gpu"], "moe": ["tpu"], "gpt scan": ["cpu"]}.items()
+    for name in BACKENDS
     for usual in [name in chosen]
 ]
 
 
+def formulation_of(model: str, backend: str) -> Formulation:
+    program = model_program(model)
+    return formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=BACKENDS[backend])
+
+
+counted_honestly = functools.cache(formulation_of)  # what was counted of it stays with it
+
+
 @pytest.mark.parametrize("model, backend", CASES)
 def test_never_too_little(model, backend):
-    program = model_program(model)
-    formulation = formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=backend)
-    assert assert_counted(formulation, 5) <= 1.35
+    assert assert_counted(counted_honestly(model, backend), 5) <= 1.35
 
 
 @pytest.mark.parametrize(
@@ -69,12 +76,7 @@ def test_never_too_little(model, backend):
 )
 def test_the_oracle_can_fail(part, monkeypatch):
     """What reshardings hold at first, what they hold then, or that they start early, is left out of the problem."""
-    program = model_program("moe")
-
-    def formulation() -> Formulation:  # a new one each time: what is counted is remembered
-        return formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=V5E)
-
-    assert_counted(formulation(), 25)
+    assert_counted(counted_honestly("moe", "tpu"), 25)
     real = resharding_memory._options
 
     def less(*args):
@@ -82,7 +84,7 @@ def test_the_oracle_can_fail(part, monkeypatch):
 
     monkeypatch.setattr(resharding_memory, "_options", less)
     with pytest.raises(AssertionError):
-        assert_counted(formulation(), 25)
+        assert_counted(formulation_of("moe", "tpu"), 25)
 
 
 def one_layer(w, x):
@@ -111,9 +113,14 @@ def all_choices(formulation: Formulation) -> list[tuple[float, int]]:
     return found
 
 
+@functools.cache
+def choices_of(seed: int) -> list[tuple[float, int]]:
+    return all_choices(few_options(seed, 1e9))
+
+
 def times_the_best(seed: int) -> list[float]:
     """At limits from tight to roomy: what is found costs, in terms of the cheapest choice that fits."""
-    every = all_choices(few_options(seed, 1e9))
+    every = choices_of(seed)
     peaks = [peak for _, peak in every]
     shares = []
     for limit in np.geomspace(1.001 * min(peaks), max(peaks), 10):
@@ -125,10 +132,10 @@ def times_the_best(seed: int) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])
+@pytest.mark.parametrize("seed", [2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 3))])
 def test_what_is_found_is_the_best_that_fits(seed):
     shares = times_the_best(seed)
-    assert min(shares) >= 1 - 1e-9 and max(shares) <= 1 + 2 * memory_limit.ENOUGH
+    assert min(shares) >= 1 - 1e-9 and max(shares) <= 1 + 2 * memory_limit.CLOSE_COUNTED_GAP
 
 
 def test_without_counting_it_is_not(monkeypatch):

@@ -62,14 +62,14 @@ def test_transformed_it_is_the_plain_function(how):
     assert_equal(found, expected)
 
 
-PLANNED = [
+PLANNED_ROW = [
     "gradient",
     "checkpoint",
     *(pytest.param(how, marks=pytest.mark.slow) for how in ("gradient of a batch", "loop")),
 ]
 
 
-@pytest.mark.parametrize("how", PLANNED)
+@pytest.mark.parametrize("how", PLANNED_ROW)
 def test_planned_it_computes_the_same_numbers(how):
     step, shape = TRANSFORMED[how](loss), SHAPES[1]
     sharded = autoshard(step, mesh=mesh_of(shape), topology=slow_chips(shape), fixed={"x": P(None, "x")})

@@ -99,6 +99,6 @@ def test_a_foreign_function_with_a_rule_runs_on_shards(monkeypatch):
 
 
 def test_a_region_with_other_collectives_is_caught(monkeypatch):
-    monkeypatch.setattr("autoshard.model.regions.pricing._KINDS", {})
+    monkeypatch.setattr("autoshard.model.regions.pricing._KIND_OF_PRIMITIVE", {})
     with pytest.raises(AssertionError):
         test_a_shard_map_is_predicted()

@@ -1,5 +1,7 @@
 """Problems that repeat themselves, solved with one option for what is alike."""
 
+import math
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -130,3 +132,10 @@ def test_a_large_problem_is_solved_as_one(monkeypatch):
     problem = chain(200, 3)
     found = solve_repeated(problem)
     assert max(sizes) < 20 and found.gap <= CLOSE
+
+
+def test_an_infinite_limit_is_none():
+    """Memory then has no prices: a price of 0 for each byte of an infinite room would be worth 0 * inf."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert solve_repeated(chain(50, 0, math.inf)).cost == solve_repeated(chain(50, 0)).cost

@@ -22,8 +22,8 @@ from autoshard.solver.bounds.forbid_options import OptionBounds
 from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.bounds.settings import RELAXATION
 from autoshard.solver.exact import highs, integer_program
-from autoshard.solver.exact.elimination import Elimination
 from autoshard.solver.exact.exhaustive import exhaustive
+from autoshard.solver.exact.narrow_parts import Elimination
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import least_sum, most_sum
 from autoshard.solver.local_search import neighbourhoods

@@ -11,9 +11,10 @@ from autoshard.pipeline import schedule, simulate
 from autoshard.stage_search import Channel, DeviceRow, LayerCosts, MicrobatchCosts, StageSpace, SubMesh, search_stages
 from autoshard.stage_search.chunks import ChunkProblem, mean_bound
 from autoshard.stage_search.fractional import fractional_bound
+from autoshard.stage_search.room import RoomForLayers, _DeviceLimits
 from autoshard.stage_search.simulating import schedule_facts, schedule_form
 from autoshard.stage_search.tightening import KindBound
-from autoshard.stage_search.whole_layers import LayerSeconds, WholeLayers, endings, least_per_layer
+from autoshard.stage_search.whole_layers import LAST_LAYERS, LayerSeconds, WholeLayers, endings, least_per_layer
 
 LAG = 0.05
 CASES = [  # schedule, devices, chunks, microbatches, layers, seed, head
@@ -45,15 +46,17 @@ def problem_on(tables, name, devices, chunks, microbatches):
 
 
 def best_of_all(problem, name, devices, chunks):
-    """Seconds of the best cut that fits, by `simulate`, where each device has one table."""
+    """Seconds of the best cut that fits, by `simulate`, over all tables of each virtual stage."""
     made = schedule(name, devices, problem.microbatches, chunks)
-    of_device = [next(one for one in problem.tables if device in one.shape.starts) for device in range(devices)]
     homes, found = np.array(made.placement), math.inf
-    for cuts in cuts_of(problem.space.layers, devices * chunks):
+    of_device = [[one for one in problem.tables if device in one.shape.starts] for device in range(devices)]
+    room = [tables[0].shape.memory_bytes for tables in of_device]
+    every_table = list(itertools.product(*(of_device[home] for home in homes)))
+    for cuts, tables in itertools.product(cuts_of(problem.space.layers, devices * chunks), every_table):
         at = list(itertools.pairwise(cuts))
 
-        def of(kind, at=at):
-            return np.array([getattr(of_device[home], kind)[run] for home, run in zip(homes, at, strict=True)])
+        def of(kind, at=at, tables=tables):
+            return np.array([getattr(table, kind)[run] for table, run in zip(tables, at, strict=True)])
 
         split = made.has_weight_tasks
         backward = of("backward") if split else of("backward") + of("weight")
@@ -63,22 +66,28 @@ def best_of_all(problem, name, devices, chunks):
             of("fixed_bytes")[homes == d].sum() + of("working_bytes")[homes == d].max() + line.peak_bytes[d]
             for d in range(devices)
         ]
-        if all(one <= table.shape.memory_bytes for one, table in zip(held, of_device, strict=True)):
+        if all(one <= limit for one, limit in zip(held, room, strict=True)):
             found = min(found, line.makespan + max(of("after")[homes == d].sum() for d in range(devices)))
     return found
+
+
+def endings_of(problem):
+    return endings(problem.space.layers, len(problem.form.placement), LAST_LAYERS)
 
 
 def bounds_of(problem, facts):
     """Every bound: of the mean, of whole layers, of the program, and of all parts after all programs."""
     split = facts.schedule.has_weight_tasks
     whole = WholeLayers.of(problem.space, problem.microbatches, problem.tables, has_weight_tasks=split)
-    parts = KindBound(problem, whole, 0.0, math.inf)
+    room = RoomForLayers(problem, whole, facts.in_flight)
+    parts = KindBound(problem, whole, room, 0.0, math.inf)
     while parts.raise_once(facts):
         pass
     return {
         "mean": mean_bound(problem),
         "whole layers": whole.bound(problem.form.placement),
         "program": fractional_bound(problem, facts),
+        "room": min(room.bound(ending, math.inf) for ending in endings_of(problem)),
         "parts": parts.seconds,
     }
 
@@ -122,6 +131,52 @@ def test_each_device_has_its_own_memory_and_working_bytes(seed):
     best, found = best_of_all(problem, *case), bounds_of(problem, schedule_facts(*case, 4))
     assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
     assert found["program"] >= 0.8 * best, (best, found)
+
+
+@pytest.mark.parametrize("head", [1.0, 2.5])
+def test_whole_layers_have_to_fit_into_memory(head):
+    """Eight layers and a head on two devices: in 8.7 bytes four layers fit, and the head beside three at most."""
+    layers, case = 9, ("interleaved_1f1b", 2, 2)
+    ones, heads = np.ones(layers), np.array([1.0] * (layers - 1) + [head])
+    costs = LayerCosts(ones, 2 * ones, 0 * ones, 0 * ones, 2 * heads, 0.02 * ones, 0.5 * ones)
+    table = costs.table(SubMesh.anywhere("1", 1, 2, 8.7))
+    problem, facts = problem_on((table,), *case, 4), schedule_facts(*case, 4)
+    assert math.isinf(best_of_all(problem, *case))
+    whole = WholeLayers.of(problem.space, 4, problem.tables, has_weight_tasks=False)
+    room = RoomForLayers(problem, whole, facts.in_flight)
+    assert math.isinf(min(room.bound(ending, math.inf) for ending in endings_of(problem)))
+    assert not room.is_enough()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_fast_and_lean_layers_share_the_memory(seed):
+    """Of each layer the lean plan is slower and holds less, so devices have as many fast ones as fit."""
+    layers, case = 7, ("interleaved_1f1b", 2, 2)
+    random, ones = np.random.default_rng(seed), np.ones(7)
+    slower = random.uniform(1.1, 1.6)
+    sizes = 5.0 * ones, 5.0 / random.uniform(1.5, 3) * ones
+    memory = 5.0 * layers / 2 * random.uniform(0.7, 0.95) + 1.5
+    tables = tuple(
+        LayerCosts(speed * ones, 2 * speed * ones, 0 * ones, 0.1 * ones, size, 0.05 * ones, ones).table(
+            SubMesh.anywhere("1", 1, 2, memory), name
+        )
+        for name, speed, size in (("", 1.0, sizes[0]), ("lean", slower, sizes[1]))
+    )
+    problem = problem_on(tables, *case, 4)
+    best, found = best_of_all(problem, *case), bounds_of(problem, schedule_facts(*case, 4))
+    assert math.isfinite(best)
+    assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
+    assert found["room"] >= found["whole layers"] * (1 - 1e-3)
+    assert found["room"] >= 0.85 * best, (best, found)
+
+
+def test_a_bound_of_memory_that_is_too_high_is_noticed(monkeypatch):
+    """Planted: every layer takes three places."""
+    most = _DeviceLimits.most
+    monkeypatch.setattr(_DeviceLimits, "most", lambda self, seconds: most(self, seconds) / 3)
+    problem = problem_of(*CASES[0])
+    found = bounds_of(problem, schedule_facts(*CASES[0][:1], *CASES[0][1:4]))
+    assert found["room"] > best_of_all(problem, *CASES[0][:3])
 
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.model.lifetimes import HEAP
+from autoshard.model.lifetimes import HEAP_OVERHEAD
 from autoshard.model.memory_terms import HeldBytes
 from autoshard.solver.problem import Live
 
@@ -45,10 +45,10 @@ class Heap:
         taken = np.zeros((len(results), end), bool)
         for row, (_, live) in enumerate(results):
             taken[row, live.start :] = True
-        largest, found = sizes[-1] * HEAP, []
+        largest, found = sizes[-1] * HEAP_OVERHEAD, []
         held = [(live.usage[choice[live.node]], live) for live in self.buffers if live.start < live.end]
         for size, live in sorted((one for one in held if 0 < one[0] <= largest), key=lambda one: -one[0]):
-            first = int(np.searchsorted(sizes * HEAP, size))
+            first = int(np.searchsorted(sizes * HEAP_OVERHEAD, size))
             free = ~taken[first:, live.start : live.end].any(axis=1)
             if free.any():
                 taken[first + int(free.argmax()), live.start : live.end] = True

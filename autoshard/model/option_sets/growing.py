@@ -1,13 +1,15 @@
-"""A problem too large to be priced whole in; a part of it that holds good choices out.
+"""A problem too large to be priced whole, or in time, in; a part of it that holds good choices out.
 
 The first part has the axes of the mesh taken together in blocks. Each further part offers what lies near the best
 choice of the one before, with that choice itself. That no other part holds a better choice is not proven: what is
 proven is `least_seconds`, which holds for every strategy there is.
+
+Where the clock ends even that, the part in which all axes are one block is formulated: it is small, and holds the
+usual schemes over all devices and their mixtures.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,20 +19,26 @@ from autoshard.layout import MeshShape
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.option_set import OptionSet, Partition, place_of
+from autoshard.model.pricing.late import FormulatingLate
 from autoshard.program import Program
 from autoshard.solver.searches.search_run import Search
 
-AXES = 4  # from so many on, a problem may be too large
-WHOLE = 4_000  # layouts, of all shapes in the step, that are still priced whole
-ROUNDS = 1  # of parts near a choice
-CHANGES = 1  # axes in which an option near a choice may differ from it
+LEAST_AXES = 4  # axes of more than one device; a problem over fewer is always priced whole
+MOST_LAYOUTS = 4_000  # of all shapes in the step together; a problem of no more is priced whole
+REFINEMENTS = 1  # parts that are searched after the first, each near the best choice of the one before
+MOST_CHANGED_AXES = 1  # mesh axes that an option near a choice may give to another factor
+PART_SHARE = 8  # of the time limit: one such part is what each search in a part of a problem gets
+LATE_REMARK = (
+    "time: the time limit ended before the costs of all shardings were known. Only those were compared in which mesh "
+    "axes split dims together. Raise time_limit= for a plan that may be faster."
+)
 
 
 def is_too_large(program: Program, mesh: MeshShape) -> bool:
     """Whether a problem is formulated in parts."""
     axes = sum(size > 1 for size in mesh.values())
     shapes = {value.shape for value in program.values}
-    return axes >= AXES and sum((len(shape) + 1) ** axes for shape in shapes) > WHOLE
+    return axes >= LEAST_AXES and sum((len(shape) + 1) ** axes for shape in shapes) > MOST_LAYOUTS
 
 
 def coarse_partitions(axes: Sequence[str]) -> tuple[Partition, ...]:
@@ -43,25 +51,64 @@ def coarse_partitions(axes: Sequence[str]) -> tuple[Partition, ...]:
     return ((whole,), *((whole[:i], whole[i:]) for i in range(1, len(whole))))
 
 
+def in_time(mesh: MeshShape, formulated: Callable[..., Formulation], until: float) -> Formulation:
+    """The whole problem; its part in which all axes split one dim together, if the clock ends the whole.
+
+    Args:
+        formulated: makes the problem of a part, `offered=`, in time, `until=`.
+        until: when time is up, as `time.monotonic` has it.
+    """
+    axes = _axes_of(mesh)
+    if len(axes) == 1:  # that part would be the whole
+        return formulated()
+    try:
+        return formulated(until=until)
+    except FormulatingLate:
+        return _as_one_axis(axes, formulated)
+
+
+def _as_one_axis(axes: Sequence[str], formulated: Callable[..., Formulation]) -> Formulation:
+    part = formulated(offered=OptionSet(((tuple(axes),),)))
+    return replace(part, least=least_seconds(part), restrictions=(LATE_REMARK,))
+
+
+def _axes_of(mesh: MeshShape) -> list[str]:
+    return [axis for axis, size in mesh.items() if size > 1]
+
+
 def in_parts(
-    mesh: MeshShape, formulated: Callable[..., Formulation], seconds: float, search: str | Search | None = None
+    mesh: MeshShape,
+    formulated: Callable[..., Formulation],
+    time_limit: float,
+    search: str | Search | None = None,
+    until: float = math.inf,
 ) -> Formulation:
     """The part of a problem that lies near the best choice found, with the seconds that no choice goes below.
 
     Args:
-        formulated: makes the problem of a part, `offered=`.
-        seconds: that the search in one part may take.
+        formulated: makes the problem of a part, `offered=`, in time, `until=`.
+        time_limit: seconds for all of planning.
         search: as for `solve`.
+        until: when time is up, as `time.monotonic` has it: the part made last is taken then.
     """
-    partitions = coarse_partitions([axis for axis, size in mesh.items() if size > 1])
+    axes = _axes_of(mesh)
+    partitions = coarse_partitions(axes)
     offered = OptionSet(partitions)
-    part = formulated(offered=offered)
-    with contextlib.suppress(SolverError):  # whoever solves the part says what is wrong
-        for _ in range(ROUNDS):
-            choice = solve_within(part, seconds, search=search).choice
+    try:
+        part = formulated(offered=offered, until=until)
+    except FormulatingLate:
+        return _as_one_axis(axes, formulated)
+    remarks: tuple[str, ...] = ()
+    try:
+        for _ in range(REFINEMENTS):
+            choice = solve_within(part, time_limit / PART_SHARE, until=until, search=search).choice
             near = near_choice(part, choice, _partitions_used(part, choice, partitions))
-            part = formulated(offered=replace(near, steps_by_rank=offered.steps_by_rank))
-    return replace(part, least=least_seconds(part))
+            part = formulated(offered=replace(near, steps_by_rank=offered.steps_by_rank), until=until)
+    except SolverError:
+        pass  # whoever solves the part says what is wrong
+    except FormulatingLate:
+        remarks = (LATE_REMARK,)
+    return replace(part, least=least_seconds(part), restrictions=(*part.restrictions, *remarks))
 
 
 def near_choice(formulation: Formulation, choice: Sequence[int], partitions: tuple[Partition, ...]) -> OptionSet:
@@ -71,7 +118,7 @@ def near_choice(formulation: Formulation, choice: Sequence[int], partitions: tup
         strategy = priced.strategies[choice[formulation.group_node(group)]]
         groups[group.index] = {axis: factor for factor, split in strategy.assignment for axis in split}
     homes = {i: place_of(options[choice[i]].home) for i, options in enumerate(formulation.arguments)}
-    return OptionSet(partitions, groups, homes, CHANGES)
+    return OptionSet(partitions, groups, homes, MOST_CHANGED_AXES)
 
 
 def _partitions_used(

@@ -15,8 +15,8 @@ from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.solve import solve
 from autoshard.solver.verify import verify
 
-_TIME_LIMIT = 20.0  # s; with the layouts given, little is left to choose
-_TIE = 1e-18  # s per byte held: of choices that take equally long, the one that holds less
+_CHOICE_SECONDS = 20.0  # s, the limit of the search; few choices remain once layouts are given, so it ends far sooner
+_TIE_BREAK = 1e-18  # s per byte held, so that of two choices that are equally fast the one that holds less is taken
 
 Wants = Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
 
@@ -33,7 +33,7 @@ def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wan
     """
     costs = [costs.copy() for costs in formulation.problem.costs]
     for live in formulation.problem.lives:
-        costs[live.node] += _TIE * live.usage
+        costs[live.node] += _TIE_BREAK * live.usage
     free = replace(formulation.problem, costs=tuple(costs), limit=None, lives=())
     allowed = {}
     for group, priced in zip(formulation.groups, formulation.priced, strict=True):
@@ -41,9 +41,9 @@ def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wan
         if options and not group.is_fill:
             allowed[formulation.group_node(group)] = options
     try:
-        solution = solve(free.restrict(allowed), budget=Budget.of(_TIME_LIMIT))
+        solution = solve(free.restrict(allowed), budget=Budget.of(_CHOICE_SECONDS))
     except SolverError:  # some value would have to be resharded in a way that no strategy has
-        solution = solve(free, budget=Budget.of(_TIME_LIMIT))
+        solution = solve(free, budget=Budget.of(_CHOICE_SECONDS))
     cost, _ = verify(formulation.problem, solution.choice)
     return replace(solution, cost=cost, bound=0.0, status="feasible")
 

@@ -17,6 +17,14 @@ Split = Mapping[str, tuple[str, ...]]  # factor -> the mesh axes that split it
 
 
 @dataclass(frozen=True)
+class SettledSplit:
+    """How an equation is split, and what of it was settled last."""
+
+    split: Split
+    inner_axes: frozenset[str] = frozenset()  # settled for each of the pieces that the other axes make
+
+
+@dataclass(frozen=True)
 class PlacedTensor:
     """One operand or result of an equation."""
 

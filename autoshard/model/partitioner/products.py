@@ -9,8 +9,10 @@ and the result. The partitioner looks for axes that two tensors have in one plac
    kinds that match, the one that holds the fewest bytes goes first, then the one that moves the fewest.
 3. Where no two tensors agree, operands go where the result wants them.
 
-Axes that are settled are gathered wherever else they split an operand. Products whose operands are large enough for
-XLA's windowed einsums are taken to be the collectives that these stand for.
+Axes that are settled are gathered wherever else they split an operand. Those of the first step are gathered for the
+whole product, the others among the devices that have one piece. XLA writes the collectives of the two differently, so
+it does not see when both gather the same value. Products whose operands are large enough for XLA's windowed einsums are
+taken to be the collectives that these stand for.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.layout import MeshShape, axes_of, shards
-from autoshard.model.partitioner.placed import PlacedEquation, Split
+from autoshard.model.partitioner.placed import PlacedEquation, SettledSplit, Split
 
 BATCH, CONTRACTED, LEFT, RIGHT = "batch", "contracted", "left", "right"
 
@@ -44,30 +46,28 @@ class Product:
         return {factor: axes for factor, axes in split.items() if self.kinds.get(factor) == kind}
 
 
-def product_split(placed: PlacedEquation) -> Split:
+def product_split(placed: PlacedEquation) -> SettledSplit:
     """The factors that XLA splits of a product, and over which axes."""
     product = Product(placed)
     used = frozenset().union(*map(_axes, product.splits))
     return _settled(product, product.splits, used)
 
 
-def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) -> Split:
+def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) -> SettledSplit:
     """The factors that are split over these axes, where tensors are split over no others."""
     if not axes:
-        return {}
+        return SettledSplit({})
     found = _at_once(product, splits, axes, may_reshard=False)
     if found is not None:
-        return found
-    ways = [
-        {
-            **first,
-            **_joined(first, _settled(product, [_without(split, first) for split in splits], axes - _axes(first))),
-        }
-        for first in _matches(product, splits)
-    ]
+        return SettledSplit(found)
+    ways = []
+    for first in _matches(product, splits):
+        inner = axes - _axes(first)
+        then = _settled(product, [_without(split, first) for split in splits], inner)
+        ways.append(SettledSplit({**first, **_joined(first, then.split)}, inner))
     if ways:
-        return min(ways, key=product.placed.cost)
-    return _at_once(product, splits, axes, may_reshard=True) or splits[2]
+        return min(ways, key=lambda way: product.placed.cost(way.split))
+    return SettledSplit(_at_once(product, splits, axes, may_reshard=True) or splits[2])
 
 
 def _at_once(product: Product, splits: Sequence[Split], axes: frozenset[str], may_reshard: bool) -> Split | None:

@@ -24,6 +24,7 @@ from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Rule, dimwise
 
 _RESHARDS = "sharding_constraint"
+_INNER = ("inner",)  # collectives within the pieces of a product are written otherwise, and share no copy with others
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,15 @@ class _ProgramBuilder:
         operands = [self.layouts.get(x.id) if isinstance(x, Value) else None for x in inputs]
         results = [self.layouts[made.id] for made in equation.outputs]
         rule = with_shifts(equation, rule, operands, results, self.mesh)
-        split = split_of(equation, rule, operands, results, self.mesh)
+        settled = split_of(equation, rule, operands, results, self.mesh)
+        split = settled.split
         wants = [self.layout(dims, split, rule) for dims in rule.operands]
         fuses = _may_fuse(equation, rule)
         for i, (x, lies, want) in enumerate(zip(inputs, operands, wants, strict=True)):
             if not isinstance(x, Value) or lies is None or want is None or lies == want:
                 continue
+            if (moved := _moved_axes(lies, want)) and moved <= settled.inner_axes:
+                x = inputs[i] = self.resharded(x, lies, equation, _INNER)
             if fuses or (x.from_outside and _adds(want, lies) is None):
                 inputs[i] = self.resharded(x, want, equation)
         read = {i: want for i, want in enumerate(wants) if want is not None and operands[i] is not None}
@@ -176,6 +180,11 @@ def _may_fuse(equation: Equation, rule: Rule) -> bool:
     """Whether it may be one of a group of several, in which nothing is resharded."""
     facts = facts_of(equation.primitive)
     return not (facts.is_boundary or facts.never_fuses or rule.given or rule.reduction)
+
+
+def _moved_axes(layout: Layout, other: Layout) -> set[str]:
+    """The axes that split other dims, or none, in another layout."""
+    return {axis for axes, kept in zip(layout, other, strict=True) for axis in axes if axis not in kept}
 
 
 def _adds(layout: Layout, other: Layout) -> set[str] | None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from autoshard.layout import Layout, MeshShape, shards
 from autoshard.model.equations import contracts
-from autoshard.model.partitioner.placed import PlacedEquation, Split
+from autoshard.model.partitioner.placed import PlacedEquation, SettledSplit, Split
 from autoshard.model.partitioner.products import product_split
 from autoshard.program import Equation
 from autoshard.propagation.rule import Rule
@@ -26,7 +26,7 @@ from autoshard.propagation.rule import Rule
 
 def split_of(
     equation: Equation, rule: Rule, operands: Sequence[Layout | None], results: Sequence[Layout], mesh: MeshShape
-) -> Split:
+) -> SettledSplit:
     """The factors of an equation that each device has a piece of.
 
     Args:
@@ -34,13 +34,18 @@ def split_of(
         results: how they are to lie.
     """
     if rule.given:
-        return rule.given
+        return SettledSplit(rule.given)
     placed = PlacedEquation.of(equation, rule, operands, results, mesh)
-    read, made = placed.splits[: len(placed.operands)], placed.splits[len(placed.operands) :]
     if not any(placed.splits):
-        return {}
+        return SettledSplit({})
     if contracts(equation) and len(placed.tensors) == 3:
         return product_split(placed)
+    return SettledSplit(_other_split(equation, rule, placed))
+
+
+def _other_split(equation: Equation, rule: Rule, placed: PlacedEquation) -> Split:
+    """The same of what is no product."""
+    read, made = placed.splits[: len(placed.operands)], placed.splits[len(placed.operands) :]
     if not rule.reduction:
         split = _moved_aside(_first(made, rule), placed) if equation.primitive == "concatenate" else _first(made, rule)
         return _with_layouts(split, placed)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from autoshard.layout import Layout
+from autoshard.model.pricing.late import ends_at, never_late
 
 
 class Memo:
     """What functions returned, by their very arguments."""
 
     def __init__(self) -> None:
+        self.tick = never_late  # called before anything is made
         self._lists: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
         self._results: dict[tuple, tuple] = {}
+
+    @contextlib.contextmanager
+    def ending(self, until: float) -> Iterator[None]:
+        """While it lasts, whatever is made past that time raises `FormulatingLate`."""
+        self.tick = ends_at(until)
+        try:
+            yield
+        finally:
+            self.tick = never_late
 
     def one(self, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
         """The one tuple of these layouts: equal ones are the same object, so that `once` knows them again."""
@@ -32,6 +44,7 @@ class Memo:
         """
         key = make.__module__, make.__qualname__, *map(id, args), of
         if key not in self._results:
+            self.tick()
             self._results[key] = make(*args), args
         return self._results[key][0]
 

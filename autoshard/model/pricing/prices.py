@@ -32,7 +32,7 @@ from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
 from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
-from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
+from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
 from autoshard.program import Equation, Value
 
@@ -41,9 +41,9 @@ from autoshard.program import Equation, Value
 LAUNCH_SECONDS = 1e-6
 
 # One all_reduce moves the bytes of a reduce_scatter and an all_gather, but never takes as long as the two: on 8 CPU
-# devices they took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We take the least,
-# so that they are chosen where they save something, and one all_reduce where they don't.
-HALF_PENALTY = 1.2
+# devices the two halves took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We
+# take the least as the factor of each half: halves are chosen where they save something, one all_reduce elsewhere.
+HALVES_FACTOR = 1.2
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class Prices:
         if self.offered is not None:
             key, choices = (key, self.offered.key(group)), self.offered.choices
         if key not in self._groups:
+            self.memo.tick()
             call = is_call(group)
             strategies = tuple(
                 operation_strategies(group, self.mesh, choices)
@@ -242,7 +243,7 @@ class Prices:
         """Seconds to round an argument before the loops whose products read it; 0 if no loop reads it rounded."""
         if value.id not in self.rounded:
             return 0.0
-        through = self.arrays.elements(value, layout) * (value.itemsize + ROUNDED)
+        through = self.arrays.elements(value, layout) * (value.itemsize + BFLOAT16_BYTES)
         return through / (self.device.memory_bandwidth * self.backend.loop_memory.rounding_share)
 
     def writing(self, value: Value, layout: Layout) -> float:
@@ -276,7 +277,7 @@ class Prices:
     def _region_seconds(self, group: Group, region: Region) -> Seconds:
         communication = ahead = 0.0
         for one in region.collectives:
-            cost = self._collective(one.kind, one.axes, one.bytes) * one.runs
+            cost = self._collective(one.kind, one.axes, one.bytes, one.devices) * one.runs
             communication += cost
             ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather")
         compute = 0.0 if self.waits_only else region.compute
@@ -434,7 +435,7 @@ class Prices:
         key = kind, axes, size, among, combined
         if key not in self._collectives:
             textbook = collective_seconds(kind, axes, size, self.mesh, self.topology, among)
-            penalty = HALF_PENALTY if kind in ("all_gather", "reduce_scatter") else 1.0
+            penalty = HALVES_FACTOR if kind in ("all_gather", "reduce_scatter") else 1.0
             latency = collective_seconds(kind, axes, 0, self.mesh, self.topology, among)
             through = self._recopied(size) if kind == "all_to_all" else 0.0
             share = self.backend.combining.share_of_launch(size) if combined else 1.0

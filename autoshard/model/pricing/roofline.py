@@ -17,8 +17,10 @@ from autoshard.model.strategies import Strategy
 from autoshard.model.xla.tiles import row_padding
 from autoshard.program import Equation, Value, dtype_name
 
-_CROSSINGS = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})  # no work: the same buffer
-_READS_PART = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # touch as much as they return
+_SAME_BUFFER = frozenset(
+    {"scan_const", "scan_carry", "branch_const", "branch_join"}
+)  # no work: results are the operand's buffer
+_READS_RESULT_BYTES = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # of operands
 
 
 class GroupWork:
@@ -38,7 +40,7 @@ class GroupWork:
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
         is_free = group.only_moves and not (group.is_sunk or group.is_copy)
-        if is_free or group.equations[0].primitive in _CROSSINGS:
+        if is_free or group.equations[0].primitive in _SAME_BUFFER:
             return [0.0] * len(strategies)
         pieces = {
             factor: np.array([shards(strategy.axes.get(factor, ()), self.arrays.mesh) for strategy in strategies])
@@ -73,12 +75,12 @@ class GroupWork:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
         is_free = group.only_moves and not (group.is_sunk or group.is_copy)
-        if is_free or first.primitive in _CROSSINGS:
+        if is_free or first.primitive in _SAME_BUFFER:
             return 0.0
         values = {
             value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.outputs))
         }
-        moves_parts = group.is_recomputed or first.primitive in _READS_PART or _inserted(first) is not None
+        moves_parts = group.is_recomputed or first.primitive in _READS_RESULT_BYTES or _inserted(first) is not None
         in_memory = (value for value in values.values() if not (moves_parts or value.on_host or self.kept_share(value)))
         sizes = [
             math.prod(value.shape) * self.arrays.widths.stored(value)
@@ -139,7 +141,7 @@ class GroupWork:
             return 0.0
         written = sum(map(self._through_memory, (made.value for made in group.outputs), leaves))
         first = group.equations[0]
-        if first.primitive in _READS_PART:
+        if first.primitive in _READS_RESULT_BYTES:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
             return (
                 2

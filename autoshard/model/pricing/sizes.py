@@ -11,7 +11,7 @@ from autoshard.layout import Layout, MeshShape, local_shape
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import ImageDims
-from autoshard.model.xla.rounding import ROUNDED, Readers, Widths
+from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
 from autoshard.model.xla.tiles import padded_size
 from autoshard.program import Value
 
@@ -65,7 +65,7 @@ class ArraySizes:
 
     def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
         """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
-        width = min(value.itemsize, ROUNDED) if self.backend.rounding.operands else value.itemsize
+        width = min(value.itemsize, BFLOAT16_BYTES) if self.backend.rounding.operands else value.itemsize
         return self.elements(value, layout, minor) * width
 
     def elements(self, value: Value, layout: Layout, minor: ImageDims | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, called_jaxpr, inner_jaxprs, with_plain_names
-from autoshard.layout import MeshShape, local_shape
+from autoshard.layout import MeshShape, local_shape, shards
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import Backend
+from autoshard.model.xla.scatters import scatters_alone
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.running import Call
 from autoshard.operations.split import Run
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 SHARD_MAP = "shard_map"
 REGIONS = frozenset({OPERATION, SHARD_MAP})
-_KINDS = {
+_KIND_OF_PRIMITIVE = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "all_to_all": "all_to_all",
@@ -50,7 +52,7 @@ _KINDS = {
     "ragged_all_to_all": "all_to_all",
     "reduce_scatter": "reduce_scatter",
 }
-_OF_DEVICES = frozenset({*_KINDS, "axis_index", "pbroadcast", "pvary"})  # what stands in a region alone
+_PRIMITIVES_OF_REGIONS = frozenset({*_KIND_OF_PRIMITIVE, "axis_index", "pbroadcast", "pvary"})  # found nowhere else
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class RegionCollective:
     runs: int  # per run of the region
     is_ahead: bool  # whether no matrix product goes into it
     is_in_loop: bool = False
+    devices: int | None = None  # of those along the axes, how many talk to each other; None: all
+    shape: tuple[int, ...] = ()  # of one device's part of a sum that is scattered, whole
     last_operand: int = field(default=-1, compare=False)  # of the region, of those that it is made of; -1: of none
 
 
@@ -106,7 +110,7 @@ class Regions:
         Args:
             formulate: a program, its rules and a mesh to their problem, by `topology=` and `backend=`.
         """
-        self.mesh, self.topology = dict(mesh), topology
+        self.mesh, self.topology, self.backend = dict(mesh), topology, backend
         self.formulate = functools.partial(formulate, topology=topology, backend=backend)
         self.machine = repr((topology, backend))
         self.forward = dict(_forward_calls(program))
@@ -129,12 +133,25 @@ class Regions:
         """
         (equation,) = group.equations
         if run is not None:
-            return self._of_call(equation, run, shares and equation.index in self.forward)
+            return self._as_compiled(self._of_call(equation, run, shares and equation.index in self.forward))
         key = self.key(equation)
         if key not in self._known:
             self._kept.append(equation.params["jaxpr"])
-            self._known[key] = self._read([ClosedJaxpr(equation.params["jaxpr"], ())])
+            self._known[key] = self._as_compiled(self._read([ClosedJaxpr(equation.params["jaxpr"], ())]))
         return self._known[key]
+
+    def _as_compiled(self, region: Region) -> Region:
+        """A region with the collectives that the compiler makes of those that it has no other way for."""
+        return replace(region, collectives=tuple(map(self._collective_as_compiled, region.collectives)))
+
+    def _collective_as_compiled(self, one: RegionCollective) -> RegionCollective:
+        among = one.devices or shards(one.axes, self.mesh)
+        if one.kind == "reduce_scatter":
+            if not scatters_alone(one.axes, among, one.shape, self.mesh, self.backend):
+                return replace(one, kind="all_reduce", bytes=one.bytes * among)
+            return one
+        everywhere = math.prod(self.mesh.values()) // self.backend.slices
+        return replace(one, kind=self.backend.gathers.sent_as(one.kind, among, everywhere, one.bytes))
 
     def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
         """Equal for axes that do the same: they are found once, and named."""
@@ -224,7 +241,7 @@ class Regions:
         compute = sum(
             priced.seconds[0].compute
             for group, priced in zip(formulation.groups, formulation.priced, strict=True)
-            if group.equations[0].primitive not in _OF_DEVICES
+            if group.equations[0].primitive not in _PRIMITIVES_OF_REGIONS
         )
         ends = sum(value.bytes for value in program.arguments)
         ends += sum(x.bytes for x in program.results if isinstance(x, Value))
@@ -268,7 +285,7 @@ def program_of(traced: ClosedJaxpr, turns: int | None = None) -> Program:
 
 
 def _is_known(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _OF_DEVICES or has_rule(eqn)
+    return eqn.primitive.name in _PRIMITIVES_OF_REGIONS or has_rule(eqn)
 
 
 def _rules(program: Program) -> list[Rule]:
@@ -277,7 +294,7 @@ def _rules(program: Program) -> list[Rule]:
         warnings.simplefilter("ignore", UnknownPrimitiveWarning)
         return [
             whole([x.shape for x in one.inputs], [x.shape for x in one.outputs])
-            if one.primitive in _OF_DEVICES
+            if one.primitive in _PRIMITIVES_OF_REGIONS
             else rule_of(one)
             for one in program.equations
         ]
@@ -298,7 +315,7 @@ def _bodies(closed: ClosedJaxpr) -> Iterator[ClosedJaxpr]:
 def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective]:
     after, last = _after_products(program), _last_operands(program)
     for equation in program.equations:
-        kind = _KINDS.get(equation.primitive)
+        kind = _KIND_OF_PRIMITIVE.get(equation.primitive)
         axes = _axes(equation.params, mesh) if kind else ()
         if kind is None or not axes:
             continue
@@ -306,7 +323,12 @@ def _collectives(program: Program, mesh: MeshShape) -> Iterator[RegionCollective
         is_in_loop = program.scope(equation.path) != ()
         for made in equation.outputs:
             of = last.get(made.id, -1)
-            yield RegionCollective(kind, axes, made.bytes, equation.trips, is_ahead, is_in_loop, of)
+            groups = equation.params.get("axis_index_groups")
+            devices = len(groups[0]) if groups else None
+            shape = equation.inputs[0].shape if kind == "reduce_scatter" else ()
+            yield RegionCollective(
+                kind, axes, made.bytes, equation.trips, is_ahead, is_in_loop, devices, shape, last_operand=of
+            )
 
 
 def _last_operands(program: Program) -> dict[int, int]:

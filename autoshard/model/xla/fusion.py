@@ -27,10 +27,12 @@ from autoshard.program import Equation, Program, Value
 if TYPE_CHECKING:
     from autoshard.model.xla.backends import Backend
 
-_PRODUCTS = frozenset({"mul", "square"})  # what a sum of products may be made of
+_SUMMED_PRODUCTS = frozenset({"mul", "square"})  # primitives whose results a sum of products adds up
 _CHEAP_FOR_REALS = frozenset({"cos", "rem", "sin", "tan"})
 _SAME_ELEMENTS = frozenset({"copy", "random_unwrap", "random_wrap", "squeeze", "stop_gradient"})
-_READ_AGAIN = 3  # so many arrays at most for one that is not stored; found in compiled ResNets and transformers
+# Arrays that readers read instead of one that is not stored: with more, XLA stores it. Source: compiled ResNets and
+# transformers.
+_MOST_OPERANDS = 3
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,11 @@ def _guarded(program: Program, groups: Sequence[Group]) -> set[int]:
 def _is_folded(group: Group, users: Sequence[Group]) -> bool:
     """Whether it is the product in a sum of products: of all that precedes a reduction, XLA folds only this into it."""
     products = {e.primitive for e in group.equations if not facts_of(e.primitive).relabels}
-    return bool(users) and products <= _PRODUCTS and {user.equations[0].primitive for user in users} == {"reduce_sum"}
+    return (
+        bool(users)
+        and products <= _SUMMED_PRODUCTS
+        and {user.equations[0].primitive for user in users} == {"reduce_sum"}
+    )
 
 
 def _ones(program: Program) -> set[int]:
@@ -245,7 +251,7 @@ def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]
     size = math.prod(group.outputs[0].value.shape)
     wide = [use.value.id for use in group.uses if math.prod(use.value.shape) == size]
     read = set().union(*(through.get(value, {value}) for value in wide))
-    far = len(read) > _READ_AGAIN or any(value in padded for value in wide)
+    far = len(read) > _MOST_OPERANDS or any(value in padded for value in wide)
     if far and len(set(map(id, users))) > 1:
         return True
     if group.fuses:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from autoshard.layout import MeshShape, shards
 
-# From so many devices on XLA for TPU may all_reduce where a program gathers over all of them. It gathers several dims
-# at once with fewer, too; that is priced as one after the other, which is nearer to what such programs take.
-MANY_DEVICES = 64
+# Devices of a slice from which XLA for TPU may make an all_reduce of a gather over all of them. On fewer devices, too,
+# several dims may be gathered at once. Such gathers are priced one after the other, which is nearer to what they take.
+LEAST_DEVICES_SUMMED = 64
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Gathers:
         """
         if kind != "all_gather" or size > self.summed_up_to_bytes:
             return kind
-        return "all_reduce" if MANY_DEVICES <= devices == everywhere else kind
+        return "all_reduce" if LEAST_DEVICES_SUMMED <= devices == everywhere else kind
 
 
 def combined(
@@ -53,7 +53,7 @@ def combined(
         several = False
         if gathers.several_dims_at_once and sent and kind == sent[-1][0] == "all_gather":
             all_axes = tuple(axis for axis in mesh if axis in axes or axis in sent[-1][1])
-            if shards(all_axes, mesh) >= MANY_DEVICES:
+            if shards(all_axes, mesh) >= LEAST_DEVICES_SUMMED:
                 axes, several = all_axes, True
                 sent.pop()
         sent.append((kind, axes, size, several))

@@ -32,7 +32,7 @@ class Operations:
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        inside = self.least_seconds * sum(map(_more, group.equations))
+        inside = self.least_seconds * sum(map(_extra_operations, group.equations))
         if group.is_recomputed or group.is_stack or group.ends_product or group.is_idle:
             return inside
         if group.contracts:
@@ -47,13 +47,13 @@ class Operations:
         XLA for TPU does so where rows are parts of rows: those of a `dynamic_slice` or a `dynamic_update_slice` in a
         batch. A few it picks or writes one after the other.
         """
-        return self.least_seconds * _OF_A_TURN[equation.primitive[:7]] if is_loop_over_rows(equation) else 0.0
+        return self.least_seconds * _OPERATIONS_PER_ROW[equation.primitive[:7]] if is_loop_over_rows(equation) else 0.0
 
 
 def is_loop_over_rows(equation: Equation) -> bool:
     """Whether XLA for TPU runs a gather or a scatter as a loop over its rows: many of them, and each part of a row."""
     name, shapes = equation.primitive[:7], [value.shape for value in equation.inputs]
-    if name not in _OF_A_TURN or math.prod(shapes[1][:-1]) < _FEW:
+    if name not in _OPERATIONS_PER_ROW or math.prod(shapes[1][:-1]) < _LEAST_LOOP_ROWS:
         return False
     numbers = equation.params["dimension_numbers"]
     apart = {*numbers.operand_batching_dims}
@@ -61,21 +61,21 @@ def is_loop_over_rows(equation: Equation) -> bool:
     rows = [size for dim, size in enumerate(shapes[0]) if dim not in apart]
     if name == "gather":
         sizes = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in apart]
-        return any(_FEWEST <= part < row for part, row in zip(sizes, rows, strict=True))
+        return any(_LEAST_ROW_PART <= part < row for part, row in zip(sizes, rows, strict=True))
     parts = [shapes[2][dim] for dim in numbers.update_window_dims]
     return any(map(operator.lt, parts, rows))
 
 
-def _more(equation: Equation) -> int:
-    """How many operations XLA makes of an equation beside one. A few rows it picks as slices, one by one."""
-    if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _FEW:
+def _extra_operations(equation: Equation) -> int:
+    """Operations that XLA makes of an equation beside the first. It picks a few rows as slices, one by one."""
+    if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _LEAST_LOOP_ROWS:
         return 0
-    return _MORE.get(equation.primitive, 0)
+    return _EXTRA_OPERATIONS.get(equation.primitive, 0)
 
 
-# Operations beside the one that an equation is: indices that are computed, words of a key that are taken apart, copies
-# of images, and loops until the last element has settled.
-_MORE = {
+# Operations of a compiled program beside the one that an equation becomes: computing indices, taking apart the words of
+# a key, copying images, and the turns of loops that run until the last element has settled.
+_EXTRA_OPERATIONS = {
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_window_sum"), 1),
     **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 13),  # of loops that turn once by libtpu's count
     "regularized_incomplete_beta": 400,
@@ -93,9 +93,9 @@ _MORE = {
     "threefry2x32": 3,
     "tridiagonal_solve": 20,
 }
-_FEWEST = 8  # elements in a part of a row; XLA for TPU picks smaller parts as single elements
-_FEW = 16  # rows that are picked, or updates of a scatter
-_OF_A_TURN = {"gather": 3, "scatter": 4}  # operations, of a loop over rows
+_LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
+_LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other, as slices
+_OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows
 
 
 def stacked_beside(program: Program) -> dict[int, int]:

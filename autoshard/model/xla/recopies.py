@@ -15,7 +15,7 @@ import numpy as np
 
 from autoshard.layout import Layout, MeshShape, local_shape
 from autoshard.model.xla.convolutions import ImageDims
-from autoshard.model.xla.rounding import ROUNDED
+from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import Tile, padded_size, tiled_dims
 
 
@@ -49,7 +49,7 @@ class Recopies:
         cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in image_dims], axis=-1)
         pieces, place = np.unique(cut.reshape(-1, 2), axis=0, return_inverse=True)
         padding = [padded_size(piece, tile) / max(1, math.prod(piece)) for piece in pieces.tolist()]
-        often = self.image_pieces * ROUNDED / width * np.array(padding)[place]
+        often = self.image_pieces * BFLOAT16_BYTES / width * np.array(padding)[place]
         return np.maximum(0.0, often - self.pieces).reshape(len(sources), len(targets))
 
     def out_of_order(

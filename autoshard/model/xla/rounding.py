@@ -27,11 +27,11 @@ from jax.lax import Precision
 from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value, dtype_name
 
-ROUNDED = 2  # bytes of a bfloat16
-Readers = Collection[Group] | None  # of a resharded copy; None: all that read the value
-# An operand of these is rounded ahead of them if their result is rounded.
-_PASS_ON = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
-_DEFAULT = (None, "default", Precision.DEFAULT)
+BFLOAT16_BYTES = 2  # per element
+Readers = Collection[Group] | None  # of a resharded copy; None: all groups that read the value
+# These only move elements, so if their result is rounded, their operand is rounded instead.
+_MOVES_ONLY = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
+_DEFAULT_PRECISIONS = (None, "default", Precision.DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Widths:
 
     def of(self, value: Value) -> int:
         """Bytes per element of a value as it is made, and as it is summed over devices."""
-        return ROUNDED if value.id in self.kept else value.itemsize
+        return BFLOAT16_BYTES if value.id in self.kept else value.itemsize
 
     def summed(self, value: Value) -> int:
         """Bytes per element of what is summed over devices."""
@@ -66,7 +66,7 @@ class Widths:
         return self.rounding.sums_as.get(name) or self.rounding.moves_as.get(name) or self.of(value)
 
     def stored(self, value: Value) -> int:
-        return ROUNDED if value.id in self.fused else self.of(value)
+        return BFLOAT16_BYTES if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Readers = None) -> int:
         """Bytes per element of a copy for these readers; by default for all."""
@@ -97,17 +97,17 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
     def rounds(group: Group) -> bool:
         if group.contracts:
             return _at_default_precision(group.equations[0].params.get("precision"))
-        moves = group.only_moves or group.equations[0].primitive in _PASS_ON
+        moves = group.only_moves or group.equations[0].primitive in _MOVES_ONLY
         return moves and all(made.value.id in kept for made in group.outputs)
 
     def read(group: Group, value: Value) -> int:
         """Bytes per element of the first thing that a group makes of a value."""
         if rounding.operands and dtype_name(value.dtype) == "float32" and rounds(group):
-            return ROUNDED
+            return BFLOAT16_BYTES
         readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
         if rounding.before_moves and readings and all(map(_converts, readings)):
             return max(equation.outputs[0].dtype.itemsize for equation in readings)
-        if rounding.operands and group.equations[0].primitive in _PASS_ON:
+        if rounding.operands and group.equations[0].primitive in _MOVES_ONLY:
             return max((wanted.get(made.value.id, value.itemsize) for made in group.outputs), default=value.itemsize)
         return value.itemsize
 
@@ -129,7 +129,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
             wide = dtype_name(made.value.dtype) == "float32"
             if rounding.operands and wide and made.value.id not in results and all(map(rounds, users)):
                 kept.add(made.value.id)
-                moved[made.value.id] = wanted[made.value.id] = ROUNDED
+                moved[made.value.id] = wanted[made.value.id] = BFLOAT16_BYTES
                 continue
             note(made.value)
             maker = next(equation for equation in group.equations if made.value in equation.outputs)
@@ -166,4 +166,4 @@ def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
 
 def _at_default_precision(precision) -> bool:
     pair = precision if isinstance(precision, tuple) else (precision,)
-    return all(one in _DEFAULT for one in pair)
+    return all(one in _DEFAULT_PRECISIONS for one in pair)

@@ -10,16 +10,15 @@ programs of 2x2x1, 2x2x2 and 2x2x4. `tests/mesh/test_targets.py` compiles stages
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoshard.layout import MeshShape, shards
+from autoshard.operations.sums import Stages, two_stages
 
 if TYPE_CHECKING:
     from autoshard.model.xla.backends import Backend
-
-IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group, member]
-Stages = tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Scatters:
 
     from_all_reduces: bool = True  # whether an all_reduce and a slice become a reduce_scatter
     over_all_up_to: float = math.inf  # devices of a program: one over all of more is an all_reduce, and a slice
+    least_columns: int = 0  # of what a program scatters itself: an array of shorter rows is all_reduced
     over_some_axes: bool = False  # whether one over some axes of a sum, and an all_reduce over the others, are a choice
 
 
@@ -44,6 +44,21 @@ def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -
         return True
     everybody = shards(inside, mesh) * backend.slices >= devices
     return not (between or everybody)
+
+
+def scatters_alone(
+    axes: tuple[str, ...], devices: int, shape: Sequence[int], mesh: MeshShape, backend: Backend
+) -> bool:
+    """Whether the backend runs a `psum_scatter` of a program as one. If not, it all_reduces the whole.
+
+    Args:
+        axes: what it runs over.
+        devices: how many of those along the axes talk to each other.
+        shape: of one device's part of the sum, whole.
+    """
+    columns = shape[-1] if len(shape) > 1 else 0
+    in_groups = devices < shards(axes, mesh)
+    return columns >= backend.scatters.least_columns and (in_groups or scatters_at_once(axes, mesh, backend))
 
 
 def axes_between_slices(mesh: MeshShape, slices: int) -> frozenset[str]:
@@ -67,7 +82,7 @@ def stages_of(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> Stage
     between, inside = _levels(axes, mesh, backend)
     if scatters_at_once(axes, mesh, backend):
         return ((axes, None),)
-    stages: Stages = ((inside, None),) if scatters_at_once(inside, mesh, backend) else _in_two(inside, mesh)
+    stages: Stages = ((inside, None),) if scatters_at_once(inside, mesh, backend) else two_stages(inside, mesh)
     return (*stages, (between, None)) if between else stages
 
 
@@ -77,18 +92,5 @@ def scatter_stages(axes: tuple[str, ...], mesh: MeshShape) -> list[Stages]:
     for count in range(len(axes)):
         between, inside = axes[:count], axes[count:]
         outside = ((between, None),) if between else ()
-        found += [((inside, None), *outside), (*_in_two(inside, mesh), *outside)]
+        found += [((inside, None), *outside), (*two_stages(inside, mesh), *outside)]
     return found
-
-
-def _in_two(axes: tuple[str, ...], mesh: MeshShape) -> Stages:
-    """A reduce_scatter as two, one inside the other; of a prime number of devices it stays one."""
-    if len(axes) > 1:
-        return (axes[1:], None), (axes[:1], None)
-    count = shards(axes, mesh)
-    rows = max(part for part in range(1, math.isqrt(count) + 1) if count % part == 0)
-    if rows == 1:
-        return ((axes, None),)
-    columns = count // rows
-    places = [tuple(range(row * columns, (row + 1) * columns)) for row in range(rows)]
-    return (axes, tuple(places)), (axes, tuple(zip(*places, strict=True)))

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard.layout import MeshShape
 from autoshard.operations.split import CallSplit
+from autoshard.operations.sums import scattered_sum
 from autoshard.ops.attending.blocks import Gradients, SoftmaxResiduals
 from autoshard.ops.attending.operands import AttentionOperands
 
@@ -42,11 +44,12 @@ class Exchange:
     index: jax.Array | int
     groups: int  # key heads before
     heads: int  # queries' heads per key head before
+    mesh: MeshShape
 
     @classmethod
     def of(cls, split: CallSplit, call: AttentionOperands) -> Exchange:
         _, _, groups, heads, _ = call.query.shape
-        return cls(split.axes(ROLE), split.count(ROLE), split.index(ROLE), groups, heads)
+        return cls(split.axes(ROLE), split.count(ROLE), split.index(ROLE), groups, heads, split.mesh)
 
     @property
     def copies(self) -> int:
@@ -109,7 +112,7 @@ class Exchange:
             whole = jnp.zeros((x.shape[0], like.shape[1], *x.shape[2:]), x.dtype)
             x = lax.dynamic_update_slice_in_dim(whole, x, self.index * x.shape[1], 1)
         if like.shape[2] > 1:
-            return lax.psum_scatter(x, self.axes, scatter_dimension=2, tiled=True)
+            return scattered_sum(x, self.axes, 2, self.mesh)
         return lax.psum(x, self.axes)
 
     def call(self, call: AttentionOperands) -> AttentionOperands:

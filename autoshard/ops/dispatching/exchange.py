@@ -24,6 +24,7 @@ from jax import lax
 
 from autoshard.jaxprs import aval_of
 from autoshard.operations.split import CallSplit
+from autoshard.operations.sums import scattered_sum
 from autoshard.ops.dispatching.row_function import Kind, RowFunction
 
 EXPERTS = "experts"
@@ -123,19 +124,20 @@ def exchanged(
     results = []
     for (var, kind), x in zip(function.outputs, found, strict=True):
         if kind is Kind.GROUP:
-            results.append(summed(x.astype(aval_of(var).dtype), split.axes(DATA), scatters=scatters))
+            results.append(summed(x.astype(aval_of(var).dtype), split, scatters=scatters))
         else:
             x = x.reshape(tokens, slots, *x.shape[1:])
             results.append(x.sum(1) if kind is Kind.TOKEN else x)
     return results
 
 
-def summed(x: jax.Array, axes: tuple[str, ...], *, scatters: bool) -> jax.Array:
-    """The sum of what devices have, or a part of it on each."""
+def summed(x: jax.Array, split: CallSplit, *, scatters: bool) -> jax.Array:
+    """The sum of what devices along the axes of `DATA` have, or a part of it on each."""
+    axes = split.axes(DATA)
     if not axes:
         return x
     dim = scattered_dim(x.shape) if scatters else None
-    return lax.psum(x, axes) if dim is None else lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return lax.psum(x, axes) if dim is None else scattered_sum(x, axes, dim, split.mesh)
 
 
 def scattered_dim(shape: Sequence[int]) -> int | None:

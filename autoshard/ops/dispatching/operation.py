@@ -62,7 +62,7 @@ def _operation(function: RowFunction) -> Operation:
     def scattered(split: CallSplit, groups: Any, *arrays: Any) -> tuple[jax.Array, ...]:
         found = on_own_rows(function, groups, arrays)
         return tuple(
-            summed(x, split.axes(DATA), scatters=True) if kind is Kind.GROUP else x
+            summed(x, split, scatters=True) if kind is Kind.GROUP else x
             for x, (_, kind) in zip(found, function.outputs, strict=True)
         )
 

@@ -6,6 +6,7 @@ A choice that fits earns what its bytes fall short of the limit, so that a bound
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,6 +47,10 @@ class Prices:
         paid = np.append(0.0, values.cumsum())
         extra = (paid[self._end] - paid[self._start]) * self._usage
         self.costs = self.plain + np.bincount(self._option, extra, minlength=self._offsets[-1])
+
+    def priced(self, problem: Problem) -> Problem:
+        """The problem whose prices these are, with what its options cost under them."""
+        return replace(problem, costs=tuple(np.split(self.costs, self._offsets[1:-1])), checked=True)
 
     def over(self, shares: np.ndarray) -> np.ndarray:
         """Bytes per pressure point by which what is held is over the limit; negative where it is below.

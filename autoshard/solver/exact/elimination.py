@@ -17,15 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.solver.bounds.prices import Prices
-from autoshard.solver.exact.elimination_order import MOST_ENTRIES, ORDERS, Order, order_of
+from autoshard.solver.exact.elimination_order import Order, order_of
 from autoshard.solver.exact.option_classes import with_classes
-from autoshard.solver.incumbent import Incumbent
-from autoshard.solver.local_search.forest_moves import Moves, move_seconds
 from autoshard.solver.problem import Problem
-from autoshard.solver.run import NoChoice, Part, Run
 from autoshard.solver.tables import summed
-from autoshard.solver.verify import verify
 
 BLOCK_ENTRIES = 1 << 18  # of a table that are added up at once, 8 bytes each: what a core's cache holds
 FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
@@ -43,24 +38,43 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
     >>> cheapest(problem, order_of(problem))
     (1, 0)
     """
+    made = eliminated(problem, order)
+    if not math.isfinite(made.least):
+        return None
+    chosen: dict[int, int] = {}
+    for step in reversed(range(len(order.nodes))):
+        node = order.nodes[step]
+        costs = np.asarray(sum(_at(table, nodes, node, chosen) for nodes, table in made.factors[step]))
+        chosen[node] = int(costs.argmin())
+    return tuple(chosen[node] for node in range(len(problem.costs)))
+
+
+@dataclass(frozen=True, eq=False)
+class Eliminated:
+    """What elimination makes of a problem."""
+
+    factors: list[list[Factor]]  # step -> tables over its node and scope; together the least that all before it cost
+    least: float  # what the cheapest choice costs, memory aside; inf: all are forbidden
+
+
+def eliminated(problem: Problem, order: Order) -> Eliminated:
+    """The tables of an elimination; those that come after one that forbids everything are left out."""
     place = {node: step for step, node in enumerate(order.nodes)}
     factors: list[list[Factor]] = [[] for _ in order.nodes]
     for node, costs in enumerate(problem.costs):
         factors[place[node]].append(((node,), costs))
     for (i, j), table in summed(problem.edges).items():
         factors[min(place[i], place[j])].append(((i, j), table))
+    least = 0.0
     for step, (node, scope) in enumerate(zip(order.nodes, order.scopes, strict=True)):
         others, table = minimised(factors[step], (node, *scope), problem)
         if others:
             factors[min(place[other] for other in others)].append((others, table))
-        elif not math.isfinite(float(table)):
-            return None
-    chosen: dict[int, int] = {}
-    for step in reversed(range(len(order.nodes))):
-        node = order.nodes[step]
-        costs = np.asarray(sum(_at(table, nodes, node, chosen) for nodes, table in factors[step]))
-        chosen[node] = int(costs.argmin())
-    return tuple(chosen[node] for node in range(len(problem.costs)))
+        else:
+            least += float(table)
+            if not math.isfinite(least):
+                break
+    return Eliminated(factors, least)
 
 
 def minimised(factors: Sequence[Factor], nodes: tuple[int, ...], problem: Problem) -> Factor:
@@ -122,6 +136,12 @@ class NarrowWay:
     order: Order
     has_classes: bool
 
+    def problem(self, problem: Problem) -> Problem:
+        """The problem whose nodes the order has; those of `problem` come first."""
+        if not self.has_classes:
+            return problem
+        return replace(with_classes(problem).problem, lives=problem.lives, limit=problem.limit, checked=True)
+
     def cheapest(self, problem: Problem) -> tuple[int, ...] | None:
         """The cheapest choice of the problem, or of one with the same tables; None if every choice is forbidden."""
         if not self.has_classes:
@@ -138,57 +158,3 @@ def narrow_way(problem: Problem, most: int) -> NarrowWay | None:
     if (order := order_of(with_classes(problem).problem, most)) is not None:
         return NarrowWay(order, has_classes=True)
     return None
-
-
-@dataclass(frozen=True)
-class Elimination:
-    """Bucket elimination of narrow parts, memory aside: an algorithm of the table.
-
-    Where the cheapest choice does not fit, its cost is still a bound, and elimination at prices of memory gives choices
-    that do.
-    """
-
-    most_entries: int = MOST_ENTRIES  # of all tables together
-    most_options: int = 20_000
-    priced_turns: int = 20  # of elimination at prices of memory
-    priced_seconds: float = 0.03  # of a quiet core, that each of these may take
-
-    def applies(self, part: Part, run: Run) -> bool:
-        return not run.is_large(part.problem) and part.options <= self.most_options
-
-    def improve(self, part: Part, run: Run) -> bool:
-        incumbent, most = part.incumbent, float(self.most_entries)
-        if run.clock.iterations is None:
-            most = min(most, run.clock.left() / ORDERS.seconds_per_entry)
-        found = narrow_way(part.problem, int(most))
-        run.clock.spend(ORDERS.seconds_per_node * len(part.problem.costs))
-        if found is None:
-            return False
-        with run.report.during("elimination"):
-            choice = found.cheapest(part.problem)
-            run.clock.budget.spend(found.order.seconds)
-        if choice is None:
-            raise NoChoice
-        incumbent.offer(choice)
-        incumbent.prove(verify(part.problem, choice)[0])
-        if not incumbent.is_solved and found.order.seconds < self.priced_seconds:
-            self._improve_priced(incumbent, found, run)
-        return incumbent.is_solved
-
-    def _improve_priced(self, incumbent: Incumbent, way: NarrowWay, run: Run) -> None:
-        """Offers the cheapest choices at prices of memory that rise until one fits, and fall again."""
-        problem = incumbent.problem
-        moves = Moves(problem, np.random.default_rng(run.seed))
-        prices = Prices(problem)
-        ends = np.cumsum(list(map(len, problem.costs)))[:-1]
-        with run.report.during("elimination"):
-            for _ in range(self.priced_turns):
-                prices.set(moves.prices)
-                costs = tuple(np.split(prices.costs, ends))
-                choice = way.cheapest(replace(problem, costs=costs, checked=True))
-                assert choice is not None, "prices forbid nothing"
-                run.clock.spend(way.order.seconds + move_seconds(problem))
-                moves.choice = np.array(choice)
-                if moves.adjust_prices():
-                    moves.descend()
-                    incumbent.offer(moves.choice.tolist())

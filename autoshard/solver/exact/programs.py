@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autoshard.solver.exact.elimination import Elimination
+from autoshard.solver.exact.narrow_parts import Elimination
 from autoshard.solver.run import NoChoice, Part, Run
 
 LARGE_ELIMINATION = Elimination(most_entries=1 << 30)  # of all tables together: what takes four seconds

@@ -48,6 +48,9 @@ class StagesPlanner:
     predicted: Callable[[Sequence[Plan]], Prediction] = field(repr=False)  # plans of all programs -> the whole step
     under: Callable[[Options], Plan] = field(repr=False)  # the same stages planned under other options
     stacked_over: tuple[str, ...] = ()  # mesh axes over which the plan has the trips of stacks
+    starts: tuple[int, ...] = ()  # per stage, the place of its first device in the whole mesh; () where all are alike
+    # Plans of all programs -> bytes that the smallest device has to have; None: the predicted peak.
+    needed: Callable[[Sequence[Plan]], float] | None = field(repr=False, default=None)
     _known: dict[Any, Plan] = field(default_factory=dict, repr=False)  # of programs that are alike
 
     # Wishes.
@@ -57,7 +60,6 @@ class StagesPlanner:
 
         Raises:
             ArgumentError: the wish is none that stages heed.
-            PlanError: devices differ along a mesh axis, in the plan or under the wish.
             MeshError: the stages do not divide the other mesh.
             MemoryLimitError: a stage does not fit.
         """
@@ -67,22 +69,8 @@ class StagesPlanner:
                 "Plan the step without pipeline= to see what tactics cost."
             )
         options = self._asker(self.options).options_under(wish)
-        for one in (self.options, options):
-            self._check_devices_are_alike(one, "what_if")
         made = self.under(options)
         return replace(made, wish=Wish(text_of_wish(wish), plan.predicted))
-
-    def _check_devices_are_alike(self, options: Options, asked: str) -> None:
-        """
-        Raises:
-            PlanError: devices differ along a mesh axis.
-        """
-        if options.topology.uneven:
-            axes = ", ".join(repr(one.axis) for one in options.topology.uneven)
-            raise PlanError(
-                f"{asked}: the plan of {self.program.name} has stages, and devices differ along {axes}. Stages that "
-                "are planned again do not heed that yet.\nPlan the step anew, as with plan(..., fixed=...)."
-            )
 
     def _asker(self, options: Options) -> Planner:
         """Who knows the arguments of the whole step."""
@@ -94,9 +82,8 @@ class StagesPlanner:
         """Why the argument of this path lies as it does on its stage.
 
         Raises:
-            PlanError: no argument has this path, or devices differ along a mesh axis.
+            PlanError: no argument has this path.
         """
-        self._check_devices_are_alike(self.options, "explain")
         found = self._asker(self.options).arguments_at(path)
         argument = found[0]
         if argument >= len(plan.arguments):
@@ -105,7 +92,7 @@ class StagesPlanner:
                 "it has it as a constant.\nPass it as an argument to have it planned and explained."
             )
         placed = plan.arguments[argument]
-        chosen = self._priced(placed.layout, plan.predicted, plan, plan.bound)
+        chosen = self._priced(placed.layout, self.plans, plan, plan.bound)
         others, reasons = self._answer(plan, argument, placed)
         return Explanation(placed, chosen, others, reasons, tuple(plan.mesh.shape), len(found))
 
@@ -134,13 +121,12 @@ class StagesPlanner:
         priced, refused = list[PricedLayout](), list[Layout]()
         for layout in layouts:
             figures = [
-                predicted
+                self._priced(layout, plans, plan, 0.0)
                 for fixed in (held, free)
-                if (predicted := self._replanned(stages, {**fixed, argument: self._of_stage(layout)})) is not None
+                if (plans := self._replanned(stages, {**fixed, argument: self._of_stage(layout)})) is not None
             ]
             if figures:
-                best = min(figures, key=lambda one: one.step_seconds)
-                priced.append(self._priced(layout, best, plan, 0.0))
+                priced.append(min(figures, key=lambda one: one.step_seconds))
             else:
                 refused.append(layout)
         others = tuple(sorted(priced, key=lambda one: (not one.fits, one.step_seconds)))
@@ -171,7 +157,7 @@ class StagesPlanner:
         given = self.programs.given(self.program.donated)
         made = program_of(program, self.programs.name, self.programs.carried, given)
         planner = self._planner(fixed)
-        options, asked = planner.options_on(self.meshes[program.stage]), planner.asked()
+        options, asked = planner.options_on(self.meshes[program.stage], self._start(program.stage)), planner.asked()
         pinned = {i: asked[one] for i, one in enumerate(program.inputs) if one in asked}
         rules = checked_rules(made, dict(options.mesh.shape))
         formulation = formulated(made, rules, options, pinned)
@@ -196,20 +182,29 @@ class StagesPlanner:
             self.programs, self.options, fixed, self.program.donated, self.jit_keywords, known=self._known
         )
 
-    def _replanned(self, stages: Sequence[int], fixed: Mapping[int, Layout]) -> Prediction | None:
-        """The step if some stages are planned again with arguments lying so; None if one fits in no way."""
+    def _replanned(self, stages: Sequence[int], fixed: Mapping[int, Layout]) -> list[Plan] | None:
+        """The plans if some stages are planned again with arguments lying so; None if one fits in no way."""
         plans, planner = list(self.plans), self._planner(fixed)
         try:
             for stage in stages:
-                for n, plan in planner.of_stage(stage, self.meshes[stage]).items():
+                for n, plan in planner.of_stage(stage, self.meshes[stage], self._start(stage)).items():
                     plans[n] = plan
         except (SolverError, MeshError):
             return None
-        return self.predicted(plans)
+        return plans
 
-    def _priced(self, layout: Layout, predicted: Prediction, plan: Plan, bound: float) -> PricedLayout:
+    def _start(self, stage: int) -> int:
+        return self.starts[stage] if self.starts else 0
+
+    def _priced(self, layout: Layout, plans: Sequence[Plan], plan: Plan, bound: float) -> PricedLayout:
+        """
+        Args:
+            plans: of all programs, with the argument lying so.
+        """
+        predicted = self.predicted(plans)
+        needed = predicted.peak_bytes if self.needed is None else self.needed(plans)
         limit = math.inf if plan.memory is None else plan.memory * self.options.backend.usable
-        return PricedLayout(layout, predicted, bound, predicted.peak_bytes <= limit)
+        return PricedLayout(layout, predicted, bound, needed <= limit)
 
     def _keepers(self, keys: Sequence[Key], readers: Sequence[StageProgram]) -> str:
         """Which stages have it, and which programs read it."""

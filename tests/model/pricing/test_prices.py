@@ -672,7 +672,7 @@ def test_groups_whose_operands_are_made_again_do_not_share():
 
 
 @pytest.mark.parametrize(
-    "name, wrong", [("LAUNCH_SECONDS", 1e-3), ("HALF_PENALTY", 1.0), ("collective_seconds", lambda *_: 3e-3)]
+    "name, wrong", [("LAUNCH_SECONDS", 1e-3), ("HALVES_FACTOR", 1.0), ("collective_seconds", lambda *_: 3e-3)]
 )
 def test_wrong_prices_are_caught(monkeypatch, name, wrong):
     monkeypatch.setattr(module, name, wrong)

@@ -154,6 +154,6 @@ def test_bytes_per_element():
 
 
 def test_products_that_round_nothing_are_caught(monkeypatch):
-    monkeypatch.setattr(module, "_DEFAULT", ())
+    monkeypatch.setattr(module, "_DEFAULT_PRECISIONS", ())
     with pytest.raises(AssertionError):
         test_by_hand("operands")

@@ -1,0 +1,93 @@
+"""A step written out as data: what `standalone.py` runs in the place of the jaxpr that JAX makes of the step.
+
+`Plan.to_code` writes this file behind such a step. It stands alone, and its classes look like those of JAX's jaxprs.
+Variables are numbers, each body's its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Number(NamedTuple):
+    """A literal among the operands."""
+
+    val: Any
+
+
+def number(kind: str, value: Any) -> Number:
+    """A scalar of a dtype.
+
+    >>> number("float32", 2.0).val.dtype
+    dtype('float32')
+    """
+    return Number(np.asarray(value, jnp.dtype(kind)))
+
+
+def array(kind: str, shape: Sequence[int], data: str) -> np.ndarray:
+    """A constant of a dtype and shape, from its bytes in hexadecimal digits."""
+    return np.frombuffer(bytes.fromhex(data), jnp.dtype(kind)).reshape(shape)
+
+
+class Function(NamedTuple):
+    """A public function of JAX in the place of a primitive whose parameters are functions or objects."""
+
+    name: str
+
+    @property
+    def multiple_results(self) -> bool:
+        return False
+
+    def get_bind_params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        return params
+
+    def bind(self, *arrays: Any, **params: Any) -> Any:
+        if self.name == "random_wrap":
+            return jax.random.wrap_key_data(*arrays, **params)
+        if self.name == "random_seed":
+            return jax.random.key(*arrays, **params)
+        if self.name == "device_put":
+            return arrays[0]
+        return getattr(jax.lax, self.name.replace("-", "_"))(*arrays, **params)
+
+
+class Operation(NamedTuple):
+    """One equation."""
+
+    primitive: Any  # of JAX, or a `Function`
+    invars: Sequence[int | Number]
+    outvars: Sequence[int]
+    params: Mapping[str, Any] = {}
+    threefry_partitionable: bool = True
+
+    @property
+    def ctx(self) -> Operation:
+        """What is said around it."""
+        return self
+
+
+class Body(NamedTuple):
+    """One jaxpr, and the arrays that it closes over."""
+
+    invars: Sequence[int]
+    eqns: Sequence[Operation]
+    outvars: Sequence[int | Number]
+    constants: Mapping[int, np.ndarray] = {}
+    types: Sequence[str] = ()  # of the inputs, as "float32[8, 16]"; of the step alone
+
+    @property
+    def jaxpr(self) -> Body:
+        return self
+
+    @property
+    def constvars(self) -> Sequence[int]:
+        return list(self.constants)
+
+    @property
+    def consts(self) -> Sequence[np.ndarray]:
+        return list(self.constants.values())
