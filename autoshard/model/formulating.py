@@ -113,7 +113,7 @@ def formulate(
     program = traced.running_on(backend.lowers_as)
     if program is not traced:
         pairs = zip(program.equations, rules, strict=True)
-        rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
+        rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
     groups = groups_of(program, rules, backend, mesh)
     widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
     make_prices = functools.partial(

@@ -285,8 +285,9 @@ def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     if end is not None:
         runs_last = output.prices.backend.sums.runs_last and output.group.can_wait
         start = end - 1 if runs_last else output.group.point
-        yield HeldBytes(output.node, (start, end - 1), np.maximum(output.left, output.unfinished) * output.waits)
-        yield HeldBytes(output.node, (end - 1, end), (output.left + output.unfinished) * output.waits)
+        finished = output.left * (not output.has_buffer)  # a result has a buffer of its own
+        yield HeldBytes(output.node, (start, end - 1), np.maximum(finished, output.unfinished) * output.waits)
+        yield HeldBytes(output.node, (end - 1, end), (finished + output.unfinished) * output.waits)
 
 
 @of_outputs

@@ -132,3 +132,12 @@ def test_a_result_whose_buffer_holds_nothing_before_is_caught(name, monkeypatch)
     monkeypatch.setattr(Heap, "in_results", lambda *_: [])
     with pytest.raises(AssertionError):
         assert_result_as_compiled(name)
+
+
+def test_a_sum_that_is_a_result_stands_in_its_buffer_once_it_is_reduced():
+    def gradients(w, x):
+        return jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+
+    fixed = {"w": P(), "x": P("x")}
+    found = plan(gradients, f32(512, 512), f32(64, 512), mesh=mesh_of({"x": 8}), fixed=fixed).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.1)
