@@ -237,7 +237,8 @@ def autoshard(
     request = None if is_automatic else PipelineRequest.of(pipeline)
     if pipeline is not None:
         others = {"pad": pad, "plan": plan, "like": like, "mesh": mesh if isinstance(mesh, str) else None}
-        check_combination("pipeline=", options, others, refines=is_automatic, takes_uneven=is_automatic)
+        in_stages = request is None or request.backend != "one_jit"
+        check_combination("pipeline=", options, others, refines=is_automatic, takes_uneven=in_stages)
     given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
     check_given(given, shared, options, pad)
     options = replace(options, like=shared)

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeV
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from autoshard.arrays.ahead_of_time import LoweredStep
 from autoshard.arrays.arguments import (
     ArrayType,
     abstract,
@@ -101,6 +102,20 @@ class PlannedStep:
             return self.step.result(results)
         assert self.program.changes is not None, "tracing with modules records them"
         return flat.modules.written(self.program.changes, placed, results)
+
+    def run_compiled(
+        self, structure: CallStructure, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The step compiled ahead of time for arguments of this structure, run with those of a call."""
+        flat = flattened((args, kwargs))
+        if flat.structure != structure:
+            raise ArgumentError(
+                f"{self.program.name} was compiled for arguments of another structure.\n"
+                f"Given: {flat.structure.tree}\nLowered: {structure.tree}\n"
+                "Static arguments are left out here, as for jax.jit."
+            )
+        placed = place(flat.arrays, self.plan, self.program.donated)
+        return self.result(flat, placed, compiled(*placed, *self.captured))
 
     @functools.cached_property
     def calls_back(self) -> bool:
@@ -242,10 +257,11 @@ class ShardedFunction(Generic[Parameters, Result]):
         return self._planned(args, kwargs).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The annotated step, lowered; `.compile()` compiles it for the devices of the mesh."""
-        lowering = self._planned(args, kwargs).plan.lowering
-        assert lowering is not None, "`lowered` gives it one"
-        return lowering()
+        """The annotated step, lowered. What its `.compile()` makes is called as the step, static arguments left out."""
+        structure = flattened(self._static.split(args, kwargs)[1]).structure
+        step = self._planned(args, kwargs)
+        assert step.plan.lowering is not None, "`lowered` gives it one"
+        return LoweredStep(step.plan.lowering(), functools.partial(step.run_compiled, structure))
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""

@@ -623,6 +623,30 @@ def test_lower_takes_abstract_arguments():
     assert lowered.compile().memory_analysis() is not None
 
 
+def test_what_is_compiled_ahead_is_called_as_the_step():
+    """With static and keyword arguments, arrays from anywhere, donation, and what the step closes over."""
+    frozen = np.linspace(-1, 1, 32 * 1024, dtype=np.float32).reshape(32, 1024)
+
+    def scaled(weights, turns, batch, *, scale):
+        new, loss = step(weights, batch)
+        return jax.tree.map(lambda w: w * scale, new), loss * turns + (frozen**2).sum()
+
+    decorated = sharded(scaled, static_argnums=1, donate_argnums=0)
+    lowered = decorated.lower(WEIGHTS, 3, BATCH, scale=2.0)
+    compiled = lowered.compile()
+    assert isinstance(lowered, jax.stages.Lowered) and isinstance(compiled, jax.stages.Compiled)
+    assert compiled.as_text() and compiled.memory_analysis() is not None and compiled.cost_analysis()
+    state, expected = WEIGHTS, WEIGHTS
+    for _ in range(2):
+        before = state
+        state, loss = compiled(state, BATCH, scale=2.0)
+        expected, expected_loss = jax.jit(scaled, static_argnums=1)(expected, 3, BATCH, scale=2.0)
+        assert_same((state, loss), (expected, expected_loss))
+    assert jax.tree.leaves(before)[0].is_deleted()
+    with pytest.raises(ArgumentError, match="compiled for arguments of another structure"):
+        compiled(state, 3, BATCH, scale=2.0)
+
+
 def test_fixed_shardings_are_kept():
     plan = sharded(step, fixed={"up": P(None, "x"), "weights/d*": P("y")}).plan(WEIGHTS, BATCH)
     assert [placed.spec for placed in plan.arguments[:2]] == [P("y"), P(None, "x")]

@@ -163,7 +163,7 @@ def test_the_clock_ends_formulating_with_a_plan(pricing_clock, monkeypatch, shap
     """A part is planned instead, in which all axes split one dim; the plan says so, and its bound stays true."""
     devices = math.prod(shape.values())
     mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
-    monkeypatch.setattr(growing, "WHOLE", 0)
+    monkeypatch.setattr(growing, "MOST_LAYOUTS", 0)
 
     def plan(seconds_per_group):
         pricing_clock.by, pricing_clock.per_group, pricing_clock.priced = 0.0, seconds_per_group, 0

@@ -14,9 +14,32 @@ def constrained(step, mesh, static_argnums=(), static_argnames=()):
     return constrain_modules(step, mesh, _table(), static_argnums, static_argnames)
 '''
 
+EXPLICIT_MODULES = '''
+def explicit(step, mesh, static_argnums=(), static_argnames=()):
+    """`step`, to be given to `nnx.jit`. What it makes and changes has types of explicit mode; inside, axes are Auto.
+
+    Call it under `jax.set_mesh(typed_mesh(mesh))`. Its modules may lie anywhere at first.
+    """
+    return constrain_modules(step, mesh, _table(), static_argnums, static_argnames, _types())
+
+
+def _types():
+    """Of what the step changes in modules and of what it returns, in this order."""
+    return [
+{types}    ]
+'''
+
 CONSTRAIN_MODULES = '''
-def constrain_modules(step, mesh, table, static_argnums, static_argnames):
-    """`step`, which changes nnx modules among its arguments, with the constraints of a table."""
+def constrain_modules(step, mesh, table, static_argnums, static_argnames, types=None):
+    """`step`, which changes nnx modules among its arguments, with the constraints of a table, and results of types."""
+
+    def run(closed, leaves):
+        if types is None:
+            return constrained_results(closed, leaves, mesh, table)
+        typed = jax.sharding.auto_axes(
+            lambda *arrays: constrained_results(closed, arrays, mesh, table), axes=mesh.axis_names, out_sharding=types
+        )
+        return typed(*leaves)
 
     @functools.wraps(step)
     def constrained(*args, **keywords):
@@ -43,8 +66,9 @@ def constrain_modules(step, mesh, table, static_argnums, static_argnames):
             known["changed"] = [i for i, (new, old) in enumerate(zip(left, arrays)) if new is not old]
             return [*(left[i] for i in known["changed"]), *more]
 
-        closed = jax.make_jaxpr(flat)(*map(without_mesh, leaves))
-        results = constrained_results(closed, leaves, mesh, table)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            closed = jax.make_jaxpr(flat)(*map(without_mesh, leaves))
+        results = run(closed, leaves)
         changed = dict(zip(known["changed"], results))
         if changed:
             new = jax.tree.unflatten(structure, [changed.get(i, leaf) for i, leaf in enumerate(leaves)])

@@ -21,7 +21,7 @@ from autoshard.export.containers import Expression, Line, UnwritableError, expre
 from autoshard.export.inner_layouts import InnerLayouts, departure, inner_layouts, why_none
 from autoshard.export.logical_axes import Names, logical_axes
 from autoshard.export.logical_rules import FLAX_SHARDINGS, flax_rules, names_text
-from autoshard.export.modules_code import CONSTRAIN_MODULES, CONSTRAINED_MODULES
+from autoshard.export.modules_code import CONSTRAIN_MODULES, CONSTRAINED_MODULES, EXPLICIT_MODULES
 from autoshard.export.operations_code import PRIMITIVE_MODULES, PRIMITIVES
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
@@ -190,9 +190,10 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     if keyword.paths:
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
         trees.insert(1, _Trees("keyword_shardings", says, keyword, *given, "keywords"))
-    table, why = _table_of(plan, program, style)
+    table, why = _table_of(plan, program)
     takes_modules = table is not None and program is not None and program.changes is not None
     wraps = explicit and plan.axis_types is None  # a step of explicit mode needs no other one around it
+    wraps = wraps and (takes_modules or program is None or program.changes is None)  # a table runs changes of modules
     is_written = table is not None and bool(table.operations)
     runs_table = table is not None and (table.rows or takes_modules or is_written)
     pasted: tuple[ModuleType, ...] = (*_PASTED, *[written_out] * is_written) if runs_table else ()
@@ -211,7 +212,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         _imports(modules, pasted) + "\nfrom flax import nnx" * takes_modules,
         *(one.text() for one in trees),
         CONSTRAINED_MODULES if takes_modules else _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
-        _EXPLICIT.format(inner="constrained(step, mesh)" if table is not None else "step") if wraps else "",
+        _explicit(plan, table is not None, takes_modules) if wraps else "",
         f"def _table():\n{table.text()}" if table is not None and pasted else "",
         table.operations if table is not None else "",
         putting,
@@ -223,12 +224,24 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
+def _explicit(plan: PlanData, has_table: bool, takes_modules: bool) -> str:
+    if not takes_modules:
+        return _EXPLICIT.format(inner="constrained(step, mesh)" if has_table else "step")
+    types = (f"        {_type(one)},  # {one.name} {one.type}\n" for one in plan.results)
+    return EXPLICIT_MODULES.format(types="".join(types))
+
+
 def _leaf(array: PlacedArray) -> str:
     kind = f', memory_kind="{HOST}"' if array.on_host else ""
     if not array.typed:
         return f"put({spec_text(array.layout)}{kind})"
+    return f"put({_type(array)}{kind}, is_type=True)"
+
+
+def _type(array: PlacedArray) -> str:
+    """The PartitionSpec of a type, which has an entry per dim."""
     entries = (literal(axes if len(axes) > 1 else axes[0] if axes else None) for axes in array.layout)
-    return f"put(P({', '.join(entries)}){kind}, is_type=True)"  # with an entry per dim, as types have it
+    return f"P({', '.join(entries)})"
 
 
 def _named_leaf(array: PlacedArray, names: Names) -> str:
@@ -259,7 +272,8 @@ def _docstring(
         "",
     ]
     if wraps:
-        lines += [f"    step = jax.jit(explicit(step, mesh){donating})", ""]
+        jit = "nnx.jit" if program is not None and program.changes is not None else "jax.jit"
+        lines += [f"    step = {jit}(explicit(step, mesh){donating})", ""]
     elif program is not None and program.changes is not None:
         lines += [f"    step = nnx.jit({step}{donating})", ""]
         if table is None:
@@ -290,12 +304,10 @@ def _docstring(
     return f'"""{text}\n"""\n'
 
 
-def _table_of(plan: PlanData, program: Program | None, style: Style) -> tuple[InnerLayouts | None, str]:
+def _table_of(plan: PlanData, program: Program | None) -> tuple[InnerLayouts | None, str]:
     """The table of inner layouts, or why the code leaves it out."""
     if program is None:
         return None, "the plan comes from a file and knows no step; bind it to one"
-    if style == "explicit" and program.changes is not None:
-        return None, "the step takes nnx modules, which are not arrays with types"
     if why := why_none(program):
         return None, why
     try:

@@ -12,11 +12,12 @@ from autoshard.jaxprs import JaxprEqn, run
 from autoshard.layout import MeshShape, shards
 from autoshard.program import Equation
 from autoshard.propagation.halos import Rows, hops
-from autoshard.propagation.moves import Place, Places, Step, Walk
+from autoshard.propagation.moves import Place, Places, Step, Walk, reads
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
 from autoshard.propagation.rules.windows import rows_at, source_shapes
+from autoshard.propagation.source_halos import SourceHalos, is_moved
 
 
 def with_halos(
@@ -116,8 +117,10 @@ def run_stencil(
         jnp.reshape(array, shape_in(array.shape, where, len(dims))) if array.ndim else array
         for array, where in zip(map(jnp.asarray, arrays), equation.params["dims"], strict=True)
     ]
-    work = _ShardWork(equations, equation.params["steps"], sources, split, [shards(one, mesh) for one in split], arrays)
-    return Walk(equation.params["steps"], sources, work).result([bool(one) for one in split])
+    steps, shared, is_split = equation.params["steps"], equation.params["shared"], [bool(one) for one in split]
+    halos = SourceHalos(reads(steps, sources)[0], shared).along(is_split)
+    work = _ShardWork(equations, steps, sources, split, [shards(one, mesh) for one in split], arrays, halos)
+    return Walk(steps, sources, work).result(is_split)
 
 
 class _ShardWork:
@@ -131,28 +134,43 @@ class _ShardWork:
         axes: Sequence[tuple[str, ...]],  # of the result's dims
         pieces: Sequence[int],  # into which they are split
         arrays: Sequence[jax.Array],
+        halos: SourceHalos,
     ):
         self.equations, self.steps, self.sources, self.arrays = equations, steps, sources, arrays
         self.axes, self.pieces, self.sizes = axes, pieces, steps[-1].shape
-        self.brought: dict[tuple, jax.Array] = {}  # source and its places so far -> rows
+        self.halos = halos
+        self.brought: dict[tuple, jax.Array] = {}  # source and what is brought of it -> rows
 
     def source(self, index: int, places: Places) -> jax.Array:
-        array = self.arrays[index]
-        so_far: tuple = (index,)
-        for dim, place in enumerate(places):
-            if place is None:
-                continue
-            so_far = (*so_far, dim, place)
-            if so_far not in self.brought:
-                self.brought[so_far] = self.rows(array, dim, place, self.sources[index][dim])
-            array = self.brought[so_far]
+        shape = self.sources[index]
+        split = [(dim, place) for dim, place in enumerate(places) if place is not None]
+        array = self.exchanged(index, [(dim, place) for dim, place in split if shape[dim] == self.sizes[dim]])
+        for dim, place in split:
+            if shape[dim] != self.sizes[dim]:
+                array = self.rows(array, dim, place, shape[dim])
+        return array
+
+    def exchanged(self, index: int, places: Sequence[tuple[int, Place]]) -> jax.Array:
+        """The rows of a source at these places along dims that are split in it, too."""
+        array, moved = self.arrays[index], [dim for dim, place in places if is_moved(place)]
+        if not moved:
+            return array
+        at, hulls = dict(places), self.halos.hulls(index, moved[-1])
+        if any(not -hull.before <= at[hull.dim].offset <= hull.after for hull in hulls):  # where fewer dims are split
+            hulls = tuple(rows_at(at[dim], dim, "") for dim in moved)
+        for i, hull in enumerate(hulls):
+            known = index, hulls[: i + 1]
+            if known not in self.brought:
+                self.brought[known] = exchanged(array, hull, self.axes[hull.dim], self.pieces[hull.dim])
+            array = self.brought[known]
+        for hull in hulls:
+            start, shard = at[hull.dim].offset + hull.before, self.sizes[hull.dim] // self.pieces[hull.dim]
+            array = jax.lax.slice_in_dim(array, start, start + shard, axis=hull.dim)
         return array
 
     def rows(self, array: jax.Array, dim: int, place: Place, size: int) -> jax.Array:
-        """The rows at a place of an array that is split along the dim, or whole."""
+        """The rows at a place of an array that is whole along the dim."""
         axes, pieces, whole = self.axes[dim], self.pieces[dim], self.sizes[dim]
-        if size == whole:
-            return exchanged(array, rows_at(place, dim, ""), axes, pieces)
         if size == 1:
             return jnp.broadcast_to(array, [*array.shape[:dim], whole // pieces, *array.shape[dim + 1 :]])
         before = max(0, -place.offset)

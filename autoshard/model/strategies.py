@@ -49,6 +49,7 @@ class Halo:
     use: int  # which of the group's uses
     elements: int  # on one device
     rows: tuple  # which: equal for what is the same of the same array
+    readers: int = 1  # groups that bring the same: each pays its part
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,7 @@ def _halos(group: Group, wants, assignment: Mapping[int, tuple[str, ...]], mesh:
         for value, use in zip(equation.inputs, use_of, strict=True)
     ]
     moved = transfers(group.reaches, shapes, assignment, mesh)
-    return tuple(
-        Halo(transfer.axes, use_of[transfer.operand] or 0, transfer.elements, transfer.rows) for transfer in moved
-    )
+    return tuple(Halo(one.axes, use_of[one.operand] or 0, one.elements, one.rows, one.readers) for one in moved)
 
 
 def _layouts(tensors: list[FactorDims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:

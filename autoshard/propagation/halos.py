@@ -53,6 +53,8 @@ class Reach(Generic[Factor]):
 
     operand: int
     rows: tuple[Rows[Factor] | Shift[Factor], ...]
+    is_hull: bool = False  # of several places, each of which is read by itself
+    readers: int = 1  # equations that bring the same, of which XLA keeps one
 
     @property
     def halos(self) -> tuple[Rows[Factor], ...]:
@@ -75,6 +77,7 @@ class Transfer:
     axes: tuple[str, ...]
     elements: int  # on one device
     rows: tuple  # which: equal for what is the same of the same array
+    readers: int = 1  # `Reach.readers`
 
 
 def hops(rows: Rows, size: int, pieces: int) -> list[Hop]:
@@ -129,13 +132,15 @@ def transfers(
                 others = math.prod(local[: rows.dim]) * math.prod(local[rows.dim + 1 :])
                 for permute in rows.permutes(size, pieces):
                     same = (*so_far[1:-1], rows.dim, permute.start, permute.stop, permute.pairs)
-                    found.append(Transfer(reach.operand, split, permute.rows * others, same))
+                    found.append(Transfer(reach.operand, split, permute.rows * others, same, reach.readers))
             local[rows.dim] = rows.read(size, pieces)
     return found
 
 
 def are_small(reaches: Sequence[Reach[Factor]], sizes: Sequence[Sequence[int]], pieces: Mapping[Factor, int]) -> bool:
     """Whether what devices receive is little against their shards, along every dim that is split.
+
+    Of a hull, that is what comes from one side.
 
     What XLA's partitioner shifts is as large as it is.
 
@@ -149,7 +154,7 @@ def are_small(reaches: Sequence[Reach[Factor]], sizes: Sequence[Sequence[int]], 
         or (
             size % count == 0
             and rows.read(size, count) > 0
-            and sum(hop.rows for hop in hops(rows, size, count)) <= HALO_SHARE * (size // count)
+            and _received(reach, [hop.rows for hop in hops(rows, size, count)]) <= HALO_SHARE * (size // count)
         )
         for reach in reaches
         for rows in reach.rows
@@ -159,13 +164,17 @@ def are_small(reaches: Sequence[Reach[Factor]], sizes: Sequence[Sequence[int]], 
     )
 
 
+def _received(reach: Reach[Factor], rows: Sequence[int]) -> int:
+    return max(rows, default=0) if reach.is_hull else sum(rows)
+
+
 def renamed(reaches: Sequence[Reach[str]], number: Mapping[str, int]) -> tuple[Reach[int], ...]:
     """The reaches of a rule in the factors of a group."""
     found = []
     for reach in reaches:
         rows = [one.renamed(number[one.factor]) for one in reach.rows if one.factor in number]
         if rows:
-            found.append(Reach(reach.operand, tuple(rows)))
+            found.append(Reach(reach.operand, tuple(rows), reach.is_hull, reach.readers))
     return tuple(found)
 
 

@@ -12,13 +12,15 @@ again is the result of a stencil.
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.program import Equation, Program, Value
-from autoshard.propagation.moves import Step
+from autoshard.propagation.moves import Places, Step, reads
 from autoshard.propagation.parts import Operand, Part, parts_of, shape_in
-from autoshard.propagation.rules.windows import STENCIL, stencil
+from autoshard.propagation.rules.windows import STENCIL, source_shapes, stencil
+from autoshard.propagation.source_halos import shared_reads
 
 _MOST_STEPS = 64
 
@@ -89,9 +91,26 @@ def _replaced(program: Program, at_splits: bool) -> Program:
                     found[equation.index] = whole
     if not found:
         return program
+    found = _sharing(program, found)
     equations = [found.get(equation.index, equation) for equation in program.equations]
     inside = {one.part.equation.index for one in inner.values()} - found.keys()
     return program.with_equations(equations, frozenset(inside))
+
+
+def _sharing(program: Program, found: dict[int, Equation]) -> dict[int, Equation]:
+    """Stencils that know what others read of their sources: all bring the same rows, which XLA then brings once."""
+    of_sources: dict[int, list[tuple[tuple, list[Places]]]] = {}
+    for index, one in found.items():
+        places: dict[int, list[Places]] = defaultdict(list)
+        for read in reads(one.params["steps"], source_shapes(one))[0]:
+            places[read.source].append(read.places)
+        alike = program.scope(one.path), one.outputs[0].shape
+        of_sources[index] = [
+            ((*alike, x.id if isinstance(x, Value) else (index, i), dims), places[i] if x.shape else [])
+            for i, (x, dims) in enumerate(zip(one.inputs, one.params["dims"], strict=True))
+        ]
+    shared = shared_reads(of_sources)
+    return {index: replace(one, params={**one.params, "shared": shared[index]}) for index, one in found.items()}
 
 
 def _ends(part: Part, operands: Sequence[_InnerValue | None]) -> bool:
@@ -166,7 +185,7 @@ def _stencil(end: Part, made: Value, find: _Find) -> Equation | None:
     if len(refs) > _MOST_STEPS or not any(isinstance(x, Value) and x.shape for x in sources):
         return None
     output = next(i for i, value in enumerate(end.equation.outputs) if value is made)
-    params = {"steps": tuple(steps), "dims": tuple(dims), "output": output}
+    params = {"steps": tuple(steps), "dims": tuple(dims), "output": output, "shared": ()}
     return replace(end.equation, primitive=STENCIL, params=params, inputs=tuple(sources), outputs=(made,))
 
 

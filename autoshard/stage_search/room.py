@@ -159,22 +159,22 @@ class RoomForLayers:
         """What a layer asks of a device, at [state, virtual stage, kind, prices], and the bytes that it works in."""
         memory, prices = self._memory(device), self._prices(device)
         states, found, working = self._states(device), [], []
-        for table, at in self._here(device):
+        for table, at, is_there in self._here(device):
             held = (at["fixed"] + states[:, :, None] * at["microbatch"])[..., None] / memory * prices[:, 0]
             ways = self._whole.seconds_of(at, self._problem.microbatches)
             asked = [held + seconds[:, None] / self._scale * prices[:, 1] for seconds in ways]
-            found.append(np.where(at["is there"][:, None], np.concatenate(asked, axis=-1), np.inf))
+            found.append(np.where(is_there[:, None], np.concatenate(asked, axis=-1), np.inf))
             working.append(_least_working(table.working_bytes)[self._first])
         return np.min(found, axis=0), np.min(working, axis=0)
 
     def _prices_of(self, device: int) -> Numbers:
         """Pairs of prices, of a device's whole memory and of the scale of seconds."""
         memory, states, found = self._memory(device), self._states(device), list(_GRID)
-        for (_, one), (_, other) in itertools.combinations(self._here(device), 2):
+        for (_, one, has_one), (_, other, has_other) in itertools.combinations(self._here(device), 2):
             bytes_less = one["fixed"] - other["fixed"] + states.mean() * (one["microbatch"] - other["microbatch"])
             seconds = (self._whole.seconds_of(at, self._problem.microbatches)[0] for at in (one, other))
             seconds_more = -np.subtract(*seconds)
-            for kind in np.flatnonzero(one["is there"] & other["is there"] & (bytes_less * seconds_more > 0)):
+            for kind in np.flatnonzero(has_one & has_other & (bytes_less * seconds_more > 0)):
                 found.append((1.0, float(bytes_less[kind] / memory / seconds_more[kind] * self._scale)))
         return np.array(list(dict.fromkeys(found[:_MOST_PRICES])))
 
@@ -183,15 +183,14 @@ class RoomForLayers:
         states = fullest_states(self._in_flight[device]).astype(float)
         return np.concatenate([states, states.mean(axis=0, keepdims=True)])
 
-    def _here(self, device: int) -> list[tuple[StageTable, dict[str, Numbers]]]:
-        """The tables of a device, with what a layer of each kind takes and holds at least."""
+    def _here(self, device: int) -> list[tuple[StageTable, dict[str, Numbers], NDArray[np.bool_]]]:
+        """The tables of a device, what a layer of each kind takes and holds at least, and which kinds they have."""
         tables, found = self._problem.table_of(device * self._problem.tables[0].shape.devices), []
         for table, least in zip(self._problem.tables, self._least, strict=True):
             if table in tables:
                 figures = {name: rows[self._first] for name, rows in least.items()}
                 is_there = np.isfinite(figures["fixed"])
-                at = {name: np.where(is_there, rows, 0.0) for name, rows in figures.items()}
-                found.append((table, at | {"is there": is_there}))
+                found.append((table, {name: np.where(is_there, rows, 0.0) for name, rows in figures.items()}, is_there))
         return found
 
     def _memory(self, device: int) -> float:

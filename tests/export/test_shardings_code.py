@@ -344,7 +344,14 @@ def test_steps_that_change_modules_have_their_inner_layouts():
     assert float(ours[2].compute()["loss"]) == pytest.approx(float(theirs[2].compute()["loss"]), rel=1e-5)
     compiled = step.lower(*ours).compile().as_text()
     assert collectives(compiled) == collectives(plan.lowering().compile().as_text())
-    assert "explicit(" not in plan.to_code() and "nnx modules" in plan.to_code("explicit")
+    assert "explicit(" not in plan.to_code()
+    explicit, theirs = plan.to_code("explicit"), arguments()
+    assert "step = nnx.jit(explicit(step, mesh)" in explicit and "jax.jit(" not in explicit.partition("import")[0]
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        loss, model = nnx.jit(defined(explicit)["explicit"](tied_step, mesh))(*theirs)
+    assert jax.typeof(model.inner.kernel[...]).sharding.spec == P(None, ("data", "model"))
+    np.testing.assert_allclose(loss, step(*arguments())[0], rtol=1e-5)
+    np.testing.assert_allclose(model.inner.kernel[...], step(*arguments())[1].inner.kernel[...], rtol=1e-5, atol=1e-6)
 
 
 def test_modules_whose_variables_change_have_no_inner_layouts():

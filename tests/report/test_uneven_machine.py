@@ -78,9 +78,10 @@ def test_the_memory_limit_is_that_of_the_smallest():
     assert any("memory: devices along 'hosts'" in one for one in planned(small, memory="80GiB").warnings)
 
 
-def test_a_pipeline_on_such_a_machine_is_an_error():
+def test_stages_in_lockstep_on_such_a_machine_are_an_error():
+    asked = {"stages": 2, "microbatches": 4, "backend": "one_jit"}
     with pytest.raises(ArgumentError, match=r"pipeline= cannot be combined with .*uneven"):
-        planned(topology("h100:2x4", AXES, speeds={"hosts": (1, 0.6)}), pipeline={"stages": 2, "microbatches": 4})
+        planned(topology("h100:2x4", AXES, speeds={"hosts": (1, 0.6)}), pipeline=asked)
 
 
 def test_a_saved_machine_has_its_positions(tmp_path):

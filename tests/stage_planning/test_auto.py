@@ -219,8 +219,9 @@ def test_stages_are_priced_with_the_links_inside_them():
     costs = topology("h100:2x8", axes)
     options = options_of(AbstractMesh((16,), ("data",)), topology=costs)
     planner = StagePlanner(None, options, {}, frozenset())
-    assert planner._topology({"data": 8}).links["data"] == costs.links["data"].parts[1][1]
-    assert planner._topology({"data": 16}) == costs
+    inside = planner.options_on(AbstractMesh((8,), ("data",)), 8).topology
+    assert inside.links["data"] == costs.links["data"].parts[1][1]
+    assert planner.options_on(AbstractMesh((16,), ("data",))).topology == costs
 
 
 def test_what_is_sent_past_a_stage_is_charged_on_every_hop():

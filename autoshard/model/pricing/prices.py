@@ -387,7 +387,8 @@ class Prices:
                 communication += cost
                 hidden += cost * self.backend.overlap.of(finish.kind) * ends
             for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
-                communication += self._collective("collective_permute", halo.axes, size) * group.trips
+                cost = self._collective("collective_permute", halo.axes, size) * group.trips
+                communication += cost / halo.readers
             if size := moved_bytes(group, strategy, self.arrays):
                 cost = host_seconds(size, self.topology) * group.trips
                 communication += cost

@@ -22,6 +22,7 @@ from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of
+from autoshard.propagation.source_halos import SharedReads, SourceHalos
 
 STENCIL = "stencil"
 _REACH_SHARE = 1 / 8  # of a dim: more at once is no halo, as where the halves of a dim trade places
@@ -210,7 +211,7 @@ def _scattered_rows(
 def stencil(equation: Equation) -> Rule:
     """`h w, r w -> h w`, h expensive, r whole: what moves along a dim is exchanged, if it is little."""
     operands, (result,) = shapes_of(equation)
-    return _stencil(equation.params["steps"], equation.params["dims"], operands, result)
+    return _stencil(*(equation.params[name] for name in ("steps", "dims", "shared")), operands, result)
 
 
 def source_shapes(equation: Equation) -> list[Shape]:
@@ -224,7 +225,11 @@ def _in_steps(shapes: Iterable[Shape], dims: Iterable[tuple[int | None, ...]], r
 
 @lru_cache(maxsize=4096)
 def _stencil(
-    steps: tuple[Step, ...], dims: tuple[tuple[int | None, ...], ...], operands: tuple[Shape, ...], result: Shape
+    steps: tuple[Step, ...],
+    dims: tuple[tuple[int | None, ...], ...],
+    shared: SharedReads,
+    operands: tuple[Shape, ...],
+    result: Shape,
 ) -> Rule:
     sources = _in_steps(operands, dims, len(result))
     found, moved = reads(steps, sources)
@@ -237,19 +242,19 @@ def _stencil(
             if operands[i][at] != size:
                 builder.factor(operands[i][at], [(i, at)], [], "need_replication")
     small = [dim for dim in moved if _is_small(dim, found, sources, result[dim])]
-    reaches = (
-        Reach(
-            read.source,
-            tuple(
-                replace(_rows_of(read, dim, names[dim]), dim=dims[read.source].index(dim))
-                for dim in sorted(small)
-                if sources[read.source][dim] == result[dim] and dim in dims[read.source]
-            ),
-        )
-        for read in found
-        if sources[read.source]
-    )
-    return builder.build(list(dict.fromkeys(reach for reach in reaches if reach.rows)))
+    halos = SourceHalos(found, shared)
+
+    def rows(source: int, dim: int) -> tuple[Rows[str], ...]:
+        hulls = (hull for hull in halos.hulls(source, dim) if hull.dim in small)
+        return tuple(replace(hull, dim=dims[source].index(hull.dim), factor=names[hull.dim]) for hull in hulls)
+
+    moving = dict.fromkeys((read.source, dim) for read in found if sources[read.source] for dim in sorted(small))
+    reaches = [
+        Reach(source, rows(source, dim), is_hull=True, readers=halos.readers(source, dim))
+        for source, dim in moving
+        if sources[source][dim] == result[dim] and dim in dims[source]
+    ]
+    return builder.build(reaches)
 
 
 def rows_at(place: Place, dim: int, factor: str) -> Rows[str]:

@@ -50,14 +50,14 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Eliminated:
+class Elimination:
     """What elimination makes of a problem."""
 
     factors: list[list[Factor]]  # step -> tables over its node and scope; together the least that all before it cost
     least: float  # what the cheapest choice costs, memory aside; inf: all are forbidden
 
 
-def eliminated(problem: Problem, order: Order) -> Eliminated:
+def eliminated(problem: Problem, order: Order) -> Elimination:
     """The tables of an elimination; those that come after one that forbids everything are left out."""
     place = {node: step for step, node in enumerate(order.nodes)}
     factors: list[list[Factor]] = [[] for _ in order.nodes]
@@ -74,7 +74,7 @@ def eliminated(problem: Problem, order: Order) -> Eliminated:
             least += float(table)
             if not math.isfinite(least):
                 break
-    return Eliminated(factors, least)
+    return Elimination(factors, least)
 
 
 def minimised(factors: Sequence[Factor], nodes: tuple[int, ...], problem: Problem) -> Factor:

@@ -1,0 +1,108 @@
+"""What a stencil reads of its sources in, what is brought of each source out: every row once.
+
+A stencil of high order reads a source at many places along a dim, all of which lie in one *hull*. Devices exchange the
+hull, and each place is a slice of it. Along several dims, hulls are brought one after the other. The hull of a later
+dim holds those of earlier dims only if some place lies beyond the shard along both, as a corner does.
+
+>>> star = [SourceRead(0, (Place(o, 0, 64), Place(0, 0, 64))) for o in (-2, -1, 1, 2)]
+>>> star += [SourceRead(0, (Place(0, 0, 64), Place(o, 0, 64))) for o in (-1, 1)]
+>>> halos = SourceHalos(star)
+>>> [(rows.before, rows.after) for dim in (0, 1) for rows in halos.hulls(0, dim)]
+[(2, 2), (1, 1)]
+>>> corner = SourceRead(0, (Place(1, 0, 64), Place(1, 0, 64)))
+>>> [(rows.dim, rows.before) for rows in SourceHalos([*star, corner]).hulls(0, 1)]
+[(0, 2), (1, 1)]
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from autoshard.propagation.halos import Rows
+from autoshard.propagation.moves import Place, Places, SourceRead
+
+# Per source what all stencils read that share it, one entry for each of them; nothing where there is but one.
+SharedReads = tuple[tuple[tuple[Places, ...], ...], ...]
+
+# Rows beyond a shard up to which stencils share what is brought: such as those of a high order read. What shifts an
+# array further has little to do with its other readers.
+_NEAR = 16
+
+
+class SourceHalos:
+    """The rows that are brought of each source of a stencil."""
+
+    def __init__(self, reads: Sequence[SourceRead], shared: SharedReads = ()):
+        others = (SourceRead(i, places) for i, each in enumerate(shared) for one in each for places in one)
+        self.reads = list(dict.fromkeys([*reads, *others]))
+        self._shared = shared
+
+    def readers(self, source: int, dim: int) -> int:
+        """How many stencils bring the same rows of a source along a dim."""
+        sharing = self._shared[source] if self._shared else ()
+        return max(1, sum(any(is_moved(places[dim]) for places in one) for one in sharing))
+
+    def along(self, split: Sequence[bool]) -> SourceHalos:
+        """The same where only some dims are split: along others, devices have all rows."""
+
+        def whole(places: Places) -> Places:
+            return tuple(place if is_split else None for place, is_split in zip(places, split, strict=True))
+
+        return SourceHalos([replace(read, places=whole(read.places)) for read in self.reads if read.places])
+
+    def hulls(self, source: int, dim: int) -> tuple[Rows[str], ...]:
+        """What is brought, dim by dim, for the places that lie beyond a shard along this dim and no later one."""
+        moved = [read.places for read in self.reads if read.source == source and is_moved(read.places[dim])]
+        earlier = [one for one in range(dim) if any(is_moved(places[one]) for places in moved)]
+        return tuple(self._hull(source, one) for one in (*earlier, dim))
+
+    def _hull(self, source: int, dim: int) -> Rows[str]:
+        places = [read.places[dim] for read in self.reads if read.source == source]
+        found = [place for place in places if place is not None]
+        return Rows(
+            dim,
+            factor="",
+            before=max(-place.offset for place in found),
+            after=max(place.offset for place in found),
+            first=min(place.first for place in found),
+            last=max(place.last for place in found),
+            wraps=any(place.wraps for place in found),
+        )
+
+
+def shared_reads(reads: Mapping[int, Sequence[tuple[Hashable, Sequence[Places]]]]) -> dict[int, SharedReads]:
+    """What stencils read of sources that they share.
+
+    Args:
+        reads: stencil -> per source what it is, and the places at which it is read. What is equal is one source.
+
+    >>> near, further, far = ((Place(by, 0, 64),) for by in (1, 2, 40))
+    >>> found = shared_reads({3: [("u", [near])], 5: [("u", [further])], 7: [("u", [far])]})
+    >>> [len(one) for one in found[3]], found[3] == found[5], found[7]
+    ([2], True, ((),))
+    """
+    sharing: dict[Hashable, list[tuple[Places, ...]]] = defaultdict(list)
+    for sources in reads.values():
+        for source, places in sources:
+            if _is_near(places):
+                sharing[source].append(tuple(places))
+    return {
+        stencil: tuple(
+            tuple(sharing[source]) if _is_near(places) and len(sharing[source]) > 1 else ()
+            for source, places in sources
+        )
+        for stencil, sources in reads.items()
+    }
+
+
+def _is_near(places: Iterable[Places]) -> bool:
+    """Whether something lies beyond a shard, and nothing far beyond."""
+    offsets = [abs(place.offset) for one in places for place in one if place is not None]
+    return 0 < max(offsets, default=0) <= _NEAR
+
+
+def is_moved(place: Place | None) -> bool:
+    """Whether the rows at a place are not a device's own."""
+    return place is not None and place.offset != 0
