@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
 from programs import f32
@@ -141,3 +143,22 @@ def test_a_sum_that_is_a_result_stands_in_its_buffer_once_it_is_reduced():
     fixed = {"w": P(), "x": P("x")}
     found = plan(gradients, f32(512, 512), f32(64, 512), mesh=mesh_of({"x": 8}), fixed=fixed).verify()
     assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.1)
+
+
+def checked(x):
+    checkify.debug_check(x[0, 0] < 100, "x is large")
+    return x + 1
+
+
+IDLE = {  # on the devices of a batch: nothing is moved for these
+    "a check": checked,
+    "a layout": lambda x: with_layout_constraint(x + 1, Layout((0, 1))),
+    "a branch": lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_what_compiled_programs_do_not_do_is_not_counted(name):
+    found = plan(IDLE[name], f32(512, 512), mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
+    assert not found.predicted and not found.actual
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.01)
