@@ -11,6 +11,7 @@ own, what XLA does with them and when they run.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -76,7 +77,7 @@ def groups_of(
     unneeded, late = _leading_to_results(program, groups, users)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
-    again = recomputation(program, groups, users, needed_outside | scattered, backend)
+    again = recomputation(program, groups, users, needed_outside | scattered, backend, math.prod((mesh or {}).values()))
     last = _last_runs(groups, users, points, again.repeated)
     return [
         replace(

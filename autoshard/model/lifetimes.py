@@ -221,6 +221,9 @@ def _deciding(program: Program) -> set[int]:
     """The equations, by index, that only decide whether a loop goes on: they run before its body."""
     found: set[int] = set()
     others = {value.id for value in program.results if isinstance(value, Value)}  # what anything else reads
+    for equation in program.equations:
+        if equation.primitive == "scan_carry":  # it stands before the body whose results it reads
+            others.update(value.id for value in equation.inputs if isinstance(value, Value))
     for equation in reversed(program.equations):
         in_loop = all(made.trips > 1 for made in equation.outputs)
         if in_loop and equation.loop is None and all(made.id not in others for made in equation.outputs):

@@ -65,6 +65,7 @@ def recomputation(
     users: Sequence[Sequence[Group]],
     stored: Set[int],
     backend: Backend,
+    devices: int = 1,
 ) -> Recomputation:
     """What is computed again instead of stored.
 
@@ -74,6 +75,7 @@ def recomputation(
         users: per group, the groups that read what it makes.
         stored: values that are stored, whoever reads them.
         backend: the compiler.
+        devices: of the mesh.
     """
     stored = stored | _guarded(program, groups)
     are_stored = [any(made.value.id in stored for made in group.outputs) for group in groups]
@@ -91,7 +93,7 @@ def recomputation(
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
         again = not is_stored and (
-            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend)
+            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))
@@ -191,7 +193,12 @@ def _keeps_elements(equation: Equation) -> bool:
 
 
 def _is_repeated(
-    group: Group, users: Sequence[Group], folded: Sequence[bool], moved: Container[int], backend: Backend
+    group: Group,
+    users: Sequence[Group],
+    folded: Sequence[bool],
+    moved: Container[int],
+    backend: Backend,
+    devices: int,
 ) -> bool:
     """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
 
@@ -201,6 +208,7 @@ def _is_repeated(
         folded: per group, whether it is part of the reduction that reads it.
         moved: values that are made of what is moved as it is read.
         backend: the compiler.
+        devices: of the mesh.
     """
     first = group.equations[0].primitive
     if not users or not (group.fuses or first == "scan_slice" or first in backend.fusion.taken_in):
@@ -221,7 +229,7 @@ def _is_repeated(
         if reader.primitive in backend.fusion.taken_in:
             return True
         reads_views = group.is_view and is_matrix_product(reader)
-        if group.fuses and computes_as_it_reduces(reader, group.equations, alone):
+        if group.fuses and computes_as_it_reduces(reader, group.equations, alone, devices):
             return True
         return user.is_stack or (user.fuses and not folded[user.index]) or reads_views
 

@@ -43,13 +43,14 @@ _KNOWN = frozenset(
 )
 
 
-def computes_as_it_reduces(reduction: Equation, made: Sequence[Equation], alone: bool) -> bool:
+def computes_as_it_reduces(reduction: Equation, made: Sequence[Equation], alone: bool, devices: int = 1) -> bool:
     """Whether a reduction does elementwise work ahead of it as it goes.
 
     Args:
         reduction: any equation.
         made: the elementwise work.
         alone: whether nothing else reads what it makes.
+        devices: over how many it is split, as far as that is known.
     """
     if reduction.primitive in ("argmax", "argmin"):
         return True
@@ -57,7 +58,7 @@ def computes_as_it_reduces(reduction: Equation, made: Sequence[Equation], alone:
     if dims is None:
         return False
     operand = reduction.inputs[0]
-    is_large = math.prod(operand.shape) >= _LEAST_ELEMENTS
+    is_large = math.prod(operand.shape) >= _LEAST_ELEMENTS * devices
     if is_large and dtype_name(operand.dtype) in _TYPES.get(reduction.primitive, ()):
         return alone and all(map(_is_known, made))
     return all(operand.shape[dim] <= _WINDOW for dim in dims)
