@@ -151,16 +151,19 @@ PRIMITIVES: dict[str, Facts] = {
         custom_lin custom_partitioning dce_sink dim_as_value dimension_size dot_product_attention_bwd
         dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
         dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-        dot_product_attention_fwd_wrapper einshape_lo freeze fused_call fusible get global_array_to_host_local_array
-        host_local_array_to_global_array inspect_sharding mosaic_gpu_p mpmd_map new_ref pallas_call pin platform_index
+        dot_product_attention_fwd_wrapper einshape_lo fused_call fusible global_array_to_host_local_array
+        host_local_array_to_global_array inspect_sharding mosaic_gpu_p mpmd_map pallas_call pin platform_index
         rnn_bwd rnn_fwd run_scoped run_state shape_assertion spsolve stage swap todense tpu_custom_call unpin
         unreachable""",
         Work.UNKNOWN,
     ),
+    **_rows("freeze new_ref", Work.NONE, relabels=True),
+    **_rows("get", Work.NONE),
     **_rows("ffi_call", Work.UNKNOWN, runs_on_shards=True),
     **_rows("operation", Work.UNKNOWN, never_fuses=True),
     # randomness.py
-    **_rows("random_clone random_unwrap random_wrap", Work.NONE),
+    **_rows("random_clone", Work.NONE),
+    **_rows("random_unwrap random_wrap", Work.NONE, relabels=True),
     **_rows("iota_2x32_shape", Work.PER_RESULT),
     **_rows("random_gamma", Work.UNKNOWN),
     **_rows(

@@ -5,8 +5,9 @@
 
 A row per model. *monotone*: seconds go up and bytes go down along the plans. *ends*: the first plan costs what the plan
 without a limit costs, and under four fifths of the last plan's limit there is none. *between*: under the limit of each
-plan, planning alone finds nothing faster by more than the planner's gap. *batch*: the largest batch fits and the next
-one does not. *devices*: half as many do not do. The exit status is 1 if one of these fails.
+plan, planning alone finds nothing faster by more than the planner's gap; where it finds nothing at all, the ratio is 0.
+*batch*: the largest batch fits and the next one does not. *devices*: half as many do not do. The exit status is 1 if
+one of these fails.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from jax.sharding import AbstractMesh  # noqa: E402  (needs the path above)
 from workloads import LARGE, SMALL  # noqa: E402
 
-from autoshard import MemoryLimitError, Plan, fewest_devices, frontier, largest_batch, plan  # noqa: E402
+from autoshard import MemoryLimitError, Plan, SolverError, fewest_devices, frontier, largest_batch, plan  # noqa: E402
 
 GAP = 0.02  # share by which two searches for the same plan may differ
 
@@ -38,6 +40,14 @@ def fits(made: Callable[[], Any]) -> bool:
     except MemoryLimitError:
         return False
     return True
+
+
+def seconds(made: Callable[[], Plan]) -> float:
+    """Of a plan; inf if there is none."""
+    try:
+        return made().predicted.step_seconds
+    except MemoryLimitError:
+        return math.inf
 
 
 def is_monotone(plans: tuple[Plan, ...]) -> bool:
@@ -59,11 +69,14 @@ def row(name: str, sizes: Any, machine: str, axes: dict[str, int], points: int) 
     ends = found.plans[0].predicted.step_seconds <= free.predicted.step_seconds * (1 + GAP)
     ends &= free.predicted.step_seconds <= found.plans[0].predicted.step_seconds * (1 + GAP)
     ends &= not fits(lambda: alone(memory=0.8 * last))
-    again = [alone(memory=found.limit_of(one)).predicted.step_seconds for one in found.plans[1:]]
+    again = [seconds(lambda one=one: alone(memory=found.limit_of(one))) for one in found.plans[1:]]
     ratios = [one.predicted.step_seconds / other for one, other in zip(found.plans[1:], again, strict=True)]
     limit = found.limit_of(found.plans[len(found) // 2])
-    of_batch = largest_batch(*arguments, memory=limit, **how)
-    batch = of_batch.refused is not None and of_batch.refused > of_batch.rows
+    try:
+        of_batch = largest_batch(*arguments, memory=limit, **how)
+        rows, batch = of_batch.rows, of_batch.refused is not None and of_batch.refused > of_batch.rows
+    except SolverError:  # whether some number of rows fits was not found in time
+        rows, batch = 0, False
     chip = machine.partition(":")[0]
     few = functools.partial(fewest_devices, *arguments, chip=chip, memory=limit, donate_argnums=0)
     least = few().mesh.size
@@ -75,7 +88,7 @@ def row(name: str, sizes: Any, machine: str, axes: dict[str, int], points: int) 
     print(
         f"| {name} | {len(found)} | {first.step_seconds * 1e3:.4g} ms, {first.peak_bytes / 2**20:.4g} MiB "
         f"| {smallest.step_seconds * 1e3:.4g} ms, {smallest.peak_bytes / 2**20:.4g} MiB "
-        f"| {max(ratios, default=1.0):.3f} | {of_batch.rows} | {least} | {took:.0f} | {failed or 'all hold'} |",
+        f"| {max(ratios, default=1.0):.3f} | {rows} | {least} | {took:.0f} | {failed or 'all hold'} |",
         flush=True,
     )
     return not failed

@@ -120,13 +120,14 @@ def large(only: Sequence[str]) -> None:
         begin = time.process_time()
         chosen = choose_pipeline(steps_of(setting.workload), machine, counts=setting.counts)
         spent = time.process_time() - begin
-        print(f"{name}: planned in {spent:.0f} CPU-s")
+        print(f"{name}: planned in {spent:.0f} CPU-s", flush=True)
         if chosen is None:
             print("  none fits")
             continue
         print(told("chosen, by tables", chosen.search.best))
         print(told("chosen, planned exactly", chosen.pipeline.simulated))
-        print(f"  no choice is below {chosen.search.bound * 1e3:.1f} ms by the tables: gap {chosen.search.gap:.1%}")
+        gap = f"gap {chosen.search.gap:.1%}"
+        print(f"  no choice is below {chosen.search.bound * 1e3:.1f} ms by the tables: {gap}", flush=True)
         print(told("Megatron's recipe", _simulated(recipe(setting, machine))), flush=True)
 
 
@@ -228,13 +229,16 @@ def alpa(only: Sequence[str]) -> None:
         print(told(f"Alpa's {len(stages)} stages", own), flush=True)
 
 
-SMALL = {"d_model": 1024, "heads": 16, "vocab": 32768, "seq": 1024, "batch": 32, "remat": True} | {
+# Two layers per stage and few words, so that each program is compiled for TPU in seconds. Microbatches are so large
+# that what programs work in is more than the 128 MiB of on-chip memory, which XLA would put all of it into.
+SMALL = {"layers": 4, "d_model": 1024, "heads": 8, "vocab": 1024, "seq": 512, "batch": 512, "remat": True} | {
     "dtype": jnp.bfloat16
 }
 MEMORY = {
-    "gpt": Workload("gpt", SMALL | {"layers": 4}),
-    "gpt scan": Workload("gpt", SMALL | {"layers": 8, "scan": True}),
-    "llama scan": Workload("llama", SMALL | {"layers": 8, "scan": True, "shared_heads": 4, "d_hidden": 4096}),
+    "gpt": Workload("gpt", SMALL),
+    "gpt scan": Workload("gpt", SMALL | {"scan": True}),
+    "llama": Workload("llama", SMALL | {"shared_heads": 4, "d_hidden": 2816}),
+    "llama scan": Workload("llama", SMALL | {"scan": True, "shared_heads": 4, "d_hidden": 2816}),
 }
 
 
@@ -243,7 +247,8 @@ def memory(only: Sequence[str]) -> None:
     for name in only or MEMORY:
         made, mesh = MEMORY[name].abstract(), AbstractMesh((2, 4), ("data", "model"))
         asked = {"stages": 2, "microbatches": 4}
-        found = plan(made.step, made.state, made.batch, mesh=mesh, topology="v5e:2x4", pipeline=asked)
+        how = {"mesh": mesh, "topology": "v5e:2x4", "pipeline": asked, "donate_argnums": 0}
+        found = plan(made.step, made.state, made.batch, **how)
         pipeline, compiled = found.pipeline, found.verify(target="v5e:2x4").programs
         peaks = [compiled[one.name].actual_peak for one in pipeline.programs.programs]
         plans = [

@@ -29,7 +29,6 @@ program without a plan, too, the program counts as refused.
 
 import argparse
 import collections
-import fnmatch
 import json
 import os
 import sys
@@ -42,6 +41,7 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
+from exceptions import reason_of  # noqa: E402  (as above)
 from workers import Ended, Worker, answers, in_turns, serve  # noqa: E402  (needs the path above)
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "strangers.md"
@@ -60,35 +60,6 @@ KEPT_PROGRAMS = 40  # compiled, before JAX forgets them
 PAGE_BYTES = 4096  # off by less: rounding of buffers, flags and counters
 COLLECTIVES_WITHIN, PEAK_WITHIN, SECONDS_WITHIN = 0.10, 0.20, 2.0
 BARS = {"collectives": 0.95, "peak": 0.90, "limit": 1.0, "seconds": 0.90}  # shares of programs
-KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar) -> why predictions are off
-    ("cpu attention *", "peak"): "XLA's YNN kernel for attention stores no scores",
-    ("* bc[os]*", "peak"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
-    ("* bc[os]*", "limit"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
-    (
-        "* stop_gradient *",
-        "peak",
-    ): "a result that only repeats a number is made in the layout of an argument",
-    ("cpu graph messages *", "peak"): "rows that are gathered and scattered at once are stored once",
-    ("* platform_index *", "peak"): "XLA knows the number, and folds what is made of it",
-    ("v5e:2x4 cum* gradient", "peak"): "slices of one element are temporaries of 16 KiB each",
-    ("v5e:2x4 [gl]e *", "peak"): "the parts of complex numbers are temporaries of 16 KiB each",
-    ("v5e:2x4 cond*", "seconds"): "a batch of conditions computes all branches, in more operations",
-    ("v5e:2x4 conv*", "seconds"): "kernels of few channels fill little of the matrix unit",
-    ("v5e:2x4 grouped convolution *", "seconds"): "kernels of few channels fill little of the matrix unit",
-    ("v5e:2x4 recurrence *", "seconds"): "XLA takes the mean of a product in the operation that makes it",
-    ("v5e:2x4 dce_sink *", "seconds"): "XLA drops what goes into the sink",
-    ("v5e:2x4 *gamma*", "seconds"): "what rejection loops compute counts as one FLOP per element",
-    ("v5e:2x4 real *", "seconds"): "XLA notes no time where complex numbers are put together",
-    ("v5e:2x4 *top_k *", "peak"): "a sort in the place of a call works with numbers of 16 KiB each",
-    ("v5e:2x4 sort *", "peak"): "short sorts work with fewer numbers of 16 KiB each",
-    ("v5e:2x4 scatter*", "peak"): "updates that XLA writes one by one are numbers of 16 KiB each",
-    ("v5e:2x4 scatter*", "seconds"): "updates that XLA writes one by one are operations of their own",
-    ("v5e:2x4 gather *", "peak"): "rows that XLA picks one by one are numbers of 16 KiB each",
-    ("v5e:2x4 gather *", "seconds"): "what a gather reads and makes is copied between layouts",
-    ("v5e:2x4 fft*", "seconds"): "of each transform XLA makes three products, each through memory",
-    ("v5e:2x4 while *", "peak"): "the result of a loop in a batch is copied from where the loop has it",
-    ("v5e:2x4 fixed point *", "peak"): "whether a loop in a batch goes on is three numbers of 16 KiB",
-}
 
 
 class Task(NamedTuple):
@@ -171,10 +142,15 @@ class Row:
         is_estimated = bool(self.seconds) and not self.unestimated
         return self.outcome == "compared" and (bar != "seconds" or is_estimated)
 
-    def known(self, bar: str) -> str | None:
-        """Why it misses a bar, if that is known."""
+    def reason(self, bar: str) -> str:
+        """Why it misses a bar."""
         what = f"{self.machine} {self.family} {self.form}"
-        return next((why for (form, of), why in KNOWN.items() if of == bar and fnmatch.fnmatchcase(what, form)), None)
+        if bar == "seconds":
+            return reason_of(what, bar, self.predicted_seconds, self.seconds or 0.0)
+        if bar == "collectives":
+            sent = (sum(size or 0 for size in sizes.values()) for sizes in (self.predicted, self.compiled))
+            return reason_of(what, bar, *sent)
+        return reason_of(what, bar, self.predicted_peak, self.peak)
 
 
 def _beside(kind: str, predicted: int, compiled: int | None) -> str:
@@ -462,7 +438,7 @@ def page(rows: Sequence[Row], chosen: str = "") -> str:
         kinds = collections.defaultdict(list)
         for row in rows:
             if bar in row.misses:
-                kinds[row.machine, kind_of(row, bar), row.known(bar) or ""].append(row)
+                kinds[row.machine, kind_of(row, bar), row.reason(bar)].append(row)
         if not kinds:
             continue
         lines += ["", f"## Exceptions: {bar}", "", "| machine | kind | programs | for example | reason |"]

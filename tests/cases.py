@@ -78,7 +78,7 @@ def _table(*rows: tuple) -> tuple[Case, ...]:
 
 
 def _array(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    return x if isinstance(x, jax.Array) else jax.device_put(x)
 
 
 def _bind(primitive: str, **params: Any) -> Callable:
@@ -89,32 +89,41 @@ def _bind(primitive: str, **params: Any) -> Callable:
 # Arguments. Dims of one array differ in size where they can, and all can be split by 2 and by 4.
 
 
+def _normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _integers(high: int, *shape: int, seed: int = 0, dtype: Any = np.int32) -> np.ndarray:
+    return np.random.default_rng(seed).integers(high, size=shape).astype(dtype)
+
+
+def _shuffled(*shape: int) -> np.ndarray:
+    """0, 1, 2, ... in random order, the same each time: no two are equal."""
+    count = np.prod(shape, dtype=int)
+    return np.random.default_rng(0).permutation(count).reshape(shape).astype(np.float32)
+
+
 def normal(*shape: int, seed: int = 0) -> jax.Array:
     """Random numbers, the same each time."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+    return _array(_normal(*shape, seed=seed))
 
 
 def integers(high: int, *shape: int, seed: int = 0, dtype: Any = np.int32) -> jax.Array:
     """Random numbers from 0 to high - 1, the same each time."""
-    return jnp.asarray(np.random.default_rng(seed).integers(high, size=shape).astype(dtype))
+    return _array(_integers(high, *shape, seed=seed, dtype=dtype))
 
 
-def shuffled(*shape: int) -> jax.Array:
-    """0, 1, 2, ... in random order, the same each time: no two are equal."""
-    count = np.prod(shape, dtype=int)
-    return jnp.asarray(np.random.default_rng(0).permutation(count).reshape(shape).astype(np.float32))
-
-
-X, Y = normal(8, 16), normal(8, 16, seed=1)
-UNIT, UNIT2 = (abs(jnp.sin(x)) * 0.8 + 0.1 for x in (X, Y))  # from 0.1 to 0.9
-CUBE = normal(4, 8, 16)
-VECTOR = normal(16)
-WHOLE = integers(8, 8, 16) - 4
-BITS, BITS2 = (integers(1 << 31, 8, 16, seed=seed, dtype=np.uint32) for seed in (0, 1))
+# NumPy arrays, of which more are made here: JAX would compile a program for each, in every process that imports this.
+X, Y = _normal(8, 16), _normal(8, 16, seed=1)
+UNIT, UNIT2 = (abs(np.sin(x)) * 0.8 + 0.1 for x in (X, Y))  # from 0.1 to 0.9
+CUBE = _normal(4, 8, 16)
+VECTOR = _normal(16)
+WHOLE = _integers(8, 8, 16) - 4
+BITS, BITS2 = (_integers(1 << 31, 8, 16, seed=seed, dtype=np.uint32) for seed in (0, 1))
 FLAGS = X > 0
-COMPLEX = lax.complex(X, Y)
-SQUARE = normal(4, 8, 8)
-POSITIVE = SQUARE @ SQUARE.mT + 8 * jnp.eye(8)  # positive definite
+COMPLEX = X + 1j * Y
+SQUARE = _normal(4, 8, 8)
+POSITIVE = SQUARE @ SQUARE.mT + 8 * np.eye(8, dtype=np.float32)  # positive definite
 KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(1), 8)
 
 
@@ -196,9 +205,9 @@ CALLS = _table(
     ("custom_vmap_call", lambda x: _normalised(jnp.exp(x)), VECTOR),
     ("reduce_sum, custom_vmap_call vmapped", jax.vmap(_normalised), X),
     ("custom_linear_solve", lambda a, b: lax.custom_linear_solve(
-        lambda x: a @ x, b, lambda _, b: jnp.linalg.solve(a, b), symmetric=True), POSITIVE[0], normal(8, 4)),
+        lambda x: a @ x, b, lambda _, b: jnp.linalg.solve(a, b), symmetric=True), POSITIVE[0], _normal(8, 4)),
     ("custom_linear_solve, conjugate gradients", lambda a, b: cg(lambda x: a @ x, b)[0], POSITIVE[0], VECTOR[:8]),
-    ("custom_linear_solve, jnp.linalg.solve", jnp.linalg.solve, POSITIVE, normal(4, 8, 16)),
+    ("custom_linear_solve, jnp.linalg.solve", jnp.linalg.solve, POSITIVE, _normal(4, 8, 16)),
     ("eval_jaxpr", _bind("eval_jaxpr", call_jaxpr=SINE), X),
     ("jit", lambda x: jax.jit(_layer)(x) + jax.jit(_layer)(x + 1), X),
     ("jit, result is argument", lambda x: jax.jit(lambda x: (x, x, x + 1))(jnp.sin(x)), X),
@@ -231,39 +240,39 @@ def _ragged(contracting: tuple, batch: tuple, ragged: tuple, group: tuple) -> Ca
     return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
 
 
-EIGHTHS = normal(2, 8, 64).astype(jnp.float8_e4m3fn)
-SCALES = jnp.asarray([[[1, 2]], [[2, 4]]], jnp.float8_e8m0fnu) * jnp.ones((2, 8, 2), jnp.float8_e8m0fnu)
-SIZES = jnp.array([4, 2, 8, 2], np.int32)
+EIGHTHS = _normal(2, 8, 64).astype(jnp.float8_e4m3fn)
+SCALES = np.broadcast_to(np.asarray([[[1, 2]], [[2, 4]]], jnp.float8_e8m0fnu), (2, 8, 2))
+SIZES = np.array([4, 2, 8, 2], np.int32)
 CONTRACTIONS = _table(
-    ("dot_general", _dot(((1,), (0,))), X, normal(16, 4)),
+    ("dot_general", _dot(((1,), (0,))), X, _normal(16, 4)),
     ("dot_general, matrix and vector", jnp.dot, X, VECTOR),
     ("dot_general, inner product", jnp.vdot, VECTOR, VECTOR + 1),
-    ("dot_general, outer product", _dot(((), ())), VECTOR, normal(8)),
-    ("dot_general, batch", _dot(((2,), (1,)), ((0,), (0,))), CUBE, normal(4, 16, 8)),
+    ("dot_general, outer product", _dot(((), ())), VECTOR, _normal(8)),
+    ("dot_general, batch", _dot(((2,), (1,)), ((0,), (0,))), CUBE, _normal(4, 16, 8)),
     ("dot_general, batch of transposed operands", _dot(((0,), (2,)), ((1, 3), (0, 1))),
-     normal(4, 8, 16, 2), normal(8, 2, 4, 16, seed=1)),
-    ("dot_general, two contracting", _dot(((0, 2), (1, 0))), CUBE, normal(16, 4, 8)),
+     _normal(4, 8, 16, 2), _normal(8, 2, 4, 16, seed=1)),
+    ("dot_general, two contracting", _dot(((0, 2), (1, 0))), CUBE, _normal(16, 4, 8)),
     ("dot_general, integers", _dot(((1,), (1,)), preferred_element_type=np.int32),
      WHOLE.astype(np.int8), WHOLE[:4].astype(np.int8)),
     ("dot_general, bfloat16", _dot(((1,), (1,)), preferred_element_type=np.float32),
      X.astype(jnp.bfloat16), Y.astype(jnp.bfloat16)),
     ("dot_general, highest precision", _dot(((1,), (1,)), precision="highest"), X, Y),
     ("dot_general, complex", _dot(((1,), (1,))), COMPLEX, COMPLEX),
-    ("dot_general, gradient", jax.grad(lambda x, y: jnp.sum(jnp.tanh(x @ y)), (0, 1)), X, normal(16, 4)),
-    ("dot_general, einsum", lambda x, y, z: jnp.einsum("bij,bkj,ik->bi", x, y, z), CUBE, CUBE + 1, normal(8, 8)),
+    ("dot_general, gradient", jax.grad(lambda x, y: jnp.sum(jnp.tanh(x @ y)), (0, 1)), X, _normal(16, 4)),
+    ("dot_general, einsum", lambda x, y, z: jnp.einsum("bij,bkj,ik->bi", x, y, z), CUBE, CUBE + 1, _normal(8, 8)),
     ("dot_general, attention", lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
-     *(normal(4, 8, 2, 16, seed=seed) for seed in range(3))),
+     *(_normal(4, 8, 2, 16, seed=seed) for seed in range(3))),
     ("dot_general, grouped attention", lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="xla"),
-     normal(4, 8, 4, 16), normal(4, 8, 2, 16, seed=1), normal(4, 8, 2, 16, seed=2)),
-    ("ragged_dot_general, ragged rows", lax.ragged_dot, normal(16, 8), normal(4, 8, 2), SIZES),
+     _normal(4, 8, 4, 16), _normal(4, 8, 2, 16, seed=1), _normal(4, 8, 2, 16, seed=2)),
+    ("ragged_dot_general, ragged rows", lax.ragged_dot, _normal(16, 8), _normal(4, 8, 2), SIZES),
     ("ragged_dot_general, ragged rows in batches", _ragged(((2,), (2,)), ((0,), (0,)), (1,), (1,)),
-     normal(2, 16, 8), normal(2, 4, 8, 2), jnp.stack([SIZES, SIZES[::-1]])),
+     _normal(2, 16, 8), _normal(2, 4, 8, 2), np.stack([SIZES, SIZES[::-1]])),
     ("ragged_dot_general, ragged contraction", _ragged(((0,), (0,)), ((), ()), (0,), ()),
-     normal(16, 8), normal(16, 4), SIZES),
+     _normal(16, 8), _normal(16, 4), SIZES),
     ("ragged_dot_general, ragged batch", _ragged(((2,), (1,)), ((0,), (0,)), (0,), ()),
-     normal(16, 8, 4), normal(16, 4, 2), SIZES),
+     _normal(16, 8, 4), _normal(16, 4, 2), SIZES),
     ("ragged_dot_general, gradient", jax.grad(lambda x, y, n: jnp.sin(lax.ragged_dot(x, y, n)).sum(), (0, 1)),
-     normal(16, 8), normal(4, 8, 2), SIZES),
+     _normal(16, 8), _normal(4, 8, 2), SIZES),
     ("scaled_dot", lambda x, y, a, b: lax.scaled_dot(
         x, y, lhs_scale=a, rhs_scale=b, dimension_numbers=(((1,), (1,)), ((), ()))),
      EIGHTHS[0], EIGHTHS[1, :4], SCALES[0], SCALES[1, :4]),
@@ -312,10 +321,10 @@ CONTROL_FLOW = _table(
         lambda c, y: (lax.cond(c[0] > 0, jnp.add, jnp.subtract, c, y), c), x[0], x), X),
     ("select_n, cond vmapped", jax.vmap(lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x)), FLAGS[:, 0], X),
     ("platform_index", lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X),
-    ("scan", _rnn, normal(16, 16), CUBE),
-    ("scan, over weights", _layers, normal(4, 16, 16), X),
-    ("scan, gradient", jax.grad(lambda w, x: jnp.sum(_rnn(w, x)[1])), normal(16, 16), CUBE),
-    ("scan, gradient over weights", jax.grad(lambda w, x: jnp.sum(_layers(w, x) ** 2), (0, 1)), normal(4, 16, 16), X),
+    ("scan", _rnn, _normal(16, 16), CUBE),
+    ("scan, over weights", _layers, _normal(4, 16, 16), X),
+    ("scan, gradient", jax.grad(lambda w, x: jnp.sum(_rnn(w, x)[1])), _normal(16, 16), CUBE),
+    ("scan, gradient over weights", jax.grad(lambda w, x: jnp.sum(_layers(w, x) ** 2), (0, 1)), _normal(4, 16, 16), X),
     ("scan, reverse", lambda x: lax.scan(lambda c, y: (c * 0.5 + y, c), jnp.zeros(16), x, reverse=True), X),
     ("scan, unrolled", lambda x: lax.scan(lambda c, y: (c * 0.5 + y, c), jnp.zeros(16), x, unroll=2), X),
     ("scan, of nothing but a length", lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=4)[0], X),
@@ -325,11 +334,11 @@ CONTROL_FLOW = _table(
     ("scan, carries that trade places", lambda x, y: lax.fori_loop(0, 3, lambda _, c: (c[1], c[0] + 1), (x, y)), X, Y),
     ("scan, map", lambda x: lax.map(lambda row: row / jnp.sum(row), x), UNIT),
     ("scan, map in batches", lambda x: lax.map(lambda row: row / jnp.sum(row), x, batch_size=4), UNIT),
-    ("scan, vmapped", jax.vmap(_rnn, (None, 1)), normal(16, 16), CUBE),
+    ("scan, vmapped", jax.vmap(_rnn, (None, 1)), _normal(16, 16), CUBE),
     ("mul, associative_scan", lambda x: lax.associative_scan(jnp.multiply, x), UNIT),
     ("concatenate, associative_scan along columns", lambda x: lax.associative_scan(jnp.add, x, axis=1), UNIT),
     ("while", _halved, abs(X) * 9),
-    ("while, with constants", _carried, abs(normal(16, 16)) / 16, X),
+    ("while, with constants", _carried, abs(_normal(16, 16)) / 16, X),
     ("while, fori_loop", lambda n, x: lax.fori_loop(0, n, lambda i, x: x + i, x), np.int32(3), X),
     ("while, vmapped", jax.vmap(_halved), abs(X) * 9),
     ("while, forward derivative", lambda x: jax.jvp(_halved, (x,), (jnp.ones_like(x),)), abs(X) * 9),
@@ -357,7 +366,7 @@ DIMS = _table(
     ("broadcast_in_dim, of a size 1", lambda x: lax.broadcast_in_dim(x, (8, 16), (0, 1)), X[:, :1]),
     ("broadcast_in_dim, of a scalar", lambda x: lax.broadcast_in_dim(x, (8, 16), ()), np.float32(2)),
     ("broadcast_to", lambda x: references.broadcast_to(x, (4, 8, 16)), X),
-    ("broadcast_in_dim, of a vector", lambda x, y: x + y[:, None], X, normal(8)),
+    ("broadcast_in_dim, of a vector", lambda x, y: x + y[:, None], X, _normal(8)),
     ("concatenate", lambda x, y: lax.concatenate([x, y], 0), X, Y),
     ("concatenate, of different sizes", lambda x, y, z: lax.concatenate([x, y, z], 1), X, Y[:, :4], Y[:, :12]),
     ("concatenate, of one with itself", lambda x: lax.concatenate([x, x], 1), X),
@@ -371,7 +380,7 @@ DIMS = _table(
     ("pad, negative", lambda x: lax.pad(x, 0.0, ((-2, -2, 0), (-4, 4, 0))), X),
     ("pad, gradient", jax.grad(lambda x, y: jnp.sin(lax.pad(x, y, ((4, 4, 0), (0, 1, 1)))).sum(), (0, 1)),
      X, np.float32(2)),
-    *((f"reshape, {name}", functools.partial(lax.reshape, new_sizes=to), normal(*shape))
+    *((f"reshape, {name}", functools.partial(lax.reshape, new_sizes=to), _normal(*shape))
       for name, (shape, to) in RESHAPES.items()),
     ("reshape, heads", lambda x: jnp.sin(x).reshape(8, 4, 4).transpose(1, 0, 2).reshape(4, 32), X),
     ("rev", lambda x: lax.rev(x, (0,)), X),
@@ -395,8 +404,9 @@ DIMS = _table(
 # Edges: kinds of arrays, of arguments and of results.
 
 DTYPES = "bfloat16 complex64 float16 float4_e2m1fn float8_e4m3fn float8_e5m2 int2 int4 int8 uint4 uint8 uint16"
+CLOSED_OVER = _array(Y)
 EDGES = _table(
-    *((f"add, of {dtype}", lambda x, y: (x + y, x.T), X.astype(dtype), Y.astype(dtype))
+    *((f"add, of {dtype}", lambda x, y: (x + y, x.T), _array(X).astype(dtype), _array(Y).astype(dtype))
       for dtype in DTYPES.split() if hasattr(jnp, dtype)),
     ("concatenate, of nothing", lambda x, y: lax.concatenate([x, y], 0), X[:0], Y),
     ("cumsum, of no elements", lambda x: jnp.cumsum(x, 1), X[:, :0]),
@@ -412,11 +422,11 @@ EDGES = _table(
     ("sin, an argument returned twice", lambda x, y: (y, jnp.sin(x), y), X, Y),
     ("sin, an argument unused", lambda x, y: jnp.sin(x), X, Y),
     ("sin, a constant result", lambda x: (jnp.sin(x), 1.0, np.ones(16, np.float32)), X),
-    ("sin, closed-over array", lambda x: jnp.sin(x) + Y, X),
+    ("sin, closed-over array", lambda x: jnp.sin(x) + CLOSED_OVER, X),
     ("sin, of dims of size 1", lambda x: jnp.sin(x), X[:1, :1]),
     ("sin, one value twice", lambda x: (jnp.sin(x),) * 2, X),
     ("sin, one value computed twice", lambda x: (jnp.sin(x), jnp.sin(x)), X),
-    ("sin, uneven dims", lambda x: jnp.sin(x) @ x.T, normal(7, 5)),
+    ("sin, uneven dims", lambda x: jnp.sin(x) @ x.T, _normal(7, 5)),
     ("sin, unused result", lambda x: (jnp.cos(x @ x.T), jnp.sin(x))[1], X),
 )  # fmt: skip
 
@@ -460,7 +470,7 @@ ELEMENTWISE = _table(
     ("bitcast_convert_type", lambda x: lax.bitcast_convert_type(x, np.int32), X),
     ("bitcast_convert_type, to smaller", lambda x: lax.bitcast_convert_type(x, np.uint8), X),
     ("bitcast_convert_type, to larger", lambda x: lax.bitcast_convert_type(x, np.uint32),
-     integers(256, 8, 4, dtype=np.uint8)),
+     _integers(256, 8, 4, dtype=np.uint8)),
     ("clamp", lax.clamp, X - 1, Y, X + 1),
     ("clamp, scalar bounds", lax.clamp, np.float32(-0.5), X, np.float32(0.5)),
     ("convert_element_type", lambda x: x.astype(np.int32), X),
@@ -536,7 +546,7 @@ HOST = _table(
 
 # Indexing.
 
-ROWS = integers(16, 8, 4)
+ROWS = _integers(16, 8, 4)
 
 
 def _scattered(method: str) -> Callable:
@@ -551,38 +561,39 @@ INDEXING = _table(
      X, np.int32(2)),
     ("dynamic_update_slice", lambda x, y, i: lax.dynamic_update_slice(x, y, (i, 0)), X, Y[:4], np.int32(2)),
     ("dynamic_update_slice, cache", lambda cache, new, i: lax.dynamic_update_slice_in_dim(cache, new, i, 1),
-     normal(4, 16, 2, 8), normal(4, 1, 2, 8, seed=1), np.int32(5)),
-    ("gather, embedding", lambda w, i: w[i], normal(16, 8), ROWS),
-    ("gather, embedding of columns", lambda w, i: jnp.take(w, i, axis=1), normal(8, 16), ROWS),
-    ("gather, embedding that clips", lambda w, i: jnp.take(w, i, axis=0, mode="clip"), normal(16, 8), ROWS),
+     _normal(4, 16, 2, 8), _normal(4, 1, 2, 8, seed=1), np.int32(5)),
+    ("gather, embedding", lambda w, i: w[i], _normal(16, 8), ROWS),
+    ("gather, embedding of columns", lambda w, i: jnp.take(w, i, axis=1), _normal(8, 16), ROWS),
+    ("gather, embedding that clips", lambda w, i: jnp.take(w, i, axis=0, mode="clip"), _normal(16, 8), ROWS),
     ("gather, take_along_axis", lambda x, i: jnp.take_along_axis(x, i, 1), X, ROWS),
-    ("gather, two indices", lambda x, i, j: x[i, j], X, integers(8, 4, 2), integers(16, 4, 2)),
-    ("gather, two indices apart", lambda x, i, j: x[i, :, j], CUBE, integers(4, 8), integers(16, 8)),
+    ("gather, two indices", lambda x, i, j: x[i, j], X, _integers(8, 4, 2), _integers(16, 4, 2)),
+    ("gather, two indices apart", lambda x, i, j: x[i, :, j], CUBE, _integers(4, 8), _integers(16, 8)),
     ("gather, windows", lambda x, i: lax.gather(
-        x, i, lax.GatherDimensionNumbers((1, 2), (), (0, 1)), (4, 8)), X, integers(4, 8, 2)),
-    ("gather, vmapped", jax.vmap(lambda w, i: w[i]), CUBE, integers(8, 4, 2)),
+        x, i, lax.GatherDimensionNumbers((1, 2), (), (0, 1)), (4, 8)), X, _integers(4, 8, 2)),
+    ("gather, vmapped", jax.vmap(lambda w, i: w[i]), CUBE, _integers(8, 4, 2)),
     ("gather, vmapped over indices", jax.vmap(lambda w, i: w[i], (None, 0)), X, ROWS // 2),
-    ("gather, gradient", jax.grad(lambda w, i: jnp.sin(w[i]).sum()), normal(16, 8), ROWS),
+    ("gather, gradient", jax.grad(lambda w, i: jnp.sin(w[i]).sum()), _normal(16, 8), ROWS),
     ("gather, gradient of take_along_axis", jax.grad(
         lambda x, i: jnp.sin(jnp.take_along_axis(x, i, 1)).sum()), X, ROWS),
     ("gather, by flags", lambda x: x[jnp.nonzero(x[:, 0] > 0, size=4)], X),
-    ("scatter", _scattered("set"), normal(16, 8), jnp.arange(8) * 2, normal(8, 8, seed=1)),
-    ("scatter, of a scalar", lambda x, i: x.at[i].set(0.0), normal(16, 8), integers(16, 4)),
+    ("scatter", _scattered("set"), _normal(16, 8), np.arange(8, dtype=np.int32) * 2, _normal(8, 8, seed=1)),
+    ("scatter, of a scalar", lambda x, i: x.at[i].set(0.0), _normal(16, 8), _integers(16, 4)),
     ("scatter, of a static slice", lambda x, y: x.at[2:6].set(y), X, Y[:4]),
-    ("scatter-add", _scattered("add"), normal(16, 8), ROWS, normal(8, 4, 8, seed=1)),
-    ("scatter-add, two indices", lambda x, i, j, y: x.at[i, j].add(y), X, integers(8, 4), integers(16, 4), VECTOR[:4]),
+    ("scatter-add", _scattered("add"), _normal(16, 8), ROWS, _normal(8, 4, 8, seed=1)),
+    ("scatter-add, two indices", lambda x, i, j, y: x.at[i, j].add(y),
+     X, _integers(8, 4), _integers(16, 4), VECTOR[:4]),
     ("scatter-add, histogram", lambda i: jnp.zeros(16).at[i].add(1.0), ROWS),
-    ("scatter-add, segment_sum", lambda x, i: jax.ops.segment_sum(x, i, 4), normal(16, 8), integers(4, 16)),
-    ("scatter-add, vmapped", jax.vmap(_scattered("add")), CUBE, integers(8, 4, 2), normal(4, 2, 16, seed=1)),
+    ("scatter-add, segment_sum", lambda x, i: jax.ops.segment_sum(x, i, 4), _normal(16, 8), _integers(4, 16)),
+    ("scatter-add, vmapped", jax.vmap(_scattered("add")), CUBE, _integers(8, 4, 2), _normal(4, 2, 16, seed=1)),
     ("scatter-add, vmapped over updates", jax.vmap(_scattered("add"), (None, None, 0)),
-     X, integers(8, 2), normal(4, 2, 16, seed=1)),
+     X, _integers(8, 2), _normal(4, 2, 16, seed=1)),
     ("scatter-add, gradient", jax.grad(lambda x, i, y: jnp.sin(x.at[i].add(y)).sum(), (0, 2)),
-     normal(16, 8), ROWS, normal(8, 4, 8, seed=1)),
-    ("scatter-max", _scattered("max"), normal(16, 8), ROWS, normal(8, 4, 8, seed=1)),
-    ("scatter-min", _scattered("min"), normal(16, 8), ROWS, normal(8, 4, 8, seed=1)),
-    ("scatter-mul", _scattered("multiply"), normal(16, 8), ROWS, normal(8, 4, 8, seed=1)),
-    ("scatter-sub", _scattered("subtract"), normal(16, 8), ROWS, normal(8, 4, 8, seed=1)),
-    ("scatter, vmapped", jax.vmap(_scattered("set")), CUBE, integers(8, 4, 1), normal(4, 1, 16, seed=1)),
+     _normal(16, 8), ROWS, _normal(8, 4, 8, seed=1)),
+    ("scatter-max", _scattered("max"), _normal(16, 8), ROWS, _normal(8, 4, 8, seed=1)),
+    ("scatter-min", _scattered("min"), _normal(16, 8), ROWS, _normal(8, 4, 8, seed=1)),
+    ("scatter-mul", _scattered("multiply"), _normal(16, 8), ROWS, _normal(8, 4, 8, seed=1)),
+    ("scatter-sub", _scattered("subtract"), _normal(16, 8), ROWS, _normal(8, 4, 8, seed=1)),
+    ("scatter, vmapped", jax.vmap(_scattered("set")), CUBE, _integers(8, 4, 1), _normal(4, 1, 16, seed=1)),
 )  # fmt: skip
 
 
@@ -661,7 +672,7 @@ KERNELS = _table(
         jnp.sin, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)(x) + 1, X),
     ("core_map", _mapped_over_cores, X),
     ("custom_fusion", lambda x: _fused(x) + 1, X),
-    ("custom_partitioning", _partitioned, X, normal(16, 4)),
+    ("custom_partitioning", _partitioned, X, _normal(16, 4)),
     ("einshape_lo", _bind("einshape_lo", equation="a(bc)->abc", sizes=(("b", 4),), assert_is_tile_preserving=False), X),
     ("ffi_call", _factorised, POSITIVE),
     ("fusible", lambda x: pallas_fuser.fusible(lambda x, _: x() * 2)(x), X),
@@ -713,11 +724,11 @@ def _solve(**options) -> Callable:
     return functools.partial(lax.linalg.triangular_solve, **options)
 
 
-LOWER = jnp.tril(SQUARE) + 4 * jnp.eye(8)
+LOWER = np.tril(SQUARE) + 4 * np.eye(8, dtype=np.float32)
 LINALG = _table(
     ("cholesky", jnp.linalg.cholesky, POSITIVE),
     ("cholesky, of one matrix", jnp.linalg.cholesky, POSITIVE[0]),
-    ("cholesky_update", lambda r, w: lax.linalg.cholesky_update(r, w), jnp.linalg.cholesky(POSITIVE[0]).T, VECTOR[:8]),
+    ("cholesky_update", lambda r, w: lax.linalg.cholesky_update(r, w), np.linalg.cholesky(POSITIVE[0]).T, VECTOR[:8]),
     ("eig", jnp.linalg.eig, SQUARE),
     ("eigh", jnp.linalg.eigh, POSITIVE),
     ("eigh, values only", jnp.linalg.eigvalsh, POSITIVE),
@@ -725,34 +736,35 @@ LINALG = _table(
     ("fft, inverse", jnp.fft.ifft, COMPLEX),
     ("fft, real", jnp.fft.rfft, CUBE),
     ("fft, inverse to real", jnp.fft.irfft, COMPLEX[:, :9]),
-    ("fft, two dims", jnp.fft.fft2, lax.complex(CUBE, CUBE)),
+    ("fft, two dims", jnp.fft.fft2, CUBE + 1j * CUBE),
     ("fft, two real dims", jnp.fft.rfft2, CUBE),
-    ("fft, two dims inverse to real", jnp.fft.irfft2, lax.complex(CUBE, CUBE)[..., :9]),
+    ("fft, two dims inverse to real", jnp.fft.irfft2, (CUBE + 1j * CUBE)[..., :9]),
     ("fft, along rows", lambda x: jnp.fft.fft(x, axis=0), COMPLEX),
     ("hessenberg", lax.linalg.hessenberg, SQUARE),
-    ("householder_product", lax.linalg.householder_product, normal(4, 8, 4), normal(4, 4)),
+    ("householder_product", lax.linalg.householder_product, _normal(4, 8, 4), _normal(4, 4)),
     ("lu", lax.linalg.lu, SQUARE),
-    ("lu, of tall matrices", lax.linalg.lu, normal(4, 16, 8)),
+    ("lu, of tall matrices", lax.linalg.lu, _normal(4, 16, 8)),
     ("lu, determinant", jnp.linalg.det, SQUARE),
     ("lu, inverse", jnp.linalg.inv, POSITIVE),
     ("lu_pivots_to_permutation", lambda p: lax.linalg.lu_pivots_to_permutation(p, 8),
-     jnp.broadcast_to(jnp.arange(4, dtype=np.int32), (2, 4))),
-    ("ormqr", lax.linalg.ormqr, normal(4, 8, 8), normal(4, 8), normal(4, 8, 2)),
-    ("qr", jnp.linalg.qr, normal(4, 16, 8)),
+     np.broadcast_to(np.arange(4, dtype=np.int32), (2, 4))),
+    ("ormqr", lax.linalg.ormqr, _normal(4, 8, 8), _normal(4, 8), _normal(4, 8, 2)),
+    ("qr", jnp.linalg.qr, _normal(4, 16, 8)),
     ("qr, pivoting", lambda x: lax.linalg.qr(x, pivoting=True), SQUARE),
     ("geqrf", lambda x: inner_linalg.geqrf(x), SQUARE),
-    ("geqp3", inner_linalg.geqp3, SQUARE, jnp.zeros((4, 8), np.int32)),
+    ("geqp3", inner_linalg.geqp3, SQUARE, np.zeros((4, 8), np.int32)),
     ("schur", lax.linalg.schur, SQUARE),
-    ("svd", jnp.linalg.svd, normal(4, 16, 8)),
-    ("svd, thin", lambda x: jnp.linalg.svd(x, full_matrices=False), normal(4, 16, 8)),
-    ("svd, values only", lambda x: jnp.linalg.svd(x, compute_uv=False), normal(4, 8, 16)),
+    ("svd", jnp.linalg.svd, _normal(4, 16, 8)),
+    ("svd, thin", lambda x: jnp.linalg.svd(x, full_matrices=False), _normal(4, 16, 8)),
+    ("svd, values only", lambda x: jnp.linalg.svd(x, compute_uv=False), _normal(4, 8, 16)),
     ("symmetric_product", lambda x, y: lax.linalg.symmetric_product(x, y, alpha=2.0, beta=3.0),
-     normal(4, 8, 16), SQUARE),
-    ("triangular_solve", _solve(left_side=True, lower=True), LOWER, normal(4, 8, 16)),
-    ("triangular_solve, from the right", _solve(left_side=False, lower=True), LOWER, normal(4, 16, 8)),
-    ("triangular_solve, transposed", _solve(left_side=True, lower=True, transpose_a=True), LOWER[0], normal(8, 16)),
+     _normal(4, 8, 16), SQUARE),
+    ("triangular_solve", _solve(left_side=True, lower=True), LOWER, _normal(4, 8, 16)),
+    ("triangular_solve, from the right", _solve(left_side=False, lower=True), LOWER, _normal(4, 16, 8)),
+    ("triangular_solve, transposed", _solve(left_side=True, lower=True, transpose_a=True), LOWER[0], _normal(8, 16)),
     ("tridiagonal", lambda x: lax.linalg.tridiagonal(x), POSITIVE),
-    ("tridiagonal_solve", lax.linalg.tridiagonal_solve, normal(4, 8), normal(4, 8) + 4, normal(4, 8), normal(4, 8, 2)),
+    ("tridiagonal_solve", lax.linalg.tridiagonal_solve,
+     _normal(4, 8), _normal(4, 8) + 4, _normal(4, 8), _normal(4, 8, 2)),
 )  # fmt: skip
 
 
@@ -804,7 +816,7 @@ MEMORY = _table(
 # Randomness.
 
 
-SEEDS = integers(1 << 31, 4, dtype=np.uint32)
+SEEDS = _integers(1 << 31, 4, dtype=np.uint32)
 RANDOMNESS = _table(
     ("iota_2x32_shape", lambda x: (_bind("iota_2x32_shape", shape=(8, 16))(), x), X),
     ("philox2x32", _bind("philox2x32"), SEEDS[0], BITS, BITS2),
@@ -821,7 +833,7 @@ RANDOMNESS = _table(
       for impl in ("philox2x32", "philox4x32", "rbg", "threefry4x32", "unsafe_rbg")),
     ("random_clone", jax.random.clone, KEYS),
     ("random_fold_in", lambda k, x: jax.random.normal(jax.random.fold_in(k, x), (8, 16)), KEY, np.int32(3)),
-    ("random_fold_in, vmapped", jax.vmap(jax.random.fold_in), KEYS, jnp.arange(8)),
+    ("random_fold_in, vmapped", jax.vmap(jax.random.fold_in), KEYS, np.arange(8, dtype=np.int32)),
     ("random_gamma", lambda k, a: jax.random.gamma(k, a), KEY, UNIT),
     ("random_seed", lambda seed: jax.random.key_data(jax.random.key(seed)), np.uint32(3)),
     ("random_split", lambda k: jax.random.split(k, (4, 2)), KEY),
@@ -880,7 +892,7 @@ SORTING = _table(
     ("sort, descending", lambda x: jnp.sort(x, 1, descending=True), X),
     ("sort, gradient", jax.grad(lambda x: jnp.sum(jnp.sort(x, 1) ** 3)), X),
     ("sort, median", lambda x: jnp.median(x, 1), X),
-    ("sin, searchsorted", lambda x, y: jnp.searchsorted(x, jnp.sin(y), method="sort"), jnp.sort(VECTOR), X),
+    ("sin, searchsorted", lambda x, y: jnp.searchsorted(x, jnp.sin(y), method="sort"), np.sort(VECTOR), X),
     ("top_k", lambda x: lax.top_k(x, 4), X),
     ("top_k, gradient", jax.grad(lambda x: jnp.sum(lax.top_k(x, 4)[0] ** 3)), X),
     ("top_k, routing", lambda x: jax.nn.one_hot(lax.top_k(x, 2)[1], 16), X),
@@ -889,7 +901,7 @@ SORTING = _table(
 
 # Sparse arrays.
 
-DENSE = jnp.where(X > 0.5, X, 0)
+DENSE = np.where(X > 0.5, X, np.float32(0))
 NONZERO = 64  # room for more than there are
 
 
@@ -919,9 +931,9 @@ def _extracted(x, y):
 
 
 SPARSE = _table(
-    ("bcoo_dot_general", lambda x, y: _bcoo(x) @ y, DENSE, normal(16, 4)),
+    ("bcoo_dot_general", lambda x, y: _bcoo(x) @ y, DENSE, _normal(16, 4)),
     ("bcoo_dot_general, sparsify", lambda x, y: sparse.sparsify(lambda x, y: jnp.sin(x @ y))(_bcoo(x), y),
-     DENSE, normal(16, 4)),
+     DENSE, _normal(16, 4)),
     ("bcoo_dot_general_sampled", _sampled, X, Y, DENSE[:, :8]),
     ("bcoo_extract", lambda x, y: sparse.bcoo_extract(_bcoo(x), y).todense(), DENSE, Y),
     ("bcoo_fromdense", lambda x: _bcoo(x).data, DENSE),
@@ -931,19 +943,20 @@ SPARSE = _table(
     ("bcoo_todense", lambda x: _bcoo(x).todense(), DENSE),
     ("bcoo_todense, batched", lambda x: sparse.BCOO.fromdense(x, n_batch=1, nse=16).todense(), DENSE),
     ("bcoo_transpose", lambda x: _bcoo(x).T.todense(), DENSE),
-    ("bcsr_dot_general", lambda x, y: _bcsr(x) @ y, DENSE, normal(16, 4)),
+    ("bcsr_dot_general", lambda x, y: _bcsr(x) @ y, DENSE, _normal(16, 4)),
     ("bcsr_extract", _extracted, DENSE, Y),
     ("bcsr_fromdense", lambda x: _bcsr(x).data, DENSE),
     ("bcsr_todense", lambda x: _bcsr(x).todense(), DENSE),
     ("coo_fromdense", lambda x: _coo(x).data, DENSE),
-    ("coo_matmat", lambda x, y: _coo(x) @ y, DENSE, normal(16, 4)),
+    ("coo_matmat", lambda x, y: _coo(x) @ y, DENSE, _normal(16, 4)),
     ("coo_matvec", lambda x, y: _coo(x) @ y, DENSE, VECTOR),
     ("coo_todense", lambda x: _coo(x).todense(), DENSE),
     ("csr_fromdense", lambda x: _csr(x).data, DENSE),
-    ("csr_matmat", lambda x, y: _csr(x) @ y, DENSE, normal(16, 4)),
+    ("csr_matmat", lambda x, y: _csr(x) @ y, DENSE, _normal(16, 4)),
     ("csr_matvec", lambda x, y: _csr(x) @ y, DENSE, VECTOR),
     ("csr_todense", lambda x: _csr(x).todense(), DENSE),
-    ("spsolve", spsolve, jnp.arange(1.0, 9.0), jnp.arange(8), jnp.arange(9), VECTOR[:8]),
+    ("spsolve", spsolve,
+     np.arange(1, 9, dtype=np.float32), np.arange(8, dtype=np.int32), np.arange(9, dtype=np.int32), VECTOR[:8]),
     ("todense", lambda x: sparse.todense(_bcoo(x)), DENSE),
 )  # fmt: skip
 
@@ -956,7 +969,7 @@ def _conv(dims: tuple[str, str, str], strides: tuple = (1, 1), padding: Any = "S
 
 
 NHWC, NCHW = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
-IMAGES, KERNEL = normal(4, 8, 16, 8), normal(3, 3, 8, 2, seed=1) / 4
+IMAGES, KERNEL = _normal(4, 8, 16, 8), _normal(3, 3, 8, 2, seed=1) / 4
 
 
 def _gradients(fn: Callable) -> Callable:
@@ -970,27 +983,27 @@ def _pool(init: Any, fold: Callable, window: tuple, strides: tuple, padding: Any
 MAX_POOL = _pool(-np.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1))
 CONVOLUTIONS = {
     "NHWC": (_conv(NHWC), IMAGES, KERNEL),
-    "NCHW": (_conv(NCHW), normal(4, 8, 16, 8), normal(2, 8, 3, 3, seed=1) / 4),
-    "of points": (_conv(NHWC), IMAGES, normal(1, 1, 8, 16) / 4),
+    "NCHW": (_conv(NCHW), _normal(4, 8, 16, 8), _normal(2, 8, 3, 3, seed=1) / 4),
+    "of points": (_conv(NHWC), IMAGES, _normal(1, 1, 8, 16) / 4),
     "strided": (_conv(NHWC, (2, 2)), IMAGES, KERNEL),
     "valid": (_conv(NHWC, padding="VALID"), IMAGES, KERNEL),
-    "patches": (_conv(NHWC, (4, 4), "VALID"), IMAGES, normal(4, 4, 8, 2) / 4),
+    "patches": (_conv(NHWC, (4, 4), "VALID"), IMAGES, _normal(4, 4, 8, 2) / 4),
     "dilated images": (_conv(NHWC, padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)), IMAGES, KERNEL),
     "dilated kernel": (_conv(NHWC, rhs_dilation=(2, 2)), IMAGES, KERNEL),
-    "feature groups": (_conv(NHWC, feature_group_count=2), IMAGES, normal(3, 3, 4, 16) / 4),
-    "depthwise": (_conv(NHWC, feature_group_count=8), IMAGES, normal(3, 3, 1, 8) / 4),
-    "batch groups": (_conv(NHWC, batch_group_count=2), IMAGES, normal(3, 3, 8, 4) / 4),
-    "one dim": (_conv(("NWC", "WIO", "NWC"), (1,)), CUBE, normal(3, 16, 8) / 4),
-    "three dims": (_conv(("NDHWC", "DHWIO", "NDHWC"), (1, 1, 1)), normal(2, 4, 8, 4, 2), normal(3, 3, 3, 2, 8) / 4),
+    "feature groups": (_conv(NHWC, feature_group_count=2), IMAGES, _normal(3, 3, 4, 16) / 4),
+    "depthwise": (_conv(NHWC, feature_group_count=8), IMAGES, _normal(3, 3, 1, 8) / 4),
+    "batch groups": (_conv(NHWC, batch_group_count=2), IMAGES, _normal(3, 3, 8, 4) / 4),
+    "one dim": (_conv(("NWC", "WIO", "NWC"), (1,)), CUBE, _normal(3, 16, 8) / 4),
+    "three dims": (_conv(("NDHWC", "DHWIO", "NDHWC"), (1, 1, 1)), _normal(2, 4, 8, 4, 2), _normal(3, 3, 3, 2, 8) / 4),
 }
 WINDOWS = _table(
     *((f"conv_general_dilated, {name}", *row) for name, row in CONVOLUTIONS.items()),
     *((f"conv_general_dilated, gradients of {name}", _gradients(fn), *args)
       for name, (fn, *args) in CONVOLUTIONS.items()),
     ("conv_general_dilated, transposed", lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"), IMAGES, KERNEL),
-    ("conv_general_dilated, vmapped", jax.vmap(_conv(NHWC), (None, 0)), IMAGES, jnp.stack([KERNEL, KERNEL + 1])),
+    ("conv_general_dilated, vmapped", jax.vmap(_conv(NHWC), (None, 0)), IMAGES, np.stack([KERNEL, KERNEL + 1])),
     ("conv_general_dilated, vmapped over both", jax.vmap(_conv(NHWC)),
-     jnp.stack([IMAGES, IMAGES + 1]), jnp.stack([KERNEL, KERNEL + 1])),
+     np.stack([IMAGES, IMAGES + 1]), np.stack([KERNEL, KERNEL + 1])),
     ("reduce_window", _pool(0, lambda x, y: x + y * 1, (1, 2, 2, 1), (1, 2, 2, 1)), IMAGES),
     ("reduce_window_max", MAX_POOL, IMAGES),
     ("reduce_window_max, overlapping", _pool(-np.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME"), IMAGES),
@@ -1000,11 +1013,11 @@ WINDOWS = _table(
     ("reduce_window_sum, dilated", _pool(0, lax.add, (1, 2), (1, 1), "SAME", window_dilation=(1, 2)), X),
     ("reduce_window_sum, gradient", jax.grad(
         lambda x: jnp.sin(_pool(0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1))(x)).sum()), IMAGES),
-    ("select_and_gather_add", lambda x, t: jax.jvp(MAX_POOL, (x,), (t,)), shuffled(4, 8, 16, 8), IMAGES),
+    ("select_and_gather_add", lambda x, t: jax.jvp(MAX_POOL, (x,), (t,)), _shuffled(4, 8, 16, 8), IMAGES),
     ("select_and_scatter", lambda x, y: windowed_reductions._select_and_scatter(
         x, lax.ge, (1, 2, 2, 1), (1, 2, 2, 1), ((0, 0),) * 4, y, np.float32(0), lax.add),
-     shuffled(4, 8, 16, 8), IMAGES[:, :4, :8]),
-    ("select_and_scatter_add", jax.grad(lambda x: MAX_POOL(x).sum()), shuffled(4, 8, 16, 8)),
+     _shuffled(4, 8, 16, 8), IMAGES[:, :4, :8]),
+    ("select_and_scatter_add", jax.grad(lambda x: MAX_POOL(x).sum()), _shuffled(4, 8, 16, 8)),
 )  # fmt: skip
 
 

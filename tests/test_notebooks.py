@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import compilation
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -65,7 +64,6 @@ CASES = [pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else (),
 @pytest.mark.parametrize("path", CASES)
 def test_runs(path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_FLAGS", compilation.CPU_ONLY)
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit notebooks without their outputs"
     printed = execute(notebook)

@@ -118,7 +118,10 @@ def run_stencil(
         for array, where in zip(map(jnp.asarray, arrays), equation.params["dims"], strict=True)
     ]
     steps, shared, is_split = equation.params["steps"], equation.params["shared"], [bool(one) for one in split]
-    halos = SourceHalos(reads(steps, sources)[0], shared).along(is_split)
+    sizes = [zip(shape, steps[-1].shape, is_split, strict=bool(shape)) for shape in sources]
+    halos = SourceHalos(
+        reads(steps, sources)[0], [[one == n and cut for one, n, cut in each] for each in sizes], shared
+    )
     work = _ShardWork(equations, steps, sources, split, [shards(one, mesh) for one in split], arrays, halos)
     return Walk(steps, sources, work).result(is_split)
 
@@ -156,13 +159,14 @@ class _ShardWork:
         if not moved:
             return array
         at, hulls = dict(places), self.halos.hulls(index, moved[-1])
-        if any(not -hull.before <= at[hull.dim].offset <= hull.after for hull in hulls):  # where fewer dims are split
+        known = {hull.dim for hull in hulls if -hull.before <= at[hull.dim].offset <= hull.after}
+        if not known >= {*moved, *(hull.dim for hull in hulls)}:  # otherwise read where fewer dims are split
             hulls = tuple(rows_at(at[dim], dim, "") for dim in moved)
         for i, hull in enumerate(hulls):
-            known = index, hulls[: i + 1]
-            if known not in self.brought:
-                self.brought[known] = exchanged(array, hull, self.axes[hull.dim], self.pieces[hull.dim])
-            array = self.brought[known]
+            so_far = index, hulls[: i + 1]
+            if so_far not in self.brought:
+                self.brought[so_far] = exchanged(array, hull, self.axes[hull.dim], self.pieces[hull.dim])
+            array = self.brought[so_far]
         for hull in hulls:
             start, shard = at[hull.dim].offset + hull.before, self.sizes[hull.dim] // self.pieces[hull.dim]
             array = jax.lax.slice_in_dim(array, start, start + shard, axis=hull.dim)

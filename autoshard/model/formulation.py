@@ -95,7 +95,8 @@ class Formulation:
     def peak_outside_chip(self, choice: Sequence[int]) -> int:
         """The same without temporaries that lie elsewhere: in the chip's own memory, or where results will.
 
-        Limits are held against the whole, since no row of a `Problem` knows which temporaries live at other points.
+        Large limits are held against the whole, since no row of a `Problem` knows which temporaries live when. Where a
+        limit is small, `memory_limit.py` looks at the problem without temporaries first.
         """
         return int(self.in_use_outside_chip(choice).max())
 

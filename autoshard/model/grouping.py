@@ -10,6 +10,7 @@ own, what XLA does with them and when they run.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -21,8 +22,9 @@ from autoshard.model.equations import contracts, inserted_operand, only_widens, 
 from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
+from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
-from autoshard.primitives import facts_of
+from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.halos import Reach, renamed
 from autoshard.propagation.projection import layout_of_factors
@@ -75,6 +77,7 @@ def groups_of(
     summed = summed_products(program, once, home) if backend.sums.adds_first else {}
     users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
     unneeded, late = _leading_to_results(program, groups, users)
+    stacked, ending = _stacked(groups, users), _ending_products(groups, readers, home)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
     again = recomputation(program, groups, users, needed_outside | scattered, backend, math.prod((mesh or {}).values()))
@@ -87,12 +90,14 @@ def groups_of(
             summands=summed[i][1] if i in summed else 1,
             feeds_no_state=unneeded[i],
             feeds_only_results=late[i],
+            is_stacked=stacked[i],
             handed_on_at=ends[i],
             point=points[i],
             is_folded=again.folded[i],
             is_recomputed=again.repeated[i],
             is_sunk=again.sunk[i],
-            ends_product=_ends_product(group, readers, home, makers),
+            ends_product=ending[i],
+            writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
             is_copy=_is_copied(group, needed_outside),
             passes_before=_passes_before(group, staying, makers),
             last_point=last[i],
@@ -128,12 +133,45 @@ def _joined(
     return [_group_of(i, draft, readers, home, needed_outside) for i, draft in enumerate(reversed(drafts))]
 
 
-def _ends_product(group: Group, readers: _Readers, home: Mapping[int, Group], makers: Mapping[int, Group]) -> bool:
-    """`Group.ends_product` of a group."""
-    if not group.fuses:
-        return False
-    products = (use.value.id for use in group.uses if use.value.id in makers and makers[use.value.id].contracts)
-    return any(all(home[reader.index] is group for reader, _ in readers[value]) for value in products)
+def _ending_products(groups: Sequence[Group], readers: _Readers, home: Mapping[int, Group]) -> list[bool]:
+    """`Group.ends_product` of each group: what alone reads a product, and what reduces that or the product itself."""
+    makers = {made.value.id: group for group in groups for made in group.outputs}
+    ends = [False] * len(groups)
+    for group in groups:
+        made_by = [(use.value.id, makers[use.value.id]) for use in group.uses if use.value.id in makers]
+        products = [value for value, maker in made_by if maker.contracts and not multiplies_vector(maker)]
+        if group.fuses:
+            ends[group.index] = any(all(home[reader.index] is group for reader, _ in readers[one]) for one in products)
+        elif facts_of(group.equations[0].primitive).work is Work.REDUCTION:
+            ends[group.index] = bool(products) or any(ends[maker.index] for _, maker in made_by)
+    return ends
+
+
+def _is_made_elsewhere(
+    stack: Group, makers: Mapping[int, Group], repeated: Sequence[bool], ending: Sequence[bool]
+) -> bool:
+    """Whether what a loop stacks comes from outside its turn, or of no operation that can write it into the stack.
+
+    Args:
+        stack: what stacks.
+        makers: value -> the group that makes it.
+        repeated: per group, whether its readers compute it again.
+        ending: per group, whether it is one operation with a product.
+    """
+
+    @functools.cache
+    def comes_apart(group: Group) -> bool:
+        for use in group.uses:
+            maker = makers.get(use.value.id)
+            if maker is None or maker.is_boundary:
+                continue
+            if maker.contracts or ending[maker.index]:
+                return False
+            if maker.fuses and not (repeated[maker.index] and comes_apart(maker)):
+                return False
+        return True
+
+    return comes_apart(stack)
 
 
 def _is_copied(group: Group, needed_outside: Set[int]) -> bool:
@@ -179,6 +217,15 @@ def _leading_to_results(
         decides = not read and any(made.value.trips > 1 for made in group.outputs)  # whether a loop goes on
         late[group.index] = not decides and all(user is group or (user.fuses and late[user.index]) for user in read)
     return unneeded, late
+
+
+def _stacked(groups: Sequence[Group], users: Sequence[Sequence[Group]]) -> list[bool]:
+    """`Group.is_stacked` of each group."""
+    stacked = [False] * len(groups)
+    for group in reversed(groups):
+        read = (user for user in users[group.index] if user is not group)
+        stacked[group.index] = any(user.is_stack or (user.fuses and stacked[user.index]) for user in read)
+    return stacked
 
 
 def _last_runs(

@@ -68,7 +68,9 @@ class Group:
     is_folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
     is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
     is_sunk: bool = False  # whether it is recomputed inside a loop that it stands before
-    ends_product: bool = False  # whether it is elementwise, and alone reads a product: one operation makes both
+    is_stacked: bool = False  # whether a loop stacks what it makes, or what elementwise groups make of that
+    ends_product: bool = False  # whether one operation makes it and the product that it reads or reduces
+    writes_apart: bool = False  # of a stack: whether an operation of its own writes it, not what makes its slices
     is_copy: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
     passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
     last_point: int = 0  # the last point at which it runs: later than `point` if its readers run it again

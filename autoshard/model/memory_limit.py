@@ -13,7 +13,7 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Resharding, counted
-from autoshard.model.search_policy import solve_for_plan
+from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
@@ -29,6 +29,8 @@ SEARCH_SHARE = 0.6
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
+BOUND_SHARE = 0.4  # of the work that is left: what each of the next rounds gets
+BOUND_ROUNDS = 3  # of solving for the bound of the choice that was found, each with more reshardings counted
 # Relative gap at which the search ends in a problem with reshardings counted. A smaller one proves nothing of the step:
 # such a problem may count more than is held, so its bound is not a bound of the step.
 CLOSE_COUNTED_GAP = 0.005
@@ -39,6 +41,9 @@ LEANEST_SHARE = 0.5  # of the budget for lean choices, spent on the choice that 
 # Each limit is searched twice, for `LEAN_ITERATIONS` iterations.
 LEAN_LIMIT_FACTORS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
+# Least share of the limit at which the chip's own memory is looked at. A peak leaves out what lies there. No row of a
+# problem knows whether all temporaries do.
+ON_CHIP_SHARE = 0.05
 
 
 def solve_within(
@@ -55,6 +60,9 @@ def solve_within(
     than is counted. The first problem has as much more room, so that no choice is forbidden for that. While a solution
     is over the limit, the problem is solved again, a few times: without this room, and with what is resharded there
     counted.
+
+    Where the limit is small beside the chip's own memory, temporaries are taken to lie there first. Such a solution is
+    taken if they do.
 
     If that finds nothing within the limit, or something far from its bound, lean choices are looked at. The problem may
     say of such a choice that it does not fit. All rounds share one budget, so that a busy machine finds the same
@@ -81,27 +89,38 @@ def solve_within(
     budget = budget or Budget.of(time_limit, until)
     rounds = budget if search is None else budget.part(SEARCH_SHARE)
     reshardings: dict[Resharding, None] = {}
-    best = None
+    best, floor = None, math.inf
+    outside = _outside_chip(formulation, exact)
+    peak_of = formulation.peak_bytes if outside is None else formulation.peak_outside_chip
 
     def within(choice: Sequence[int]) -> bool:
-        return fits(formulation.peak_bytes(choice[: len(exact.costs)]), limit)
+        return fits(peak_of(choice[: len(exact.costs)]), limit)
 
+    how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
+    if outside is not None:
+        with contextlib.suppress(SolverError):  # the rounds say what there is
+            solution = _solved(formulation, outside, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
+            if within(solution.choice):
+                return solution
+            floor = solution.bound
     for i in range(MAX_ROUNDS):
         if i and rounds.over:
             break
         try:
             gap = CLOSE_COUNTED_GAP if i else 0.0
             part = rounds.part(ROUND_SHARE)
-            how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
             solution = _solved(formulation, problem, reshardings, part, gap=gap, **how)
         except ForbiddenError:
             raise
         except SolverError:  # nothing fits, or nothing was found in time
             break
         if not i:
-            bound = solution.bound  # with more counted, it may be that of more than is held
+            bound = min(solution.bound, floor)  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
+            if outside is None and reshardings and best.gap > CLOSE_GAP:  # on a chip, some of it may not count
+                relaxed = replace(rounded, limit=limit + spared, checked=True)
+                best = _bounded(formulation, relaxed, reshardings, best, within, rounds, progress)
             if best.gap <= LEAN_SEARCH_GAP or budget.interrupted:
                 return best
             break
@@ -113,8 +132,9 @@ def solve_within(
         reshardings.update(dict.fromkeys(over))
         problem = rounded
     needed, free = math.inf, 0.0
+    leanest = exact if outside is None else outside
     try:
-        for solution, peak in _lean_solutions(formulation, exact, budget, time_limit, progress):
+        for solution, peak in _lean_solutions(formulation, leanest, budget, time_limit, progress, peak_of):
             if needed == math.inf:
                 free = solution.bound  # the first is sought without a limit
             needed = min(needed, peak / usable)
@@ -126,6 +146,49 @@ def solve_within(
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
     return with_bound(best, bound if bound <= best.cost else free)
+
+
+def _bounded(
+    formulation: Formulation,
+    relaxed: Problem,
+    reshardings: Iterable[Resharding],
+    best: Solution,
+    within: Callable[[Sequence[int]], bool],
+    budget: Budget,
+    progress: Callable[[Progress], None] | None,
+) -> Solution:
+    """The best solution with the bound of problems that count reshardings, but no more than is held; or a better one.
+
+    The first problem of a search counts none. Where these decide what fits, its bound is far off.
+
+    Args:
+        relaxed: a problem that counts no more than is held.
+    """
+    known = dict.fromkeys(reshardings)
+    for _ in range(BOUND_ROUNDS):
+        if budget.over:
+            break
+        try:
+            part = budget.part(BOUND_SHARE)
+            found = _solved(formulation, relaxed, known, part, at_least=True, gap=CLOSE_COUNTED_GAP, progress=progress)
+        except SolverError:  # none was found in time
+            break
+        bound = max(best.bound, found.bound)
+        best = with_bound(found if found.cost < best.cost and within(found.choice) else best, bound)
+        over = formulation.reshardings_over(found.choice, relaxed.limit or 0.0)
+        if best.gap <= CLOSE_GAP or known.keys() >= set(over):
+            break
+        known.update(dict.fromkeys(over))
+    return best
+
+
+def _outside_chip(formulation: Formulation, problem: Problem) -> Problem | None:
+    """The problem without what the chip's own memory may hold; None where that is little beside the limit."""
+    assert problem.limit is not None, "there is a limit to stay within"
+    if not formulation.on_chip or formulation.prices.backend.on_chip_bytes < ON_CHIP_SHARE * problem.limit:
+        return None
+    on_chip = set(map(id, formulation.on_chip))
+    return replace(problem, lives=tuple(live for live in problem.lives if id(live) not in on_chip), checked=True)
 
 
 def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
@@ -145,10 +208,16 @@ def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
 
 
 def _solved(
-    formulation: Formulation, problem: Problem, reshardings: Iterable[Resharding], budget: Budget, **limits: Any
+    formulation: Formulation,
+    problem: Problem,
+    reshardings: Iterable[Resharding],
+    budget: Budget,
+    *,
+    at_least: bool = False,
+    **limits: Any,
 ) -> Solution:
-    """A solution of the problem with these reshardings counted."""
-    counting = counted(problem, reshardings, formulation.prices)
+    """A solution of the problem with these reshardings counted, no less than they hold or no more."""
+    counting = counted(problem, reshardings, formulation.prices, at_least=at_least)
     solution = solve_for_plan(counting, time_limit=budget.seconds, budget=budget, **limits)
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 
@@ -159,6 +228,7 @@ def _lean_solutions(
     budget: Budget,
     time_limit: float,
     progress: Callable[[Progress], None] | None,
+    peak_of: Callable[[Sequence[int]], int],
 ) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
@@ -175,7 +245,7 @@ def _lean_solutions(
         solution = solve_for_plan(
             replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
         )
-        yield solution, formulation.peak_bytes(solution.choice)
+        yield solution, peak_of(solution.choice)
         return
     except ForbiddenError:
         raise
@@ -194,10 +264,10 @@ def _lean_solutions(
                     continue  # about as good as any here
                 reshardings.update(dict.fromkeys(formulation.reshardings_over(last.choice, limit)))
             leaner = replace(problem, limit=limit)
-            how = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
+            how: dict[str, Any] = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
             last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
-            peak = formulation.peak_bytes(last.choice)
+            peak = peak_of(last.choice)
             yield last, peak
     assert least.choice is not None, "`solve` says which choice needs so little"
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
-    yield leanest, formulation.peak_bytes(leanest.choice)
+    yield leanest, peak_of(leanest.choice)

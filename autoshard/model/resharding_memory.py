@@ -130,12 +130,23 @@ class Resharding:
         uses = uses_of(users)
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
+    def used_at_least_until(self) -> int:
+        """The point up to which a resharded copy is used, whoever of the users reads it."""
+        uses = uses_of(self.users)
+        if any(group.is_recomputed for group, _ in uses):
+            return self.used[0]
+        return min((use_span(group, use, group.last_point)[1] for group, use in uses), default=self.used[1])
 
-def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices) -> Problem:
-    """The problem with a node for each of these reshardings behind its own. It never counts less than held."""
+
+def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices, *, at_least: bool = False) -> Problem:
+    """The problem with a node for each of these reshardings behind its own. It never counts less than held.
+
+    Args:
+        at_least: whether it never counts more than held instead.
+    """
     costs, edges, lives, names = list(problem.costs), list(problem.edges), list(problem.lives), list(problem.names)
     for resharding in reshardings:
-        node, own = len(costs), prices.memo.once(_node, resharding, prices)
+        node, own = len(costs), prices.memo.once(_node, resharding, prices, at_least)
         costs.append(own.costs)
         edges += [Edge(decides, node, table) for decides, table in own.agree.items()]
         lives += [Live(node, start, end, usage) for (start, end), usage in own.lives]
@@ -158,18 +169,18 @@ class _Node(NamedTuple):
     lives: list[tuple[Span, np.ndarray]]  # bytes per option
 
 
-def _node(resharding: Resharding, prices: Prices) -> _Node:
+def _node(resharding: Resharding, prices: Prices, at_least: bool) -> _Node:
     options = list(_options(resharding, prices))
     agree: dict[int, np.ndarray] = {}
     ends = resharding.left, resharding.wanted
     for (decides, layouts), among in zip(ends, zip(*options, strict=True), strict=False):
         own = np.array([[0.0 if layout in some else np.inf for some in among] for layout in layouts])
         agree[decides] = agree[decides] + own if decides in agree else own
-    lives = []
+    lives, end = [], resharding.used_at_least_until() if at_least else resharding.used[1]
     for start in {resharding.starts(extra) for *_, extra in options}:
         here = [extra if resharding.starts(extra) == start else ExtraBytes(0, 0, False) for *_, extra in options]
         first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP_OVERHEAD for part in (0, 1))
-        lives += [((start, start + 1), first), ((start, max(resharding.used[1], start + 1)), then)]
+        lives += [((start, start + 1), first), ((start, max(end, start + 1)), then)]
     return _Node(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
 
 

@@ -243,6 +243,13 @@ def _sorted_on_gpu(shards: ShardBytes) -> float:
     return 0.0 if is_called else _sorted(shards)
 
 
+def _padded_pivots(shards: ShardBytes) -> float:
+    """Of a batch of factorizations on TPU: the pivots of each matrix take whole rows of 128 numbers."""
+    rows, columns = shards.equation.inputs[0].shape[-2:]
+    matrices = shards.operands[0] / (rows * columns * shards.equation.inputs[0].dtype.itemsize)
+    return matrices * -(-min(rows, columns) // 128) * 128 * 4 if matrices > 1 else 0.0
+
+
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         "approx_top_k": _sorted_on_cpu,
@@ -293,7 +300,8 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "triangular_solve": _solved_in_place,
     },
     "tpu": {  # of what does not lie in the chip's own memory
-        "sort": copied,
+        "lu": _padded_pivots,
+        "sort": lambda shards: copied(shards) * shards.equation.params["is_stable"],
         "top_k": lambda shards: shards.operands[0],
     },
 }
@@ -301,27 +309,60 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
 # Backend -> primitive -> scalars that its operations keep in memory, as counted in programs compiled by libtpu.
 _SCALARS: Mapping[str, Mapping[str, int]] = {
     "tpu": {
-        **dict.fromkeys(("argmax", "argmin", "sort"), 3),
+        **dict.fromkeys(("argmax", "argmin"), 3),
         "cholesky": 2,
+        "eigh": 5,
+        "coo_fromdense": 2,
+        "coo_matmat": 4,
+        "csr_matvec": 4,
+        "lu_pivots_to_permutation": 8,
+        "io_callback": 5,
         "random_gamma": 23,
         "random_bits": 4,
         **dict.fromkeys(("random_fold_in", "random_split", "threefry2x32"), 5),
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 16),
         **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
         "select_and_gather_add": 3,
+        "sort": 3,
+        "svd": 21,
+        "tridiagonal_solve": 17,
     },
 }
 _PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
 _SCALARS_OF_LOOPS = {"gather": 5, "scatter": 10}
+_SCALARS_UNLESS_RESULTS = {"approx_top_k": 4, "lu": 4, "top_k": 2}  # where an operation reads what these make
 
 
-def numbers_of(backend: str, equation: Equation) -> int:
+def is_outside_chip(backend: str, primitive: str) -> bool:
+    """Whether what an operation works with lies outside a chip's own memory, wherever its results do."""
+    return backend == "tpu" and primitive == "lu"
+
+
+def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> int:
     """Numbers that an operation of XLA for TPU works with and puts into memory: flags, counters, the words of a key.
 
     Each is a temporary of its own (`Backend.number_bytes`). The words of many keys are arrays, and no numbers.
+
+    Args:
+        backend: `Backend.name`.
+        equation: the operation.
+        is_result: whether it makes results of the program.
     """
+    if backend == "tpu" and equation.primitive in _SCALARS_UNLESS_RESULTS:
+        return 0 if is_result else _SCALARS_UNLESS_RESULTS[equation.primitive]
     if backend == "tpu" and is_loop_over_rows(equation):
         return _SCALARS_OF_LOOPS[equation.primitive[:7]]
+    if equation.primitive == "io_callback" and not equation.params["ordered"]:
+        return 0
+    if equation.primitive == "sort" and (not equation.params["is_stable"] or _dims_of_several(equation) > 1):
+        return 0  # a stable sort counts the places of what it sorts
+    if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:
+        return 0
     if equation.primitive in _PRIMITIVES_OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
         return 0
     return _SCALARS.get(backend, {}).get(equation.primitive, 0)
+
+
+def _dims_of_several(equation: Equation) -> int:
+    """How many dims of an operand have several elements."""
+    return sum(size > 1 for size in equation.inputs[0].shape)

@@ -36,8 +36,9 @@ class Place:
     wraps: bool = False
 
     def moved(self, by: int, size: int) -> Place:
-        """The place in an array of this size whose row `i + by` is our row `i`."""
-        return Place(self.offset + by, max(self.first + by, 0), min(self.last + by, size))
+        """The place in an array of this size whose row `i + by` is our row `i`; round the end if that moves nothing."""
+        wraps = self.wraps and not by
+        return Place(self.offset + by, max(self.first + by, 0), min(self.last + by, size), wraps)
 
 
 Places = tuple[Place | None, ...]  # dim -> where; None: whole
@@ -146,14 +147,30 @@ class Walk:
         if not pieces:
             return self.at(step.operands[0], places)
         ends = {self._origin(operand, at) for _, _, operand, at in pieces}
-        circle = _circle(ends, dim, self.shape(next(iter(ends))[0]))
-        if len(ends) > 1 and circle is not None:
-            return self.at(next(iter(ends))[0], circle)
+        origin = next(iter(ends))[0]
+        circle = _circle(ends, dim, self.shape(origin))
+        if len(ends) > 1 and circle is not None and self._has_all_rows(origin, dim):
+            return self.at(origin, circle)
         *others, (_, _, operand, at) = pieces
         found = self.at(operand, at)
         for first, last, operand, at in reversed(others):
             found = self.work.choose(dim, place, first, last, self.at(operand, at), found)
         return found
+
+    def _has_all_rows(self, ref: int, dim: int) -> bool:
+        """Whether an array is made without anything moving along a dim, of sources that have all its rows.
+
+        An array that was padded along the first dim, as that is by `jnp.pad(mode="wrap")`, is such along the second.
+        """
+        if ref < 0:
+            return True
+        step = self.steps[ref]
+        sizes = [self.shape(operand)[dim] for operand in step.operands if self.shape(operand)]
+        moves = step.kind == "concatenate" and step.moves == dim
+        moves |= step.kind == "pad" and any(step.moves[dim])
+        if moves or any(size != step.shape[dim] for size in sizes):
+            return False
+        return all(self._has_all_rows(operand, dim) for operand in step.operands)
 
     def _origin(self, ref: int, places: Places) -> tuple[int, Places]:
         """What slices cut out, and where; along whole dims nothing may be cut."""
@@ -174,7 +191,7 @@ def _circle(ends: set[tuple[int, Places]], dim: int, shape: tuple[int, ...]) -> 
     size = shape[dim]
     for ref, places in ends:
         place = places[dim]
-        if ref >= 0 or place is None or place.wraps:
+        if place is None or place.wraps:
             return None
         refs.add(ref)
         offsets.add(place.offset % size)

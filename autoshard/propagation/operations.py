@@ -108,9 +108,14 @@ class Operations:
     """
 
     def __init__(
-        self, program: Program, rules: Sequence[Rule], fixed: Mapping[int, Layout], ends: Mapping[int, Layout]
+        self,
+        program: Program,
+        rules: Sequence[Rule],
+        fixed: Mapping[int, Layout],
+        ends: Mapping[int, Layout],
+        order: Sequence[int] | None = None,
     ):
-        self.spreading: list[Operation] = []  # in program order
+        self.spreading: list[Operation] = []  # in the given order of equations, else that of the program
         self.constant: list[Operation] = []  # that make constants, in program order: they follow their readers
         self.given = {id_: StartingLayout(layout, frozenset(), id_) for id_, layout in fixed.items()}
         self.ndims = {value.id: len(value.shape) for value in program.values}
@@ -120,12 +125,16 @@ class Operations:
         self._chained: dict[int, Equation] = {}  # value -> the last constraint in a row, after which others read that
         self._copied: set[int] = set()  # constants and broadcast scalars
         self.first_copy: dict[int, int] = {}  # constant -> the copy that its first reader has
+        self._in_xla = order is not None
         self._apply_annotations(program, rules)
         self._find_constants(program)
         reads = self._reads(program)
         for equation, rule in zip(program.equations, rules, strict=True):
             self._add(equation, rule, reads)
-        self.spreading.sort(key=_place)
+        places = list(range(len(program.equations) + 1))
+        for place, index in enumerate(order or ()):
+            places[index] = place
+        self.spreading.sort(key=partial(_place, places))
         returned = ((program.results[i], layout) for i, layout in ends.items())
         self.ends = [
             self._end(x, layout) for x, layout in returned if isinstance(x, Value) and self.read_as(x) is not None
@@ -272,7 +281,8 @@ class Operations:
             tensor = self._operand(value, equation), dims
             if equation.primitive in _STACKS or (elementwise and value.shape != equation.outputs[0].shape):
                 tensor, narrow = self._new(rule.results[0]), tensor
-                add([narrow], [tensor], "broadcast")
+                as_reshape = equation.primitive in _STACKS and self._in_xla
+                add([narrow], [tensor], "keeps_dims" if as_reshape else "broadcast")
             operands.append(tensor)
         kind = _kind(equation)
         if equation.primitive in _SPLITS:
@@ -313,13 +323,13 @@ class Operations:
         )
 
 
-def _place(operation: Operation) -> tuple[int, int]:
+def _place(places: Sequence[int], operation: Operation) -> tuple[int, int, int]:
     """Where Shardy comes to an operation: what hands values to a loop and back stands behind the loop."""
     equation = operation.equation
     assert equation is not None, "results have no place"
     if equation.primitive in ("scan_carry", "scan_const") and equation.loop is not None:
-        return equation.loop[1], 0
-    return equation.index, 1
+        return max(places[slice(*equation.loop)]), 1, places[equation.index]
+    return places[equation.index], 0, 0
 
 
 def _id(operand: Value | np.ndarray) -> int | None:

@@ -90,6 +90,7 @@ def propagate_layouts(
     mesh: MeshShape,
     fixed: Mapping[int, Layout],
     ends: Mapping[int, Layout] | None = None,
+    order: Sequence[int] | None = None,
 ) -> Layouts:
     """The layout of every value, spread from those that are fixed and those that the program's constraints give.
 
@@ -100,9 +101,10 @@ def propagate_layouts(
         fixed: value id -> layout; these stay as they are.
         ends: index of a result -> the layout in which it is returned, as `out_shardings` say. The value may lie
             otherwise before.
+        order: indices of the equations, in the order in which Shardy goes through them; else that of the program.
     """
     parts = {axis: _parts(axis, devices) for axis, devices in mesh.items()}
-    spread = _LayoutSpread(Operations(program, rules, fixed, ends or {}), parts)
+    spread = _LayoutSpread(Operations(program, rules, fixed, ends or {}, order), parts)
     for round_ in range(_ROUNDS):
         spread.to_fixed_point(round_)
     spread.lay_out_constants()

@@ -6,11 +6,11 @@ dim holds those of earlier dims only if some place lies beyond the shard along b
 
 >>> star = [SourceRead(0, (Place(o, 0, 64), Place(0, 0, 64))) for o in (-2, -1, 1, 2)]
 >>> star += [SourceRead(0, (Place(0, 0, 64), Place(o, 0, 64))) for o in (-1, 1)]
->>> halos = SourceHalos(star)
+>>> halos = SourceHalos(star, [(True, True)])
 >>> [(rows.before, rows.after) for dim in (0, 1) for rows in halos.hulls(0, dim)]
 [(2, 2), (1, 1)]
 >>> corner = SourceRead(0, (Place(1, 0, 64), Place(1, 0, 64)))
->>> [(rows.dim, rows.before) for rows in SourceHalos([*star, corner]).hulls(0, 1)]
+>>> [(rows.dim, rows.before) for rows in SourceHalos([*star, corner], [(True, True)]).hulls(0, 1)]
 [(0, 2), (1, 1)]
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from autoshard.propagation.halos import Rows
 from autoshard.propagation.moves import Place, Places, SourceRead
@@ -34,9 +33,22 @@ _NEAR = 16
 class SourceHalos:
     """The rows that are brought of each source of a stencil."""
 
-    def __init__(self, reads: Sequence[SourceRead], shared: SharedReads = ()):
-        others = (SourceRead(i, places) for i, each in enumerate(shared) for one in each for places in one)
-        self.reads = list(dict.fromkeys([*reads, *others]))
+    def __init__(self, reads: Sequence[SourceRead], is_split: Sequence[Sequence[bool]], shared: SharedReads = ()):
+        """
+        Args:
+            reads: of one stencil.
+            is_split: per source and dim, whether devices have parts of it. Along other dims they have all rows.
+            shared: what other stencils read, too.
+        """
+
+        def beyond(source: int, places: Places) -> SourceRead:
+            pairs = zip(places, is_split[source], strict=True)
+            return SourceRead(source, tuple(place if split else None for place, split in pairs))
+
+        own = [beyond(read.source, read.places) for read in reads if read.places]
+        others = (beyond(i, places) for i, each in enumerate(shared) for one in each for places in one)
+        self.reads = list(dict.fromkeys([*own, *others]))
+        self._dims = {dim for read in own for dim, place in enumerate(read.places) if is_moved(place)}
         self._shared = shared
 
     def readers(self, source: int, dim: int) -> int:
@@ -44,23 +56,24 @@ class SourceHalos:
         sharing = self._shared[source] if self._shared else ()
         return max(1, sum(any(is_moved(places[dim]) for places in one) for one in sharing))
 
-    def along(self, split: Sequence[bool]) -> SourceHalos:
-        """The same where only some dims are split: along others, devices have all rows."""
-
-        def whole(places: Places) -> Places:
-            return tuple(place if is_split else None for place, is_split in zip(places, split, strict=True))
-
-        return SourceHalos([replace(read, places=whole(read.places)) for read in self.reads if read.places])
-
     def hulls(self, source: int, dim: int) -> tuple[Rows[str], ...]:
-        """What is brought, dim by dim, for the places that lie beyond a shard along this dim and no later one."""
+        """What is brought, dim by dim, for the places that lie beyond a shard along this dim and no later one.
+
+        Along dims in which this stencil moves nothing, nothing is brought for others. Nothing is of a
+        source that is not read, or of a dim that is not split.
+        """
         moved = [read.places for read in self.reads if read.source == source and is_moved(read.places[dim])]
-        earlier = [one for one in range(dim) if any(is_moved(places[one]) for places in moved)]
+        if not self._places(source, dim):
+            return ()
+        earlier = [one for one in sorted(self._dims) if one < dim and any(is_moved(places[one]) for places in moved)]
         return tuple(self._hull(source, one) for one in (*earlier, dim))
 
+    def _places(self, source: int, dim: int) -> list[Place]:
+        places = (read.places[dim] for read in self.reads if read.source == source)
+        return [place for place in places if place is not None]
+
     def _hull(self, source: int, dim: int) -> Rows[str]:
-        places = [read.places[dim] for read in self.reads if read.source == source]
-        found = [place for place in places if place is not None]
+        found = self._places(source, dim)
         return Rows(
             dim,
             factor="",
@@ -98,9 +111,12 @@ def shared_reads(reads: Mapping[int, Sequence[tuple[Hashable, Sequence[Places]]]
 
 
 def _is_near(places: Iterable[Places]) -> bool:
-    """Whether something lies beyond a shard, and nothing far beyond."""
-    offsets = [abs(place.offset) for one in places for place in one if place is not None]
-    return 0 < max(offsets, default=0) <= _NEAR
+    """Whether something lies beyond a shard, nothing far beyond, and nothing beyond a corner.
+
+    Stencils that read corners bring rows in different orders, of which XLA merges few.
+    """
+    moved = [[abs(place.offset) for place in one if place is not None and is_moved(place)] for one in places]
+    return any(moved) and all(len(one) <= 1 for one in moved) and max(map(max, filter(None, moved))) <= _NEAR
 
 
 def is_moved(place: Place | None) -> bool:

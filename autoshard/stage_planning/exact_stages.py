@@ -26,7 +26,9 @@ from autoshard.stage_search import (
     StageTable,
     simulated,
 )
-from autoshard.stage_search.simulating import ScheduleFacts, schedule_facts
+from autoshard.stage_search.chunks import ChunkProblem
+from autoshard.stage_search.fitting import within_memory
+from autoshard.stage_search.simulating import ScheduleFacts, ScheduleForm, schedule_facts
 
 CutAt = Callable[[int, Sequence[int], bool], CutStep]
 """Number of microbatches, first units of all stages but the first, whether W has programs -> the step cut so."""
@@ -66,14 +68,34 @@ def exact_pipeline(
     found = _exact(space, choice, cut, fastest)
     if found is not None and found.simulated.fits:
         return found
-    # Each virtual stage of a device gets a part of its memory.
+    # Each virtual stage of a device gets a part of its memory. One may hold more than that where others hold less.
     limits = stage_limits(choice, facts)
-    leaner: list[StageCost | None] = []
-    for n in numbers:
-        leaner.append(planner.within(n, at[n], stage_in_flight(facts, n), limits[n]))
-        if leaner[-1] is None:
-            return None
-    return _exact(space, choice, cut, leaner)
+    leaner = [planner.within(n, at[n], stage_in_flight(facts, n), limits[n]) for n in numbers]
+    return _exact(space, choice, cut, _fast_where_there_is_room(space, choice, facts, fastest, leaner))
+
+
+def _fast_where_there_is_room(
+    space: StageSpace,
+    choice: PipelineChoice,
+    facts: ScheduleFacts,
+    fastest: Sequence[StageCost | None],
+    leaner: Sequence[StageCost | None],
+) -> list[StageCost | None]:
+    """Of each stage the fastest plan or a leaner one: as many leaner ones as each device needs to fit."""
+    stages: list[ChosenStage] = []
+    tables: list[StageTable] = []
+    cost_of: dict[int, StageCost | None] = {}  # by the ids of tables
+    for stage, fast, lean in zip(choice.stages, fastest, leaner, strict=True):
+        plans = [one for one in (fast, lean) if one is not None]
+        made = [_table_of(stage, one, space.layers) for one in dict.fromkeys(plans)]
+        if not made:
+            return [None]
+        cost_of.update(zip(map(id, made), dict.fromkeys(plans), strict=True))
+        stages.append(replace(stage, table=made[0]))
+        tables += made
+    form = ScheduleForm(facts.schedule.placement, facts.schedule.has_weight_tasks)
+    problem = ChunkProblem(space, form, choice.microbatches, tuple(tables))
+    return [cost_of[id(one.table)] for one in within_memory(problem, stages, facts.in_flight)]
 
 
 def _exact(
@@ -101,24 +123,27 @@ class _StagePlanner:
 
     def __init__(self, cut: CutStep, backend: Backend) -> None:
         self._cut, self._backend = cut, backend
-        self._known: dict[tuple[int, str, float, float], StageCost | None] = {}
+        self._known: dict[tuple[int, str, float, float, bool], StageCost | None] = {}
 
     def fastest(self, number: int, shape: SubMeshShape) -> StageCost | None:
         """The fastest plan of a stage, whatever it holds."""
         return self._planned(number, shape, 1.0, math.inf)
 
     def within(self, number: int, shape: SubMeshShape, in_flight: float, limit: float) -> StageCost | None:
-        """The fastest plan of a stage that holds no more than `limit` bytes per device."""
+        """The fastest plan of a stage that holds no more than `limit` bytes per device, or about the least it can."""
         fastest = self.fastest(number, shape)
         if fastest is not None and fastest.held(in_flight) <= limit:
             return fastest
-        return self._planned(number, shape, in_flight, limit)
+        found = self._planned(number, shape, in_flight, limit)
+        return found or self._planned(number, shape, in_flight, limit, or_leanest=True)
 
-    def _planned(self, number: int, shape: SubMeshShape, in_flight: float, limit: float) -> StageCost | None:
-        key = self._cut.kinds[number], shape.in_row.name, in_flight, limit
+    def _planned(
+        self, number: int, shape: SubMeshShape, in_flight: float, limit: float, *, or_leanest: bool = False
+    ) -> StageCost | None:
+        key = self._cut.kinds[number], shape.in_row.name, in_flight, limit, or_leanest
         if key not in self._known:
             where = SubMeshModel(shape.mesh, shape.topology, self._backend, limit / self._backend.usable)
-            self._known[key] = self._cut.cost(number, where, in_flight)
+            self._known[key] = self._cut.cost(number, where, in_flight, or_leanest=or_leanest)
         return self._known[key]
 
 

@@ -43,9 +43,12 @@ def within_memory(
 
 
 def _others(problem: ChunkProblem, stage: ChosenStage) -> list[ChosenStage]:
-    tables = (table for table in problem.table_of(stage.start) if table is not stage.table)
-    found = [replace(stage, table=table) for table in tables]
-    return [one for one in found if np.isfinite(_seconds(problem, one))]
+    run = stage.first, stage.last
+    return [
+        replace(stage, table=table)
+        for table in problem.table_of(stage.start)
+        if table is not stage.table and np.isfinite(table.work[run])
+    ]
 
 
 def _held(stages: Sequence[ChosenStage], states: NDArray[np.int64]) -> float:

@@ -75,7 +75,7 @@ class RoomForLayers:
         _, self._first, kinds = np.unique(looks, axis=1, return_index=True, return_inverse=True)
         self._kind = kinds.reshape(-1)
         own = sum(float(seconds.own.sum()) for seconds, _ in whole.ways)
-        self._scale = own / len(whole.ways) / problem.devices
+        self._scale = own / len(whole.ways) / problem.devices or 1.0
         self._asks = functools.cache(self._asks_of)
         self._prices = functools.cache(self._prices_of)
         self._all_limits = functools.cache(self._all_limits_of)
@@ -89,7 +89,7 @@ class RoomForLayers:
         return max((self._bound_of(counted, ending, below) for counted in self._counted(ending)), default=0.0)
 
     def is_enough(self) -> bool:
-        """Whether memory alone rules out no way to cut the last layers, or not all."""
+        """Whether memory has room for all layers, whatever they take, in some way to cut the last ones."""
         ways = endings(self._problem.space.layers, len(self._problem.form.placement), LAST_LAYERS)
         return any(all(self._has_room(some, one, math.inf) for some in self._counted(one)) for one in ways)
 

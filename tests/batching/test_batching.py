@@ -216,9 +216,12 @@ def unrolled_muon():
 
 
 def test_unrolled_muon_is_faster_than_fsdp_by_hand(unrolled_muon):
-    """Layers whose number the devices do not divide. The bar is that of stacked layers."""
+    """Layers whose number the devices do not divide. The bar is that of stacked layers.
+
+    The limit has room for the 12 MiB of the fastest plan, but not for the temporaries that the chip's own memory holds.
+    """
     step, arguments, options = unrolled_muon
-    plan = autoshard.plan(step, *arguments, **options)
+    plan = autoshard.plan(step, *arguments, **options, memory="32MiB")
     specs = jax.tree.map(lambda x: P(("data", "model")) if x.ndim == 2 else P(), arguments)
     by_hand = autoshard.evaluate(step, *arguments, in_shardings=specs, **options)
     assert plan.gap < 1e-6 and "in a stack of 8" in plan.warnings[0]

@@ -68,10 +68,8 @@ def by_slices(u):
 def by_far_slices(u):
     """Of fourth order: neighbours at distance two come with those at distance one."""
     p, n = jnp.pad(u, 2), len(u)
-    rows, columns = (
-        [p[2 + i : 2 + i + n, 2:-2] for i in (-2, -1, 1, 2)],
-        [p[2:-2, 2 + i : 2 + i + n] for i in (-1, 1)],
-    )
+    rows = [p[2 + i : 2 + i + n, 2:-2] for i in (-2, -1, 1, 2)]
+    columns = [p[2:-2, 2 + i : 2 + i + n] for i in (-1, 1)]
     return (16 * (rows[1] + rows[2]) - rows[0] - rows[3]) / 12 + sum(columns) - 4.5 * u
 
 
@@ -96,6 +94,22 @@ def test_a_simulation_exchanges_rims_alone(laplacian, reach):
     plain = jax.jit(simulate, in_shardings=sharding, out_shardings=sharding)
     assert compiled(plain, placed).total() >= rims.total()
     assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(simulate)(u))])
+
+
+def test_a_torus_is_split_along_both_dims():
+    """Pads that wrap, one dim after the other: along each, rows come from the other end."""
+
+    def turn(u):
+        p = jnp.pad(u, 2, mode="wrap")
+        near = p[1:-3, 2:-2] + p[3:-1, 2:-2] + p[2:-2, 1:-3] + p[2:-2, 3:-1] - 4 * u
+        return u + near / 5 + p[:-4, 2:-2] / 9 + p[2:-2, 4:] / 7
+
+    mesh = mesh_of({"x": 4, "y": 2})
+    step, placed, u = on(mesh, P("x", "y"), turn, (512, 256))
+    plan = step.plan(placed)
+    assert totals(plan.predicted.collectives) == compiled(plan)
+    assert totals(plan.predicted.collectives) == Counter(collective_permute=4 * 2 * 128 * 3)
+    assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(turn)(u))])
 
 
 def test_a_deep_net_on_one_large_image_is_split_along_its_rows():

@@ -186,6 +186,29 @@ def test_a_recomputation_gathers_again_behind_its_barrier():
     assert found.collectives_agree, str(found)
 
 
+def recurrent(w, x):
+    """Both loops, forward and backward, read one matrix in every turn."""
+    return jax.grad(lambda w: jnp.sum(jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0]))(w)
+
+
+def assert_gathered_before_loops():
+    rows = P(("x", "y"))
+    plan = autoshard.evaluate(recurrent, f32(32, 32), f32(16, 32), mesh=mesh_of(PLANE), in_shardings=(rows, rows))
+    found = plan.verify()
+    gathered = sum(size for (kind, _), size in found.actual.items() if kind == "all_gather")
+    assert found.collectives_agree and gathered == 2 * 32 * 32 * 4, str(found)
+
+
+def test_what_no_turn_changes_is_gathered_once_before_each_loop():
+    assert_gathered_before_loops()
+
+
+def test_a_gather_in_every_turn_is_caught(monkeypatch):
+    monkeypatch.setattr("autoshard.model.partitioner.as_jitted._HOISTING", frozenset())
+    with pytest.raises(AssertionError):
+        assert_gathered_before_loops()
+
+
 def test_what_is_joined_along_a_split_dim_goes_aside():
     def joined(a, b):
         return jnp.concatenate([a, b], axis=1)

@@ -71,6 +71,33 @@ def test_never_too_little(model, backend):
     assert assert_counted(counted_honestly(model, backend), 5) <= 1.35
 
 
+def assert_counted_at_least(formulation: Formulation, count: int) -> int:
+    """The same of what is never more than choices hold; in how many of these it is less than that."""
+    counting = counted(formulation.problem, formulation.reshardings, formulation.prices, at_least=True)
+    less = 0
+    for choice in random_choices(formulation, count):
+        cost, peak = verify(counting, agreeing(formulation, counting, choice))
+        assert cost == pytest.approx(verify(formulation.problem, choice)[0])
+        lives = verify(formulation.problem, choice)[1]  # which count values that nobody holds any more
+        held = max(formulation.peak_bytes(choice), lives)
+        assert round(peak) <= held
+        less += peak < held - 1
+    return less
+
+
+@pytest.mark.parametrize("model", ["mlp", pytest.param("moe", marks=pytest.mark.slow)])
+def test_never_too_much(model, monkeypatch):
+    program = model_program(model)
+
+    def formulation() -> Formulation:
+        return formulate(program, rules_for(program), PLANE, TOPOLOGY, backend=CPU)
+
+    assert_counted_at_least(formulation(), 20)
+    monkeypatch.setattr(resharding_memory, "HEAP_OVERHEAD", 1.5 * resharding_memory.HEAP_OVERHEAD)
+    with pytest.raises(AssertionError):
+        assert_counted_at_least(formulation(), 20)
+
+
 @pytest.mark.parametrize(
     "part", ["then", *(pytest.param(part, marks=pytest.mark.slow) for part in ("first", "at_once"))]
 )
@@ -139,5 +166,5 @@ def test_what_is_found_is_the_best_that_fits(seed):
 
 
 def test_without_counting_it_is_not(monkeypatch):
-    monkeypatch.setattr(memory_limit, "counted", lambda problem, *_: problem)
+    monkeypatch.setattr(memory_limit, "counted", lambda problem, *_, **how: problem)
     assert max(times_the_best(2)) > 1.05

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -46,32 +47,73 @@ class Propagated:
         return self.find_inner()
 
 
+class LoweredFunction:
+    """A function that Shardy is asked about, lowered once for any layouts of its flat arguments."""
+
+    def __init__(self, fn: Callable, args: Sequence, mesh_shape: MeshShape):
+        self.mesh_shape = mesh_shape
+        self.closed = _without_dead(_with_paths(jax.jit(fn).trace(*args).jaxpr, ()))
+        whole = NamedSharding(mesh_of(mesh_shape), PartitionSpec())
+        leaves = jax.tree.leaves(args)
+        jitted = jax.jit(core.jaxpr_as_fun(self.closed), in_shardings=[whole] * len(leaves), keep_unused=True)
+        self.module = _lowered(jitted, leaves)
+
+    def propagated(self, specs: Sequence[PartitionSpec | None]) -> Propagated:
+        """The layouts of arguments, results and inner values; an argument with spec None is free.
+
+        What no result needs is left out before, as XLA does. An equation whose operation Shardy copies for each of its
+        readers, as it does with constants, has no layout of its own and is not among the inner ones, nor is one whose
+        operation is gone or has other shapes.
+        """
+        module = self._after(PROPAGATE, specs)  # which owns what is in it
+        main = _main(module)
+        arguments, results = (
+            [
+                _layout(str(attributes), len(aval.shape), self.mesh_shape)
+                for attributes, aval in zip(attrs, avals, strict=True)
+            ]
+            for attrs, avals in (
+                (main.attributes["arg_attrs"], self.closed.in_avals),
+                (main.attributes["res_attrs"], self.closed.out_avals),
+            )
+        )
+        for layout, spec in zip(arguments, specs, strict=True):
+            assert spec is None or layout == layout_of(spec, len(layout)), "Shardy moved a fixed argument"
+        find_inner = functools.partial(self._after, ONLY_PROPAGATE, specs)
+        return Propagated(arguments, results, lambda: _inner_layouts(find_inner(), self.mesh_shape))
+
+    def _after(self, pipeline: str, specs: Sequence[PartitionSpec | None]) -> Any:
+        with self.module.context:
+            operation = self.module.operation.clone().operation
+            main = _main(operation)
+            if specs:
+                types = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).inputs
+                attributes = zip(main.attributes["arg_attrs"], types, specs, strict=True)
+                main.attributes["arg_attrs"] = ir.ArrayAttr.get([_fixed(*one) for one in attributes])
+            passmanager.PassManager.parse(pipeline).run(operation)
+        return operation
+
+
 def propagated(
     fn: Callable, args: Sequence, specs: Sequence[PartitionSpec | None], mesh_shape: MeshShape
 ) -> Propagated:
-    """The layouts of `fn`'s flat arguments, results and inner values; an argument with spec None is free.
+    """What Shardy makes of `fn` for one spec per flat argument."""
+    return LoweredFunction(fn, args, mesh_shape).propagated(specs)
 
-    What no result needs is left out before, as XLA does. An equation whose operation Shardy copies for each of its
-    readers, as it does with constants, has no layout of its own and is not among the inner ones, nor is one whose
-    operation is gone or has other shapes.
-    """
-    mesh = mesh_of(mesh_shape)
-    leaves = jax.tree.leaves(args)
-    shardings = [None if spec is None else NamedSharding(mesh, spec) for spec in specs]
-    closed = _without_dead(_with_paths(jax.jit(fn).trace(*args).jaxpr, ()))
-    jitted = jax.jit(core.jaxpr_as_fun(closed), in_shardings=shardings, keep_unused=True)
-    module = _ran(jitted, leaves, PROPAGATE)
-    main = next(op for op in module.regions[0].blocks[0] if op.attributes["sym_name"].value == "main")
-    arguments, results = (
-        [_layout(str(attributes), len(aval.shape), mesh_shape) for attributes, aval in zip(attrs, avals, strict=True)]
-        for attrs, avals in (
-            (main.attributes["arg_attrs"], closed.in_avals),
-            (main.attributes["res_attrs"], closed.out_avals),
-        )
-    )
-    for layout, spec in zip(arguments, specs, strict=True):
-        assert spec is None or layout == layout_of(spec, len(layout)), "Shardy moved a fixed argument"
-    return Propagated(arguments, results, lambda: _inner_layouts(_ran(jitted, leaves, ONLY_PROPAGATE), mesh_shape))
+
+def _main(module: Any) -> Any:
+    return next(op for op in module.regions[0].blocks[0] if op.attributes["sym_name"].value == "main")
+
+
+def _fixed(attributes: Any, kind: Any, spec: PartitionSpec | None) -> Any:
+    """The attributes of an argument with the sharding of a spec, or with none. The words of keys are dims behind."""
+    others = {name: attributes[name] for name in (one.name for one in attributes) if name != "sdy.sharding"}
+    if spec is not None:
+        rank = ir.RankedTensorType(kind).rank
+        dims = [(entry,) if isinstance(entry, str) else entry or () for entry in (*spec, *[None] * rank)[:rank]]
+        written = ", ".join("{" + ", ".join(f'"{axis}"' for axis in axes) + "}" for axes in dims)
+        others["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding<@mesh, [{written}]>")
+    return ir.DictAttr.get(others)
 
 
 def fixed_layouts(program: Program, specs: Sequence[PartitionSpec | None]) -> dict[int, Layout]:
@@ -184,11 +226,15 @@ def _tensors(text: str) -> tuple[Dims, ...]:
 
 def _ran(jitted: Callable, args: Sequence, pipeline: str) -> Any:
     """The module operation that `jitted` lowers to, after some passes; JAX remembers modules, so it is a copy."""
-    module = jitted.trace(*args).lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
+    module = _lowered(jitted, args)
     with module.context:
         operation = module.operation.clone()
         passmanager.PassManager.parse(pipeline).run(operation.operation)
     return operation.operation
+
+
+def _lowered(jitted: Callable, args: Sequence) -> Any:
+    return jitted.trace(*args).lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
 
 
 def _layout(attributes: str, rank: int, mesh: MeshShape) -> Layout:

@@ -91,10 +91,11 @@ def specs_of(case: cases.Case) -> Iterator[list[P | None]]:
 def differences(case: cases.Case) -> list[str]:
     """Where we and Shardy differ on a case."""
     program = trace(case.fn, case.args, {}, has_rule=registry.has_rule)
-    rules, found = rules_for(program), []
+    rules, found, lowered = rules_for(program), [], None
     for specs in specs_of(case):
         ours = propagate_layouts(program, rules, MESH, shardy.fixed_layouts(program, specs))
-        theirs = shardy.propagated(case.fn, case.args, specs, MESH)
+        lowered = lowered or shardy.LoweredFunction(case.fn, case.args, MESH)
+        theirs = lowered.propagated(specs)
         both = ([ours.values[value.id] for value in program.arguments], list(ours.results))
         if both != (theirs.arguments, theirs.results):
             found.append(f"{specs}: {both}, Shardy {theirs.arguments, theirs.results}")

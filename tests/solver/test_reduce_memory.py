@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import answer, random_problem
+from problems import random_problem
 
+from autoshard.errors import SolverError
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.local_search import reduce_memory
 from autoshard.solver.local_search.reduce_memory import LEAN, leaner_choice
@@ -31,8 +32,11 @@ def test_never_worse():
     changed = 0
     for seed in range(200):
         problem = random_problem(seed)
-        if answer(exhaustive, problem)[0] == "costs":
-            changed += assert_leaner(problem, exhaustive(problem).choice)
+        try:
+            choice = exhaustive(problem).choice
+        except SolverError:  # no choice fits
+            continue
+        changed += assert_leaner(problem, choice)
     assert changed < 100  # of most problems one choice alone is the cheapest
 
 

@@ -339,6 +339,10 @@ def test_iterations_do_not_look_at_the_clock(monkeypatch, compiled, nodes, itera
 ROUGH = 0.05  # the gap with which a choice that is not accepted is left alone
 
 
+# What labels would solve goes to the integer program.
+PROGRAM = Method(algorithms=(ForestMoves(), IntegerProgram(elimination=Elimination(most_options=0))))
+
+
 def rough_goal(accepts: Callable[[Sequence[int]], bool]) -> Goal:
     return Goal(accepts=accepts, rejected_gap=ROUGH, rejected_share=0.5)
 
@@ -346,9 +350,10 @@ def rough_goal(accepts: Callable[[Sequence[int]], bool]) -> Goal:
 def test_a_choice_that_is_not_accepted_is_left_alone():
     problem = hard_problem(nodes=25, options=4)
     best = solve(problem)
-    rough = solve(problem, goal=rough_goal(lambda choice: False))
+    rough = solve(problem, method=PROGRAM, goal=rough_goal(lambda choice: False))
     assert best.status == "optimal" and 1e-3 < rough.gap <= ROUGH
-    near = solve(problem, goal=rough_goal(lambda choice: verify(problem, choice)[0] < 1.05 * best.cost))
+    goal = rough_goal(lambda choice: verify(problem, choice)[0] < 1.05 * best.cost)
+    near = solve(problem, method=PROGRAM, goal=goal)
     assert near.cost == best.cost and near.status == "optimal"
 
 
@@ -382,7 +387,8 @@ def test_a_program_goes_on_from_a_choice_that_is_accepted(monkeypatch):
         lives=tuple(replace(live, usage=np.insert(live.usage, 0, 0.0)) for live in problem.lives),
     )
     first = tuple(0 for _ in problem.costs)  # fits, as it holds nothing, and is dear
-    assert solve(problem, goal=rough_goal(lambda choice: choice != first)).status == "optimal"
+    goal = rough_goal(lambda choice: choice != first)
+    assert solve(problem, method=PROGRAM, goal=goal).status == "optimal"
 
 
 def test_iterations_end_by_a_time_limit(monkeypatch):
@@ -394,7 +400,7 @@ def test_iterations_end_by_a_time_limit(monkeypatch):
         return integer_program.Outcome(None, -np.inf, interrupted=False)
 
     monkeypatch.setattr(integer_program, "cheapest", endless)
-    solve(hard_problem(nodes=25, options=4), iterations=1000, time_limit=5)
+    solve(hard_problem(nodes=25, options=4), iterations=1000, time_limit=5, method=PROGRAM)
     assert asked and all(0 <= time_limit <= 5 for time_limit in asked)
 
 

@@ -3,8 +3,17 @@
 import numpy as np
 import pytest
 
-from autoshard.stage_planning.exact_stages import stage_in_flight, stage_limits
-from autoshard.stage_search import ChosenStage, LayerCosts, PipelineChoice, SubMesh
+from autoshard.stage_planning.exact_stages import _fast_where_there_is_room, stage_in_flight, stage_limits
+from autoshard.stage_search import (
+    Channel,
+    ChosenStage,
+    DeviceRow,
+    LayerCosts,
+    MicrobatchCosts,
+    PipelineChoice,
+    StageSpace,
+    SubMesh,
+)
 from autoshard.stage_search.simulating import schedule_facts
 
 ROOM, FIXED, LEFT, WORKING = 100.0, 4.0, 1.0, 50.0
@@ -38,3 +47,35 @@ def test_virtual_stages_share_the_memory_of_their_device(chunks):
 def test_a_stage_alone_has_all_of_it_and_working_bytes_beyond_the_memory_are_split():
     assert stage_limits(*choice_of(1)) == [ROOM, ROOM]
     assert stage_limits(*choice_of(2, working=200.0)) == [ROOM / 2] * 4
+
+
+class Cost:
+    """What planning a stage found: seconds of F, B, W and once; bytes kept, left by F, and worked in."""
+
+    def __init__(self, seconds, kept):
+        self.row = seconds, seconds, 0.0, 0.0, kept, LEFT, WORKING
+
+
+@pytest.mark.parametrize("kept, leaner_ones", [(22.0, 0), (24.0, 1), (30.0, 2)])
+def test_as_many_stages_are_lean_as_the_device_needs(kept, leaner_ones):
+    """A device has two virtual stages and room for 45 bytes beside what it works in and five microbatches."""
+    choice, facts = choice_of(2)
+    fast, lean = [[Cost(seconds, size) for _ in choice.stages] for seconds, size in ((1.0, kept), (1.1, 16.0))]
+    found = _fast_where_there_is_room(space_of(choice), choice, facts, fast, lean)
+    on_first = [found[n] for n, home in enumerate(facts.schedule.placement) if home == 0]
+    assert sum(one in lean for one in on_first) == leaner_ones
+    held = sum(one.row[4] for one in on_first) + WORKING + LEFT * facts.in_flight[0].sum(axis=1).max()
+    assert held <= ROOM
+
+
+def test_a_stage_without_a_plan_leaves_no_pipeline():
+    choice, facts = choice_of(2)
+    none = [None] * len(choice.stages)
+    assert _fast_where_there_is_room(space_of(choice), choice, facts, none, none) == [None]
+
+
+def space_of(choice):
+    channel, table = Channel(0.0, 1e9), choice.stages[0].table
+    sent = np.zeros(table.layers + 1)
+    row = DeviceRow.of_hosts(1, 2, inside=channel, between=channel)
+    return StageSpace(row, {choice.microbatches: MicrobatchCosts((table,), sent, sent)})

@@ -13,6 +13,7 @@ from models import MORE_MODELS, gpt
 from one_device import QUICK
 from oracles import SMALL, run
 from test_running import mesh_of
+from training_recipes import RECIPES, model_of
 
 from autoshard import autoshard
 from autoshard.pipeline import SCHEDULES, schedule
@@ -31,7 +32,7 @@ MODELS = {
     "moe": SMALL["moe"],
     "unet": lambda: MORE_MODELS["unet"](width=8, size=8, batch=16),
     "vit": lambda: MORE_MODELS["vit"](layers=2, width=16, heads=4, size=8, batch=16),
-}
+} | {name: functools.partial(model_of, name) for name in RECIPES}
 
 
 @functools.cache

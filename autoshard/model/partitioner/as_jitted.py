@@ -20,7 +20,10 @@ from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.scatters import merges_slices
 from autoshard.program import Program
 from autoshard.propagation import Rule, propagate_layouts
+from autoshard.propagation.post_order import in_post_order
 from autoshard.solver.problem import Solution
+
+_HOISTING = frozenset({"cpu"})  # backends that take a collective of what no turn changes out of a loop
 
 
 def as_jitted(
@@ -50,9 +53,9 @@ def as_jitted(
     several = {axis: size for axis, size in mesh.items() if size > 1}
     fixed = {program.arguments[i].id: layout for i, layout in arguments.items()}
     ends = {**results, **{result: arguments[i] for i, result in program.carried.items()}}
-    layouts = propagate_layouts(program, rules, mesh, fixed, ends).values
+    layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
-    found = partitioned(program, rules, layouts, several, merges)
+    found = partitioned(program, rules, layouts, several, merges, hoists=backend.name in _HOISTING)
     formulation = formulate(
         found.program, found.rules, mesh, topology, fixed=arguments, backend=backend, moves_views=True
     )

@@ -3,7 +3,11 @@
 `jax.jit` compiles a step in three moves: Shardy spreads layouts (`propagation/`), the partitioner decides how each
 operation is split (`splits.py`), and whatever does not lie as its reader wants is resharded. A group of elementwise
 operations has one strategy, so reshardings inside it are written as constraints, which end the group. So is what is
-reduced in one layout and wanted in another. All others are left to the edges of the problem.
+reduced in one layout and wanted in another. All others are left to the edges of the problem, where readers that want
+the same share a copy. XLA shares less in two places, where readers get a view of their own first:
+
+- Collectives within the pieces of a product are written otherwise than those for all of it.
+- Where a backend reshards before a loop what the loop reads in every turn, each loop has its own copy.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ def partitioned(
     layouts: Mapping[int, Layout],
     mesh: MeshShape,
     scatters: Callable[[tuple[str, ...]], bool],
+    hoists: bool,
 ) -> PartitionedProgram:
     """The program as it is partitioned under these layouts.
 
@@ -50,13 +55,18 @@ def partitioned(
         layouts: value id -> layout, as propagation leaves them.
         mesh: axis -> devices, of more than one.
         scatters: whether an all_reduce over axes and a slice become a reduce_scatter.
+        hoists: whether what every turn of a loop would reshard alike is resharded once before the loop.
     """
     shapes = {value.id: value.shape for value in program.values}
     even = {id_: _in_order(shapes[id_], layout, mesh) for id_, layout in layouts.items()}
-    rewriting = _ProgramBuilder(program, even, mesh, scatters)
-    for equation, rule in zip(program.equations, rules, strict=True):
-        rewriting.add(equation, rule)
-    return rewriting.finished()
+    hoisted: frozenset[tuple[int, Layout]] = frozenset()
+    while True:  # once more per depth of loops in loops
+        rewriting = _ProgramBuilder(program, dict(even), mesh, scatters, hoisted)
+        for equation, rule in zip(program.equations, rules, strict=True):
+            rewriting.add(equation, rule)
+        if not hoists or rewriting.invariant <= hoisted:
+            return rewriting.finished()
+        hoisted |= rewriting.invariant
 
 
 def _in_order(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> Layout:
@@ -74,6 +84,8 @@ class _ProgramBuilder:
     layouts: dict[int, Layout]
     mesh: MeshShape
     scatters: Callable[[tuple[str, ...]], bool]
+    hoisted: frozenset[tuple[int, Layout]]  # what a loop reads in every turn, and a layout in which it enters as well
+    invariant: set[tuple[int, Layout]] = field(default_factory=set)  # what could be hoisted so
     equations: list[Equation] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)  # those that are new
@@ -83,6 +95,11 @@ class _ProgramBuilder:
     places: list[int] = field(default_factory=list)  # equation of the program -> its place here
 
     def add(self, equation: Equation, rule: Rule) -> None:
+        if equation.loop is not None and equation.index == equation.loop[0]:
+            for entering in self.program.equations[slice(*equation.loop)]:
+                if entering.loop == equation.loop:
+                    for layout in self.hoisted_layouts(entering):
+                        self.before_loop(entering, layout)
         self.places.append(len(self.equations))
         for one in as_slices(equation):
             self.add_operation(one, rule if one is equation else rule_of(one))
@@ -99,16 +116,47 @@ class _ProgramBuilder:
         for i, (x, lies, want) in enumerate(zip(inputs, operands, wants, strict=True)):
             if not isinstance(x, Value) or lies is None or want is None or lies == want:
                 continue
-            if (moved := _moved_axes(lies, want)) and moved <= settled.inner_axes:
+            moved = _moved_axes(lies, want)
+            if moved and self.enters_a_loop(x):
+                self.invariant.add((x.id, want))
+            if moved and moved <= settled.inner_axes and (x.id, want) not in self.hoisted:
                 x = inputs[i] = self.resharded(x, lies, equation, _INNER)
-            if fuses or (x.from_outside and _adds(want, lies) is None):
+            if fuses or (x.id, want) in self.hoisted or (x.from_outside and _adds(want, lies) is None):
                 inputs[i] = self.resharded(x, want, equation)
         read = {i: want for i, want in enumerate(wants) if want is not None and operands[i] is not None}
         self.wants |= {(len(self.equations), i): want for i, want in read.items()}
         self.append(replace(equation, inputs=tuple(inputs)), rule)
+        for layout in self.hoisted_layouts(equation):
+            self.enter(equation, rule, layout)
         if not facts_of(equation.primitive).is_boundary and not rule.given:
             for made, dims in zip(equation.outputs, rule.results, strict=True):
                 self.finish(made, self.layout(dims, split, rule), rule, split, equation)
+
+    def enters_a_loop(self, value: Value) -> bool:
+        """Whether it is what a loop reads in every turn."""
+        maker = self.program.makers.get(value.id)
+        return maker is not None and maker.primitive == "scan_const" and isinstance(maker.inputs[0], Value)
+
+    def hoisted_layouts(self, equation: Equation) -> list[Layout]:
+        """The layouts in which what enters a loop by this equation enters as well."""
+        made = {value.id for value in equation.outputs} if equation.primitive == "scan_const" else set()
+        return sorted(layout for id_, layout in self.hoisted if id_ in made)
+
+    def before_loop(self, equation: Equation, layout: Layout) -> Value:
+        """What enters a loop by this equation, resharded for this loop alone."""
+        (entering,) = equation.inputs
+        assert isinstance(entering, Value), "only arrays with a layout are hoisted"
+        outside = self.read(entering, equation)
+        own = self.resharded(outside, self.layouts[outside.id], equation, (equation.loop,))
+        return self.resharded(own, layout, equation)
+
+    def enter(self, equation: Equation, rule: Rule, layout: Layout) -> None:
+        """Lets what was resharded before a loop enter it, and stand for the copies that turns would make."""
+        (inside,) = equation.outputs
+        copy = self.before_loop(equation, layout)
+        entered = self.new_value(inside, layout)
+        self.copies[inside.id, layout, ()] = entered
+        self.append(replace(equation, inputs=(copy,), outputs=(entered,)), rule)
 
     def read(self, value: Value, equation: Equation) -> Value:
         """What an equation reads of a value: what it was resharded to, and a copy of its own from behind a barrier."""
@@ -139,15 +187,19 @@ class _ProgramBuilder:
     def resharded(self, value: Value, layout: Layout, near: Equation, barrier: tuple = ()) -> Value:
         """The copy of a value in a layout, made here if there is none; behind a barrier it is one of its own."""
         if (value.id, layout, barrier) not in self.copies:
-            copy = replace(value, id=len(self.program.values) + len(self.values), name="", source=near.source)
-            self.values.append(copy)
-            self.layouts[copy.id] = layout
+            copy = self.new_value(replace(value, name="", source=near.source), layout)
             self.copies[value.id, layout, barrier] = copy
             rule = dimwise([value.shape], [value.shape])
             given = {factor: axes for dim, axes in zip(rule.results[0], layout, strict=True) for factor in dim}
             made = replace(near, primitive=_RESHARDS, params={}, inputs=(value,), outputs=(copy,), loop=None)
             self.append(made, replace(rule, given=given))
         return self.copies[value.id, layout, barrier]
+
+    def new_value(self, like: Value, layout: Layout) -> Value:
+        made = replace(like, id=len(self.program.values) + len(self.values))
+        self.values.append(made)
+        self.layouts[made.id] = layout
+        return made
 
     def append(self, equation: Equation, rule: Rule) -> None:
         self.equations.append(replace(equation, index=len(self.equations)))

@@ -40,9 +40,8 @@ from autoshard.program import Equation, Value
 # runtimes need about a microsecond; 8 CPU devices need far more, but in proportion to everything else there.
 LAUNCH_SECONDS = 1e-6
 
-# One all_reduce moves the bytes of a reduce_scatter and an all_gather, but never takes as long as the two: on 8 CPU
-# devices the two halves took 1.2 (16 KiB) to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). We
-# take the least as the factor of each half: halves are chosen where they save something, one all_reduce elsewhere.
+# One all_reduce is faster than its halves, a reduce_scatter and an all_gather: on 8 CPU devices these took 1.2 (16 KiB)
+# to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). The least is taken: halves only where they save.
 HALVES_FACTOR = 1.2
 
 

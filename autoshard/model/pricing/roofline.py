@@ -11,10 +11,12 @@ from autoshard.layout import Layout, local_shape, shards
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.topology import Topology
 from autoshard.model.equations import inserted_operand
-from autoshard.model.groups import Group, Use
+from autoshard.model.groups import Group, Use, reads_images
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
+from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
+from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value, dtype_name
 
 _SAME_BUFFER = frozenset(
@@ -52,7 +54,8 @@ class GroupWork:
             factors = frozenset(group.factors_of(equation))
             if factors not in split:
                 split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
-            work += self._flops(equation) / split[factors]
+            filled = self.arrays.backend.matrix_unit.padding(group, pieces) if equation is group.equations[0] else 1.0
+            work += self._flops(equation) / split[factors] * filled
         if group.equations[0].primitive == "conv_general_dilated":
             work /= self.arrays.backend.convolutions.flops_share
         through = np.maximum(
@@ -60,9 +63,11 @@ class GroupWork:
         )
         moved = np.broadcast_to(through, work.shape)
         dtype = compute_dtype(group.equations)
-        least = np.broadcast_to(self._least(group, pieces), work.shape)
+        least = np.broadcast_to(self._least(group, pieces) + self._image_copies(group, wants, leaves), work.shape)
+        backend = self.arrays.backend
         in_units = np.maximum(
-            self._vector_seconds(group, split, leaves), self.arrays.backend.matrix_unit.seconds(group, pieces)
+            np.maximum(self._vector_seconds(group, split, leaves), backend.matrix_unit.seconds(group, pieces)),
+            np.maximum(backend.convolutions.grouped_seconds(group, pieces), self._unstored_seconds(group, split)),
         )
         units = np.broadcast_to(in_units, work.shape)
         each = zip(least.tolist(), work.tolist(), moved.tolist(), units.tolist(), strict=True)
@@ -93,7 +98,9 @@ class GroupWork:
 
     def _flops(self, equation: Equation) -> float:
         products = self.arrays.backend.fourier_products
-        return products.flops(equation) if products.passes and equation.primitive == "fft" else flops(equation)
+        if products.passes and equation.primitive == "fft":
+            return products.flops(equation, self.arrays.backend.tile)
+        return flops(equation)
 
     def _least(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """Seconds that its operations take however little they do, per strategy.
@@ -102,11 +109,28 @@ class GroupWork:
             pieces: factor -> into how many pieces each strategy splits it.
         """
         operations = self.arrays.backend.operations
-        least: np.ndarray | float = operations.seconds(group)
+        least: np.ndarray | float = operations.seconds(group) + operations.vector_seconds(group, pieces)
         for equation in group.equations:
             if turn := operations.turn_seconds(equation):
                 least = least + turn * _rows_apart(equation, group, pieces)
+            if counting := operations.counting_seconds(equation):
+                least = least + counting * _dims_but_last(equation, group, pieces)
         return least
+
+    def _image_copies(
+        self, group: Group, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
+    ) -> np.ndarray | float:
+        """Seconds to bring images into the order of a convolution where they are arguments, and back as results."""
+        backend = self.arrays.backend
+        if group.equations[0].primitive != "conv_general_dilated" or not backend.convolutions.copies_images:
+            return 0.0
+        read = (
+            self._through_memory(use.value, want) * (1 + BFLOAT16_BYTES / use.value.itemsize)
+            for use, want in zip(group.uses, wants, strict=True)
+            if reads_images(use) and use.value.from_outside
+        )
+        made = self._through_memory(group.outputs[0].value, leaves[0]) * 2 * group.feeds_only_results
+        return (sum(read, start=0.0) + made) / self.topology.memory_bandwidth
 
     def _vector_seconds(
         self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]
@@ -126,6 +150,22 @@ class GroupWork:
         padding = elements / np.maximum(1, bare)
         sizes = ((one, math.prod(one.outputs[0].shape) / split[frozenset(group.factors_of(one))]) for one in counted)
         return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
+
+    def _unstored_seconds(self, group: Group, split: Mapping[frozenset[int], np.ndarray]) -> np.ndarray | float:
+        """What a reduction takes that computes most of what it reduces, per strategy; 0 of any other group.
+
+        Args:
+            split: factors of an equation -> into how many pieces each strategy splits them.
+        """
+        (first, *_) = group.equations
+        if facts_of(first.primitive).work is not Work.REDUCTION:
+            return 0.0
+        elements = max((math.prod(use.value.shape) for use in group.uses), default=0)
+        stored = {value.id: math.prod(value.shape) for use in group.uses for value in self.read_instead(use.value)}
+        if sum(stored.values()) > elements / 2:
+            return 0.0
+        pieces = split[frozenset(group.factors_of(first))]
+        return self.arrays.backend.vector_unit.reduction_seconds(elements / pieces)
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""
@@ -157,7 +197,9 @@ class GroupWork:
                 if (use.equation, use.operand) == (first, operand)
             )
             return 2 * np.where(inserted, inserted, written) + group.passes_before * written
-        return self._read_bytes(zip(group.uses, wants, strict=True)) + written
+        passes = self.arrays.backend.fourier_products.memory_passes if first.primitive == "fft" else 0.0
+        read = self._read_bytes(zip(group.uses, wants, strict=True))
+        return read + written + passes * np.maximum(read, written)
 
     def _read_bytes(self, uses: Iterable[tuple[Use, Sequence[Layout]]]) -> np.ndarray | float:
         """Of everything once, however many operands are made of it; per strategy."""
@@ -213,6 +255,13 @@ def _rows_apart(equation: Equation, group: Group, pieces: Mapping[int, np.ndarra
     apart = [dim for dim in range(len(rows)) if dim not in window]
     split = math.prod((pieces[factor] for dim in apart for factor in dims[dim]), start=np.ones(1))
     return math.prod(rows[dim] for dim in apart) / split
+
+
+def _dims_but_last(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
+    """How many dims of several elements a device has of random bits beside the last one, keys apart, per strategy."""
+    dims = group.results[equation.index][0][len(equation.inputs[0].shape) :]
+    sizes = [math.prod((group.sizes[f] / pieces[f] for f in dim), start=np.ones(1)) for dim in dims]
+    return np.maximum(0.0, sum((size > 1 for size in sizes), start=np.zeros(1)) - 1)
 
 
 def compute_dtype(equations: Sequence[Equation]) -> str:

@@ -122,8 +122,9 @@ V5E = Backend(
     number_bytes=2**14,
     tile=(8, 128),
     on_chip_bytes=48 * 2**20,  # of 128 MiB; a grouped convolution of 51 MB leaves none outside, softmaxes of 64 MiB do
-    combining=Combining(below_bytes=2**26),
-    fourier_products=FourierProducts(passes=6),
+    combining=Combining(below_bytes=2**26, counts=True),
+    convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7)),
+    fourier_products=FourierProducts(passes=6, side=128, memory_passes=2.5),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
     gathers=Gathers(several_dims_at_once=True, summed_up_to_bytes=2**24),
     loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
@@ -140,6 +141,7 @@ V5E = Backend(
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
     vector_unit=VectorUnit(
         clock=1.5e9,
+        reduced_cycles=10,  # 9.6 of distances in 16 dims, 11 to 12 in 3
         cycles={
             "asinh": 9,
             "cos": 40,
@@ -152,6 +154,8 @@ V5E = Backend(
             "lgamma": 61,
             "polygamma": 61,  # of an order that stands in the program
             "random_bits": 36,
+            "random_gamma": 4300,  # one turn of its loops; 3,950 of 32 registers, 4,840 of 128
+            "random_split": 400,  # per key that is made; words of keys lie in tiles of one or two rows
             "sin": 40,
             "tan": 44,
             "zeta": 61,
@@ -170,13 +174,13 @@ V5E = Backend(
             "tanh": 86,
         },
     ),
-    matrix_unit=MatrixUnit(clock=1.5e9, product_cycles=13),
+    matrix_unit=MatrixUnit(clock=1.5e9, product_cycles=13, side=128),
 )
 V5P = replace(
     V5E,
     chip="v5p",
     measured_on="v5p",
-    fourier_products=FourierProducts(passes=11),  # by libtpu's cycles, of 256 points
+    fourier_products=replace(V5E.fourier_products, passes=11),  # by libtpu's cycles, of 256 points
     on_chip_bytes=24 * 2**20,  # of 64 MiB
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.

@@ -1,13 +1,17 @@
 """Convolutions: how images lie in memory, what is copied for that, and at which rate they run.
 
 On TPU the batch and feature dims of images are the tiled ones, and an argument is copied to lie so. On CPU convolutions
-run at part of the FLOP rate of matrix products, and the gradient of max-pooling takes scratch copies. Sources: layouts
-and heaps of compiled v5e and CPU programs; measured CPU steps (`docs/benchmarks/prediction.md`).
+run at part of the FLOP rate of matrix products, and the gradient of max-pooling takes scratch copies. Groups of
+features leave most of a TPU's matrix unit idle. Sources: layouts and heaps of compiled v5e and CPU programs; the cycles
+that libtpu notes on convolutions of groups of 2, 4 and 16 channels; measured CPU steps
+(`docs/benchmarks/prediction.md`).
 `tests/end_to_end/test_what_xla_does.py` compiles a CNN for CPU devices, `tests/mesh/test_targets.py` compiles for TPU.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +20,7 @@ from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import Group, Use, reads_images
 from autoshard.program import Equation, Program
 
+_IMAGES = 8  # that lie together in a tile
 ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
 
 
@@ -24,6 +29,44 @@ class Convolutions:
     """What convolutions cost beside their FLOPs."""
 
     flops_share: float = 1.0  # of the FLOP/s of matrix products, at which convolutions run
+    copies_images: bool = False  # whether what is read or made as it is outside is copied in another order
+    clock: float = 1.0  # cycles per second
+    few_channels: int = 0  # per group of features, below which a tap takes longer
+    tap_cycles: tuple[float, float] = (0.0, 0.0)  # of one tap at one place of 8 images, of few channels and of more
+
+    def grouped_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """What a convolution of several groups of several features takes at least, per strategy; 0 of any other.
+
+        Each group is made apart, 8 images at a time.
+
+        Args:
+            group: what is computed.
+            pieces: factor -> into how many pieces each strategy splits it.
+        """
+        (first, *_) = group.equations
+        if first.primitive != "conv_general_dilated" or not any(self.tap_cycles):
+            return 0.0
+        groups, numbers = first.params["feature_group_count"], first.params["dimension_numbers"]
+        kernel, made = first.inputs[1].shape, first.outputs[0].shape
+        channels = min(kernel[numbers.rhs_spec[1]], made[numbers.out_spec[1]] // groups)
+        if groups == 1 or channels == 1:
+            return 0.0
+        dims = group.results[first.index][0]
+
+        def size(dim: int) -> np.ndarray:
+            split = math.prod((pieces[factor] for factor in dims[dim]), start=np.ones(1))
+            return made[dim] / split
+
+        images, features, *places = map(size, numbers.out_spec)
+        runs = (
+            math.prod(places, start=np.ones(1))
+            * np.ceil(images / _IMAGES)
+            * features
+            * groups
+            / made[numbers.out_spec[1]]
+        )
+        taps = math.prod(kernel[dim] for dim in numbers.rhs_spec[2:])
+        return runs * taps * self.tap_cycles[channels >= self.few_channels] / self.clock
 
 
 def image_dims(program: Program) -> dict[int, ImageDims]:

@@ -77,8 +77,11 @@ def kept_inside(program: Program, widths: Widths, sums: bool) -> dict[int, int]:
 
 
 def rounded_for_loops(program: Program, widths: Widths) -> set[int]:
-    """The arguments that XLA rounds before loops whose matrix products read them in every turn."""
-    pairs = ((entering.inputs[0], entering.outputs[0]) for entering in _constants_of_loops(program))
+    """The arguments that XLA rounds before loops whose matrix products read them: whole in every turn, or a slice.
+
+    Of a stack of weights the compiled program rounds all layers ahead of the loop, at once.
+    """
+    pairs = ((entering.inputs[0], entering.outputs[0]) for entering in _read_by_loops(program, slices=True))
     return {
         outside.id
         for outside, inside in pairs
@@ -98,10 +101,20 @@ def turns_that_read(program: Program) -> dict[int, int]:
 
 def _constants_of_loops(program: Program) -> list[Equation]:
     """The equations that hand a loop what its matrix products read in every turn, if these are several."""
+    return _read_by_loops(program, slices=False)
+
+
+def _read_by_loops(program: Program, *, slices: bool) -> list[Equation]:
+    """The equations that hand a loop of several turns what its matrix products read.
+
+    Args:
+        slices: whether those count, too, that hand it one slice per turn.
+    """
+    kinds = ("scan_const", "scan_slice") if slices else ("scan_const",)
     entering = [
         equation
         for equation in program.equations
-        if equation.primitive == "scan_const"
+        if equation.primitive in kinds
         and isinstance(equation.inputs[0], Value)
         and equation.outputs[0].trips > equation.inputs[0].trips > 0
     ]

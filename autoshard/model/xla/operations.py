@@ -1,11 +1,14 @@
 """Operations: what one takes on TPU however little it does, and what cutting a slice takes.
 
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
-product to bring an argument in from memory, and to bring a result out. Work comes on top. A product of what lies in the
-chip's own memory starts at once. What works on numbers alone runs beside the rest. A device that cuts its part out of
-what it has whole runs an operation of its own for that. What something is inserted into is copied or filled before, if
-it cannot be written over; the insertion itself takes nothing then. A slice of a loop is copied at part of the memory's
-bandwidth, and a loop whose slices come over from other slices of TPUs clears what it stacks.
+product to bring an argument in from memory, and to bring out a result, or what a loop stacks. Work comes on top. A
+product of what lies in the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
+bits are counted along each dim of an array.
+
+What works on numbers alone runs beside the rest. A device that cuts its part out of what it has whole runs an operation
+of its own for that. What something is inserted into is copied or filled before, if it cannot be written over; the
+insertion itself takes nothing then. A slice of a loop is copied at part of the memory's bandwidth, and a loop whose
+slices come over from other slices of TPUs clears what it stacks.
 
 Source: the cycles that libtpu notes on compiled v5e and v5p programs. `tests/mesh/test_targets.py` compiles operations
 of every kind, and a slice, and reads their cycles.
@@ -16,9 +19,14 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
+from autoshard.model.xla.products import multiplies_vector, product_sizes
 from autoshard.program import Equation, Program
 
 
@@ -27,19 +35,43 @@ class Operations:
     """What operations take beside their work, and slices."""
 
     least_seconds: float = 0.0  # of any operation, one that cuts a slice included
-    product_seconds: float = 0.0  # of a matrix product or convolution that reads an argument, or makes a result
+    product_seconds: float = 0.0  # of a product or convolution that reads an argument, or makes a result or a stack
     slice_bandwidth_share: float = 1.0  # of the memory's bandwidth, at which a loop copies what it slices
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
         inside = self.least_seconds * sum(map(_extra_operations, group.equations))
-        if group.is_recomputed or group.is_stack or group.ends_product or group.is_idle:
+        if group.is_stack:
+            stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
+            return self.least_seconds * (group.writes_apart and stacks_arrays)
+        if group.is_recomputed or group.ends_product or group.is_idle:
             return inside
+        if multiplies_vector(group):
+            return inside + self.least_seconds
         if group.contracts:
             reads = any(use.value.from_outside for use in group.uses)
-            return inside + self.product_seconds * (reads + group.feeds_only_results)
+            return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
-        return inside + (self.least_seconds if any(math.prod(value.shape) > 1 for value in arrays) else 0.0)
+        is_scalar_work = all(math.prod(value.shape) <= 1 for value in arrays)
+        is_vector_work = any(equation.primitive in _NEVER_SCALAR_WORK for equation in group.equations)
+        return inside + (0.0 if is_scalar_work and not is_vector_work else self.least_seconds)
+
+    def vector_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """What a product takes more where devices have one row of it each, and what follows it runs apart.
+
+        Args:
+            group: what is computed.
+            pieces: factor -> into how many pieces each strategy splits it.
+        """
+        first = group.equations[0]
+        is_number = math.prod(first.outputs[0].shape) <= 1 if first.outputs else True  # made by what reads its operands
+        if not self.least_seconds or is_number or not is_matrix_product(first) or multiplies_vector(group):
+            return 0.0
+        return self.least_seconds * product_sizes(group, pieces).is_with_vector
+
+    def counting_seconds(self, equation: Equation) -> float:
+        """What the generator's counters take for each dim of random bits but the last; 0 of any other operation."""
+        return self.least_seconds * _OPERATIONS_PER_DIM if equation.primitive == "random_bits" else 0.0
 
     def turn_seconds(self, equation: Equation) -> float:
         """What one row takes of a gather, or one update of a scatter, that is run as a loop; 0 of any other operation.
@@ -70,6 +102,12 @@ def _extra_operations(equation: Equation) -> int:
     """Operations that XLA makes of an equation beside the first. It picks a few rows as slices, one by one."""
     if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _LEAST_LOOP_ROWS:
         return 0
+    if equation.primitive == "tridiagonal_solve":  # one row after the other
+        return max(0, _OPERATIONS_OF_SYSTEM_ROW * (equation.inputs[0].shape[-1] - 1) - 2)
+    if equation.primitive == "fft":
+        return _OPERATIONS_OF_TRANSFORM * len(equation.params["fft_lengths"])
+    if equation.primitive in _OPERATIONS_OF_ONE_KEY and math.prod(equation.inputs[0].shape) == 1:
+        return _OPERATIONS_OF_ONE_KEY[equation.primitive]
     return _EXTRA_OPERATIONS.get(equation.primitive, 0)
 
 
@@ -86,13 +124,18 @@ _EXTRA_OPERATIONS = {
     "philox4x32": 4,
     "random_bits": 1,
     "random_fold_in": 3,
-    "random_gamma": 24,
+    "random_gamma": 32,
     "random_split": 3,
     "rng_bit_generator": 5,
+    "svd": 190,
     "symmetric_product": 1,
     "threefry2x32": 3,
-    "tridiagonal_solve": 20,
 }
+_OPERATIONS_OF_ONE_KEY = {"random_fold_in": 1, "random_split": 2}  # extra ones; the words of one key are scalars
+_OPERATIONS_OF_SYSTEM_ROW = 3  # of a tridiagonal system, which is solved row by row
+_OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
+_NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
+_OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
 _LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
 _LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other, as slices
 _OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows

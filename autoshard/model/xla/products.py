@@ -10,13 +10,13 @@ the cycles that libtpu notes on such products. `tests/mesh/test_targets.py` comp
 
 XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied by the matrix of its transform, in three
 products of real numbers, each in several passes of bfloat16. A long dim is transformed as two whose sizes multiply to
-its own. Source: the cycles that libtpu notes on transforms of 64 to 2,048 points. The same test compiles one.
+its own. Source: the cycles that libtpu notes on transforms of 17 to 2,048 points. The same test compiles one, and
+`tests/model/xla/test_small_programs.py` a short one.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,7 +24,51 @@ import numpy as np
 
 from autoshard.model.equations import is_kernel_gradient, is_matrix_product
 from autoshard.model.groups import FactorDims, Group, Use
+from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.program import Equation
+
+
+@dataclass(frozen=True)
+class ProductSizes:
+    """Dims of a matrix product on one device, per strategy."""
+
+    batch: np.ndarray
+    rows: np.ndarray
+    summed: np.ndarray
+    columns: np.ndarray
+
+    @property
+    def multiplications(self) -> np.ndarray:
+        return self.batch * self.rows * self.summed * self.columns
+
+    @property
+    def is_with_vector(self) -> np.ndarray:
+        """Whether it is one product of a matrix and a vector."""
+        return ((self.rows <= 1) | (self.columns <= 1)) & (self.batch <= 1)
+
+
+def product_sizes(group: Group, pieces: Mapping[int, np.ndarray]) -> ProductSizes:
+    """The dims of the product that a group begins with.
+
+    Args:
+        pieces: factor -> into how many pieces each strategy splits it.
+    """
+    (first, *_) = group.equations
+    left, right = map(_factors, group.operands[first.index][:2])
+    (made,) = map(_factors, group.results[first.index])
+
+    def size(factors: set[int]) -> np.ndarray:
+        return math.prod((group.sizes[factor] / pieces[factor] for factor in factors), start=np.ones(1))
+
+    return ProductSizes(size(left & right & made), size(left - right), size(left & right - made), size(right - left))
+
+
+def multiplies_vector(group: Group) -> bool:
+    """Whether a group begins with one product of a matrix and a vector that makes a vector."""
+    (first, *_) = group.equations
+    if not is_matrix_product(first) or math.prod(first.outputs[0].shape) <= 1:
+        return False
+    return bool(product_sizes(group, dict.fromkeys(group.sizes, np.ones(1))).is_with_vector.item())
 
 
 @dataclass(frozen=True)
@@ -44,16 +88,9 @@ class VectorProducts:
         if not is_matrix_product(first) or first.inputs[0].dtype.itemsize not in self.bandwidth_share:
             return 0.0
         share = self.bandwidth_share[first.inputs[0].dtype.itemsize]
-        left, right = group.operands[first.index]
-        sizes = {factor: group.sizes[factor] / pieces[factor] for factor in _factors(left) | _factors(right)}
-        (made,) = group.results[first.index]
-        first_own, second_own = _factors(left) - _factors(right), _factors(right) - _factors(left)
-        sides = first_own, second_own, _factors(left) & _factors(right) & _factors(made)
-        rows, columns, batch = (
-            math.prod((sizes[factor] for factor in side & sizes.keys()), start=np.ones(1)) for side in sides
-        )
-        read = math.prod(sizes.values(), start=np.ones(1)) * first.inputs[0].dtype.itemsize
-        return np.where(((rows <= 1) | (columns <= 1)) & (batch <= 1), read / share, 0.0)
+        sizes = product_sizes(group, pieces)
+        read = sizes.multiplications * first.inputs[0].dtype.itemsize
+        return np.where(sizes.is_with_vector, read / share, 0.0)
 
 
 @dataclass(frozen=True)
@@ -62,25 +99,33 @@ class FourierProducts:
 
     passes: int = 0  # of the matrix unit, for one product of float32 numbers; 0: they are no matrix products
     longest: int = 256  # points that one matrix transforms
+    side: int = 1  # rows and columns of the matrix unit, to which the matrix of a transform is filled up
+    memory_passes: float = 0.0  # times that three products are read and their sums written, of what is transformed
 
-    def flops(self, equation: Equation) -> float:
-        """FLOPs of a transform at the rate of the matrix unit.
+    def flops(self, equation: Equation, tile: Tile | None) -> float:
+        """FLOPs of a transform at the rate of the matrix unit, padding included.
 
         Args:
             equation: an `fft`.
+            tile: to which arrays are padded.
         """
-        lengths = equation.params["fft_lengths"]
-        read, made = (math.prod(value.shape) for value in (equation.inputs[0], equation.outputs[0]))
-        halved = min(read, made)  # of real numbers all but the last dim are transformed with half of the last one
-        elements = [halved] * (len(lengths) - 1) + [max(read, made)]
-        return 2.0 * _REAL_PRODUCTS * self.passes * sum(map(operator.mul, elements, map(self._rows, lengths)))
+        lengths, shapes = equation.params["fft_lengths"], [equation.inputs[0].shape, equation.outputs[0].shape]
+        halved, whole = sorted(shapes, key=math.prod)  # of real numbers all but the last dim are half as long
+        arrays = [halved] * (len(lengths) - 1) + [whole]
+        products = (
+            padded_size(shape, tile) * self._summed(points) for shape, points in zip(arrays, lengths, strict=True)
+        )
+        return 2.0 * _REAL_PRODUCTS * self.passes * sum(products)
 
-    def _rows(self, points: int) -> int:
-        """How many numbers one number of a transform of so many points is a sum of, over all its products."""
+    def _summed(self, points: int) -> int:
+        """How many numbers one number of a transform of so many points is a sum of, over all its products.
+
+        The matrix unit is filled up: it sums 128 numbers for a transform of 17 points.
+        """
         if points <= self.longest:
-            return points
+            return -(-points // self.side) * self.side
         part = max(size for size in range(1, math.isqrt(points) + 1) if points % size == 0)
-        return points if part == 1 else self._rows(part) + self._rows(points // part)
+        return points if part == 1 else self._summed(part) + self._summed(points // part)
 
 
 _REAL_PRODUCTS = 3  # for one product of complex numbers

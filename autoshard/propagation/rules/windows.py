@@ -98,8 +98,6 @@ def _convolution(
                 if rows is not None:
                     reaches.append(rows)
                     summed += [factor] * taps_first
-            elif size > 1:
-                builder.factor(size, sources, targets, "need_replication")
     if feature_groups > 1:
         builder.factor(feature_groups, [(0, channels), (1, kernel_out)], [(0, out_channels)])
     builder.factor(kernel[kernel_in], [(0, channels), (1, kernel_in)], [], "reduction")
@@ -242,7 +240,8 @@ def _stencil(
             if operands[i][at] != size:
                 builder.factor(operands[i][at], [(i, at)], [], "need_replication")
     small = [dim for dim in moved if _is_small(dim, found, sources, result[dim])]
-    halos = SourceHalos(found, shared)
+    is_split = [[one == size for one, size in zip(shape, result, strict=bool(shape))] for shape in sources]
+    halos = SourceHalos(found, is_split, shared)
 
     def rows(source: int, dim: int) -> tuple[Rows[str], ...]:
         hulls = (hull for hull in halos.hulls(source, dim) if hull.dim in small)

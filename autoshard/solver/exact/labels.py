@@ -31,11 +31,11 @@ from autoshard.solver.verify import ROUNDING
 class LabelSettings:
     """How labels are compared, and what that takes."""
 
-    compared: int = 24  # labels that each is compared with: those that cost a little less
+    compared: int = 8  # labels that each is compared with: those that cost a little less
     few_dominated: float = 0.1  # of the labels: if fewer fall, they are not compared again
     candidates: int = 4  # times as many as are kept: the most that are compared
     block: int = 1 << 15  # candidates of which it is looked at once whether they fit
-    seconds_per_entry: float = 4e-9  # of a quiet core: a candidate and a point, or a label, another one and a point
+    seconds_per_entry: float = 5e-9  # of a quiet core: a candidate and a point, or a label, another one and a point
 
 
 LABELS = LabelSettings()

@@ -15,7 +15,6 @@ from autoshard.solver.exact.elimination_order import MOST_ENTRIES, ORDERS
 from autoshard.solver.exact.labels import LabelSearch
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.local_search.forest_moves import Moves, move_seconds
-from autoshard.solver.problem import Problem
 from autoshard.solver.run import NoChoice, Part, Run
 from autoshard.solver.verify import verify
 
@@ -33,9 +32,11 @@ class Elimination:
     priced_turns: int = 20  # of elimination at prices of memory
     priced_seconds: float = 0.03  # of a quiet core, that each of these may take
     labelled_seconds: float = 1.0  # of a quiet core, that elimination may take for labels to follow
+    labelled_cells: int = 20_000  # nodes times pressure points, up to which labels are few enough to close a gap
     price_share: float = 0.1  # of the time left, for the prices under which labels are built
     label_share: float = 0.25  # of the time left, for labels
     most_labels: tuple[int, ...] = (500, 2000, 8000, 32_000)  # that are kept, in turn
+    least_progress: float = 0.1  # of the gap: what each of these has to close for the next one to be worth its time
     relaxation: RelaxationSettings = RELAXATION
 
     def applies(self, part: Part, run: Run) -> bool:
@@ -58,11 +59,11 @@ class Elimination:
         incumbent.prove(verify(part.problem, choice)[0])
         if not incumbent.is_solved and found.order.seconds < self.priced_seconds:
             self._improve_priced(incumbent, found, run)
-        if incumbent.is_solved or found.order.seconds > self.labelled_seconds or not _may_bind(part.problem):
+        if incumbent.is_solved or not self._pays_labels(incumbent, found):
             return incumbent.is_solved
         with run.report.during("labels"):
             self._improve_with_labels(incumbent, found, run)
-        return incumbent.is_close
+        return incumbent.is_solved or (incumbent.is_close and not run.clock.is_rejected)
 
     def _improve_priced(self, incumbent: Incumbent, way: NarrowWay, run: Run) -> None:
         """Offers the cheapest choices at prices of memory that rise until one fits, and fall again."""
@@ -80,6 +81,14 @@ class Elimination:
                     moves.descend()
                     incumbent.offer(moves.choice.tolist())
 
+    def _pays_labels(self, incumbent: Incumbent, way: NarrowWay) -> bool:
+        """Whether a known choice says what labels may cost, and they are not too many."""
+        problem = incumbent.problem
+        if problem.limit is None or not problem.lives or incumbent.choice is None:
+            return False
+        cells = len(problem.costs) * len(problem.pressure_points())
+        return cells <= self.labelled_cells and way.order.seconds <= self.labelled_seconds
+
     def _improve_with_labels(self, incumbent: Incumbent, way: NarrowWay, run: Run) -> None:
         """Raises the bound by prices, and then closes the gap by more and more labels."""
         problem = incumbent.problem
@@ -91,7 +100,7 @@ class Elimination:
             search = LabelSearch(way.problem(problem), way.order, values)
             run.clock.spend(way.order.seconds)
             for most in self.most_labels:
-                wanted = incumbent.target
+                gap, wanted = incumbent.cost - incumbent.bound, incumbent.target
                 found = search.run(wanted=wanted, most=most, spend=run.clock.spend)
                 if found.choice is not None:
                     incumbent.offer(found.choice[: len(problem.costs)])
@@ -99,7 +108,7 @@ class Elimination:
                 if bound == math.inf:
                     raise NoChoice
                 incumbent.prove(bound)
-                if incumbent.is_solved:
+                if incumbent.is_solved or incumbent.cost - incumbent.bound > (1 - self.least_progress) * gap:
                     return
 
     def _prices(self, incumbent: Incumbent, run: Run) -> np.ndarray:
@@ -112,8 +121,3 @@ class Elimination:
                     incumbent.offer(choice)
                 incumbent.prove(bound)
         return relaxation.prices.values
-
-
-def _may_bind(problem: Problem) -> bool:
-    """Whether some choice could hold too much: presolve leaves no lives otherwise."""
-    return problem.limit is not None and bool(problem.lives)

@@ -1,0 +1,139 @@
+"""Programs in which starting operations decides, beside libtpu's own cycles; each fails without the habit it shows."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.compiled.schedule import schedule_of
+from autoshard.mesh.chips import CHIPS
+from autoshard.mesh.targets import target_mesh
+from autoshard.model import formulating
+from autoshard.model.xla import backends, operations
+from autoshard.model.xla.combining import Combining
+from autoshard.model.xla.convolutions import Convolutions
+from autoshard.model.xla.products import FourierProducts
+
+MACHINE, AXES = "v5e:2x2", {"x": 4}
+WHOLE, ROWS = P(), P("x")
+
+
+def array(*shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def layers(weights, x):
+    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)[0]
+
+
+def recurrence(w, xs):
+    def step(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, h * 2
+
+    return jax.lax.scan(step, xs[0], xs)
+
+
+def power_iteration(matrix, x):
+    return jax.lax.fori_loop(0, 16, lambda _, x: jnp.sin(matrix @ x), x)
+
+
+def loss(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def grouped(x, w):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=8)
+
+
+def normal(seed):
+    return jax.random.normal(jax.random.wrap_key_data(seed), (4, 16, 256))
+
+
+def without(**fields):
+    """A fault: the constants of v5e without some of them."""
+    return lambda patch: patch.setattr(
+        backends, "BACKENDS", {**backends.BACKENDS, "v5e": replace(backends.V5E, **fields)}
+    )
+
+
+def rounds_no_stacks(patch):
+    patch.setattr(formulating, "rounded_for_loops", lambda program, widths: set())
+
+
+def every_product_fills_the_unit(patch):
+    patch.setattr(operations, "multiplies_vector", lambda group: False)
+    patch.setattr(operations.Operations, "vector_seconds", lambda self, group, pieces: 0.0)
+
+
+SMALL = {  # function of what shapes, how they are split, and a fault
+    "a stack of weights": (layers, [array(4, 512, 512), array(64, 512)], [WHOLE, WHOLE], rounds_no_stacks),
+    "a stack of results": (
+        recurrence,
+        [array(256, 256), array(8, 32, 256)],
+        [WHOLE, WHOLE],
+        without(operations=replace(backends.V5E.operations, product_seconds=0.0)),
+    ),
+    "a matrix and a vector": (
+        power_iteration,
+        [array(64, 64), array(64)],
+        [WHOLE, WHOLE],
+        every_product_fills_the_unit,
+    ),
+    "one number over all devices": (
+        loss,
+        [array(64, 64), array(1024, 64), array(1024, 64)],
+        [WHOLE, ROWS, ROWS],
+        without(combining=Combining(below_bytes=2.0**26)),
+    ),
+    "all distances": (
+        lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),
+        [array(512, 16), array(512, 16)],
+        [WHOLE, WHOLE],
+        without(vector_unit=replace(backends.V5E.vector_unit, reduced_cycles=0.0)),
+    ),
+    "random bits of three dims": (
+        normal,
+        [array(2, dtype=np.uint32)],
+        [WHOLE],
+        lambda patch: patch.setattr(operations, "_OPERATIONS_PER_DIM", 0),
+    ),
+    "groups of channels": (
+        grouped,
+        [array(8, 32, 32, 128), array(3, 3, 16, 128)],
+        [WHOLE, WHOLE],
+        without(convolutions=Convolutions()),
+    ),
+    "a transform of few points": (
+        lambda x: jnp.abs(jnp.fft.rfft(x)),
+        [array(512, 16, 17)],
+        [WHOLE],
+        without(fourier_products=FourierProducts(passes=6)),
+    ),
+}
+
+
+def foreseen(fn, shapes, specs):
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    made = autoshard.evaluate(fn, *shapes, in_shardings=tuple(specs), out_shardings=P(), mesh=mesh, topology=MACHINE)
+    return made.predicted.comparable_seconds
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_programs(monkeypatch, name):
+    """Within a factor of 1.6 of libtpu's cycles and our collectives, and out of that with the fault."""
+    pytest.importorskip("libtpu")
+    fn, shapes, specs, fault = SMALL[name]
+    mesh = target_mesh(MACHINE, AXES)
+    lies = tuple(NamedSharding(mesh, spec) for spec in specs)
+    compiled = jax.jit(fn, in_shardings=lies, out_shardings=NamedSharding(mesh, P())).lower(*shapes).compile()
+    schedule = schedule_of(compiled.as_text(), AXES, autoshard.topology(MACHINE, AXES), CHIPS["v5e"].clock)
+    assert 1 / 1.6 <= foreseen(fn, shapes, specs) / schedule.step_seconds <= 1.6
+    fault(monkeypatch)
+    assert not 1 / 1.6 <= foreseen(fn, shapes, specs) / schedule.step_seconds <= 1.6

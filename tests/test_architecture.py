@@ -1,0 +1,66 @@
+"""The table of docs/architecture.md has a row for every file of the package, and names no file that is not there.
+
+Files have at most 500 lines, folders at most 15 files.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path, PurePosixPath
+
+from documents import ROOT
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGE = ROOT / "autoshard"
+
+
+def named_paths(page: str) -> list[str]:
+    """Files and folders in the first column: below the package, or beside the one named before in the row."""
+    (table,) = re.findall(r"^## What each file does\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    found = []
+    for row in re.findall(r"^\| (`.*?) \| ", table, re.MULTILINE):
+        folder = PurePosixPath()
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", row):
+            if name.count("/") > name.endswith("/"):
+                folder = PurePosixPath(name).parent
+                found.append(name)
+            else:
+                found.append(f"{folder / name}{'/' * name.endswith('/')}")
+    return found
+
+
+def faults(page: str) -> list[str]:
+    """Names of nothing, and files without a row."""
+    named = named_paths(page)
+    files = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    missing = (
+        file for file in files if not any(file == name or file.startswith(f"{name.rstrip('/')}/") for name in named)
+    )
+    return [name for name in named if not (PACKAGE / name).exists()] + list(missing)
+
+
+def test_every_file_has_a_row():
+    assert faults(PAGE) == []
+
+
+def test_a_file_without_a_row_and_a_row_without_a_file_are_found():
+    assert faults(PAGE.replace("`mesh/measure.py`", "`mesh/measuring.py`")) == ["mesh/measuring.py", "mesh/measure.py"]
+    assert faults(PAGE.replace("`refine.py`", "`refined.py`")) == ["refined.py", "refine.py"]
+
+
+def too_large(package: Path, lines: int = 500, files: int = 15) -> list[str]:
+    """Files of more lines, and folders of more files, by their paths in the package."""
+    paths = sorted(package.rglob("*.py"))
+    counts = Counter(path.parent for path in paths)
+    large = [path for path in paths if len(path.read_text().splitlines()) > lines]
+    return [str(path.relative_to(package)) for path in [*large, *(one for one in counts if counts[one] > files)]]
+
+
+def test_files_and_folders_are_small():
+    assert too_large(PACKAGE) == []
+
+
+def test_a_file_and_a_folder_that_are_too_large_are_found(tmp_path):
+    (tmp_path / "room").mkdir()
+    for name, lines in ("one.py", 3), ("room/two.py", 4), ("room/three.py", 1), ("room/four.py", 1):
+        (tmp_path / name).write_text("x = 1\n" * lines)
+    assert too_large(tmp_path, lines=3, files=2) == ["room/two.py", "room"]
