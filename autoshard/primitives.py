@@ -101,7 +101,7 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("convert_element_type", Work.PER_RESULT, is_linear=True, passes_on=True, is_pointwise=True),
     **_rows(
         """abs add add_any and bessel_i0e bessel_i1e bitcast ceil clamp clz complex conj eq eq_to floor from_edtype ge
-        gt imag integer_pow is_finite layout_constraint le le_to log2 lt lt_to max max_contiguous
+        gt imag integer_pow is_finite le le_to log2 lt lt_to max max_contiguous
         mesh_cast min mul mulhi multiple_of name ne neg nextafter not one_minus_square or polygamma polynomial
         population_count program_order real reciprocal reduce_precision relayout
         remove_memory_space round select_n shard_alike shift_left shift_right_arithmetic shift_right_logical sign
@@ -123,6 +123,7 @@ PRIMITIVES: dict[str, Facts] = {
         never_fuses=True,
         runs_on_shards=True,
     ),
+    **_rows("layout_constraint", Work.NONE, never_fuses=True, overwrites=True, runs_on_shards=True),
     # host.py
     **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE),
     # indexing.py

@@ -23,6 +23,8 @@ from autoshard.model.equations import stays_whole
 from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
+from autoshard.model.heap.heap import Heap
+from autoshard.model.heap.overwriting import is_overwritten
 from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import (
     HEAP_OVERHEAD,
@@ -30,6 +32,7 @@ from autoshard.model.lifetimes import (
     copied_when_donated,
     holding,
     looped,
+    returned,
     updated_in_loops,
     use_span,
 )
@@ -110,7 +113,7 @@ def formulate(
     program = traced.running_on(backend.lowers_as)
     if program is not traced:
         pairs = zip(program.equations, rules, strict=True)
-        rules = [rule_of(equation) if equation.primitive == "idle" else rule for equation, rule in pairs]
+        rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
     groups = groups_of(program, rules, backend, mesh)
     backend = replace(backend, combining=backend.combining.counted(groups))
     widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
@@ -172,13 +175,14 @@ class _Formulator:
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
-        self.on_chip: list[Live] = []  # of these: what the chip's own memory may hold
+        self.heap = Heap()  # what of these are temporaries and results
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
-        returned = {value.id for value in program.results if isinstance(value, Value)}
-        self.unread = {value.id for value in program.values if not program.reads[value.id]} - returned
+        self.returns = returned(program)
+        results = {value.id for value in program.results if isinstance(value, Value)}
+        self.unread = {value.id for value in program.values if not program.reads[value.id]} - results
         self.looped = looped(program)
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -213,7 +217,7 @@ class _Formulator:
             readers=self.readers,
             reshardings=self.reshardings,
             problem=problem,
-            on_chip=self.on_chip,
+            heap=self.heap,
         )
 
     # Arguments.
@@ -315,6 +319,7 @@ class _Formulator:
                 is_loop_buffer=index in in_loops,
                 is_copied=index in copied,
                 gradient=copied.get(index),
+                returns=self.returns[value.id],
                 end=len(self.program.equations),
                 nodes=self.group_node,
                 strategies=self._strategies,
@@ -339,21 +344,20 @@ class _Formulator:
     def _add_groups(self) -> None:
         first_group = len(self.program.arguments)
         aliases = aliased(self.program)
-        outputs = {
-            value.id for i, value in enumerate(self.program.results) if isinstance(value, Value) and i not in aliases
-        }
         in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
         carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
-        in_place |= {seen.id for seen, final in carries if final.id in outputs}  # a loop that ends in a result's buffer
+        in_place |= {
+            seen.id for seen, final in carries if final.id in self.returns
+        }  # a loop that ends in a result's buffer
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
         for group, priced in zip(self.groups, self.priced, strict=True):
             for made, layouts in zip(group.outputs, priced.output_layouts, strict=True):
-                self._add_value(first_group + group.index, group, made.value, layouts, outputs, in_place)
+                self._add_value(first_group + group.index, group, made.value, layouts, in_place)
 
-    def _add_value(self, node: int, group: Group, value: Value, leaves, outputs: set[int], in_place: set[int]) -> None:
+    def _add_value(self, node: int, group: Group, value: Value, leaves, in_place: set[int]) -> None:
         readers = self.readers[value.id]
         held = holding(value, group, uses_of(readers))
         output = HeldOutput(
@@ -364,7 +368,7 @@ class _Formulator:
             lifetime=held,
             left=self.prices.arrays.sizes(value, leaves),
             returned=self.prices.arrays.returned_sizes(value, leaves),
-            is_result=value.id in outputs,
+            returns=self.returns[value.id],
             in_place=value.id in in_place,
             points=self.start,
             unread=self.unread,
@@ -399,7 +403,7 @@ class _Formulator:
             readers=readers,
             holder=holder,
             sizes=self.prices.arrays.sizes(value, wants),
-            is_overwritten=self._is_overwritten(value, readers),
+            is_overwritten=is_overwritten(value, self.readers, self.backend.fusion),
             strategies=self._strategies,
         )
         self._hold(part for term in READ_TERMS for part in term(read))
@@ -408,20 +412,6 @@ class _Formulator:
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.is_recomputed else None
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
-
-    def _is_overwritten(self, value: Value, readers: Sequence[Reader]) -> bool:
-        """Whether its one reader writes a result over it; an elementwise one, over the first operand that it can."""
-        group = readers[0].group
-        if len(readers) > 1 or group is None or group.is_recomputed:
-            return False
-        if group.equations[0].primitive in self.backend.fusion.overwritten_by:
-            changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
-            return next((x is value for x in changed if x.bytes == group.outputs[0].value.bytes), False)
-        if not (self.backend.fusion.overwrites_operands and group.fuses):
-            return False
-        made = {one.value.bytes for one in group.outputs}
-        operands = (use.value for use in group.uses if len(self.readers[use.value.id]) == 1)
-        return next((one is value for one in operands if not one.from_outside and one.bytes in made), False)
 
     def _connect_readers(
         self,
@@ -489,8 +479,7 @@ class _Formulator:
             if part.in_heap and not (start < end and usage.any()):
                 continue
             self.lives.append(Live(part.node, start, end, usage * HEAP_OVERHEAD if part.in_heap else usage))
-            if part.in_heap and part.may_be_on_chip:
-                self.on_chip.append(self.lives[-1])
+            self.heap.add(self.lives[-1], part)
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
         if i == j:  # a loop that hands a carry on untouched

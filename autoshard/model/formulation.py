@@ -22,6 +22,7 @@ import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.model.groups import Group
+from autoshard.model.heap.heap import Heap
 from autoshard.model.lifetimes import (
     HEAP_OVERHEAD,
     Span,
@@ -66,7 +67,7 @@ class Formulation:
     readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
-    on_chip: Sequence[Live] = ()  # of its lives: temporaries that the chip's own memory may hold instead
+    heap: Heap = field(repr=False, default_factory=Heap)  # which of its lives are temporaries and results
     # Communication alone, formulated when it is first asked for; by which time, as `time.monotonic` has it.
     waits: Callable[[float], Problem] = field(repr=False, default=lambda until: Problem((), (), (), None))
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
@@ -92,7 +93,7 @@ class Formulation:
         return int(self.in_use(choice).max())
 
     def peak_outside_chip(self, choice: Sequence[int]) -> int:
-        """The same without temporaries, if these all fit into the chip's own memory.
+        """The same without temporaries that lie elsewhere: in the chip's own memory, or where results will.
 
         Large limits are held against the whole, since no row of a `Problem` knows which temporaries live when. Where a
         limit is small, `memory_limit.py` looks at the problem without temporaries first.
@@ -100,16 +101,22 @@ class Formulation:
         return int(self.in_use_outside_chip(choice).max())
 
     def in_use_outside_chip(self, choice: Sequence[int]) -> np.ndarray:
-        """Bytes that are in use on one device, per program point, without temporaries that the chip's memory holds."""
+        """Bytes that are in use on one device, per program point, without temporaries that lie elsewhere."""
         in_use = self.in_use(choice)
-        return in_use - self._temporaries(choice) if self.keeps_on_chip(choice) else in_use
+        if self.keeps_on_chip(choice):
+            return in_use - self._temporaries(choice)
+        return in_use - self._sum(self.heap.in_results(choice), choice)
+
+    def elsewhere(self, choice: Sequence[int]) -> Sequence[Live]:
+        """The temporaries that lie in the chip's own memory, or where results will."""
+        return self.heap.on_chip if self.keeps_on_chip(choice) else self.heap.in_results(choice)
 
     def keeps_on_chip(self, choice: Sequence[int]) -> bool:
         """Whether all temporaries fit into the chip's own memory."""
         return bool(self._temporaries(choice).max() <= self.prices.backend.on_chip_bytes)
 
     def _temporaries(self, choice: Sequence[int]) -> np.ndarray:
-        return self._sum(self.on_chip, choice) + self._sum_of_spans(self._resharding_lives(choice))
+        return self._sum(self.heap.on_chip, choice) + self._sum_of_spans(self._resharding_lives(choice))
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def groups_of(
     stacked, ending = _stacked(groups, users), _ending_products(groups, readers, home)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
-    again = recomputation(program, groups, users, needed_outside | scattered, backend)
+    again = recomputation(program, groups, users, needed_outside | scattered, backend, math.prod((mesh or {}).values()))
     last = _last_runs(groups, users, points, again.repeated)
     return [
         replace(

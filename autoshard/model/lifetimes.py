@@ -37,8 +37,8 @@ import functools
 import itertools
 import math
 import operator
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.model.groups import Group, Use
@@ -125,6 +125,13 @@ def aliased(program: Program) -> set[int]:
     return {result for argument, result in program.carried.items() if argument in program.donated}
 
 
+def returned(program: Program) -> Counter[int]:
+    """Value id -> how many results it is that take no argument's place: each has a buffer of its own."""
+    written_over = aliased(program)
+    results = (value for i, value in enumerate(program.results) if i not in written_over)
+    return Counter(value.id for value in results if isinstance(value, Value))
+
+
 def looped(program: Program) -> dict[int, int]:
     """The donated arguments that a loop carries on in their own buffer: value that it carries -> argument."""
     index = {program.arguments[a].id: a for a in program.carried if a in program.donated}
@@ -147,7 +154,7 @@ def updated_in_loops(program: Program, groups: Sequence[Group]) -> set[int]:
             taken, handed_on = equation.outputs[0].id, equation.inputs[1].id
             if handed_on != taken and handed_on in maker and maker[handed_on].fuses:
                 replaced[taken] = handed_on
-    late = _used_beside(program, groups, replaced, around_loops=False)
+    late = _used_beside(program, groups, replaced, around_loops=False, before=_deciding(program))
     return {handed_on for taken, handed_on in replaced.items() if taken not in late}
 
 
@@ -168,13 +175,19 @@ def _makers(groups: Sequence[Group]) -> dict[int, Group]:
 
 
 def _used_beside(
-    program: Program, groups: Sequence[Group], replaced: Mapping[int, int], *, around_loops: bool
+    program: Program,
+    groups: Sequence[Group],
+    replaced: Mapping[int, int],
+    *,
+    around_loops: bool,
+    before: Container[int] = (),
 ) -> set[int]:
     """The values some use of which need not come before the value that is written over them.
 
     Args:
         replaced: value -> the value that is written over it.
         around_loops: whether what one run of a loop's body does comes before the next run.
+        before: equations, by index, that come before what is written over values, whatever depends on them.
     """
     if not replaced:
         return set()
@@ -184,15 +197,15 @@ def _used_beside(
     bits = itertools.count()
     for group in groups:
         for use in group.uses:
-            if use.value.id in replaced:
+            if use.value.id in replaced and use.equation.index not in before:
                 bit = 1 << next(bits)
                 own[group.index] |= bit
                 uses[use.value.id] |= bit
     above: dict[int, int] = {}  # value -> bits of the groups it depends on
     loops = any(equation.loop for equation in program.equations)
-    before = None
-    while above != before:  # once more for each loop around a loop: what it hands on is defined after it is read
-        before = dict(above)
+    last = None
+    while above != last:  # once more for each loop around a loop: what it hands on is defined after it is read
+        last = dict(above)
         for equation in program.equations:
             masks = [above.get(value.id, 0) if isinstance(value, Value) else 0 for value in equation.inputs]
             for output in equation.outputs:
@@ -202,6 +215,22 @@ def _used_beside(
         if not loops:
             break
     return {value for value, mask in uses.items() if mask & ~above.get(replaced[value], 0)}
+
+
+def _deciding(program: Program) -> set[int]:
+    """The equations, by index, that only decide whether a loop goes on: they run before its body."""
+    found: set[int] = set()
+    others = {value.id for value in program.results if isinstance(value, Value)}  # what anything else reads
+    for equation in program.equations:
+        if equation.primitive == "scan_carry":  # it stands before the body whose results it reads
+            others.update(value.id for value in equation.inputs if isinstance(value, Value))
+    for equation in reversed(program.equations):
+        in_loop = all(made.trips > 1 for made in equation.outputs)
+        if in_loop and equation.loop is None and all(made.id not in others for made in equation.outputs):
+            found.add(equation.index)
+        else:
+            others.update(value.id for value in equation.inputs if isinstance(value, Value))
+    return found
 
 
 def _gradient(update: Group | None, maker: dict[int, Group]) -> Group | None:

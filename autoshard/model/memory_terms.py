@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.layout import shards
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import FactorDims, Group, Use
-from autoshard.model.lifetimes import Lifetime, Span, repeats, use_span
+from autoshard.model.lifetimes import Lifetime, Span, made_at, repeats, use_span
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
     are_all_reduced,
@@ -35,6 +35,7 @@ from autoshard.model.workspaces import ShardBytes, has_workspace, is_outside_chi
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
+from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value
 from autoshard.propagation.rules.windows import STENCIL
 
@@ -48,6 +49,8 @@ class HeldBytes:
     usage: np.ndarray  # bytes per option of the node
     in_heap: bool = True  # whether it lies among the temporaries, which have gaps
     may_be_on_chip: bool = True  # of temporaries: whether a chip's own memory may hold them instead
+    is_one_buffer: bool = True  # of temporaries: whether it is no sum of several
+    written_at: int | None = None  # of a result's buffer: the point that first writes it
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,7 @@ class HeldArgument:
     is_loop_buffer: bool  # whether a loop carries it on in its own buffer
     is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
     gradient: Group | None  # that makes its gradient: an all_reduce of this saves the copy
+    returns: int  # how many results it is, that take no argument's place
     end: int  # the program point past all equations
     nodes: Callable[[Group], int]
     strategies: Callable[[Group], tuple[Strategy, ...]]
@@ -103,7 +107,7 @@ class HeldOutput:
     lifetime: Lifetime
     left: np.ndarray  # bytes per strategy, in the layout it is left in
     returned: np.ndarray  # the same if it is a result
-    is_result: bool  # whether it takes no argument's place, and so has a buffer of its own all the time
+    returns: int  # how many results it is that take no argument's place: each has a buffer of its own all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
     points: Mapping[int, int]  # value id -> the point that makes it
     unread: Container[int]  # ids of values that nothing reads
@@ -113,7 +117,7 @@ class HeldOutput:
     @property
     def has_buffer(self) -> bool:
         """Whether its buffer is there all the time."""
-        return self.is_result or self.in_place
+        return bool(self.returns) or self.in_place
 
     @property
     def is_stored(self) -> bool:
@@ -225,6 +229,16 @@ def home(argument: HeldArgument) -> Iterator[HeldBytes]:
 
 
 @of_arguments
+def returned_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """A copy for every result that is the argument itself, all the time; it is written when all else is done."""
+    if argument.returns:
+        whole = (0, argument.end)
+        yield HeldBytes(
+            argument.node, whole, argument.at_home * argument.returns, in_heap=False, written_at=argument.end - 1
+        )
+
+
+@of_arguments
 def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A second copy of the argument while it is used: gathered, transposed, as images lie, or because it is donated."""
     prices, uses = argument.prices, argument.uses
@@ -271,6 +285,11 @@ def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     if end is not None:
         runs_last = output.prices.backend.sums.runs_last and output.group.can_wait
         start = end - 1 if runs_last else output.group.point
+<<<<<<< HEAD
+        finished = output.left * (not output.has_buffer)  # a result has a buffer of its own
+        yield HeldBytes(output.node, (start, end - 1), np.maximum(finished, output.unfinished) * output.waits)
+        yield HeldBytes(output.node, (end - 1, end), (finished + output.unfinished) * output.waits)
+=======
         left = np.maximum(output.left, output.least_bytes)
         unfinished = np.where(output.unfinished, np.maximum(output.unfinished, output.least_bytes), 0)
         on_chip = output.may_be_on_chip
@@ -278,6 +297,7 @@ def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
             output.node, (start, end - 1), np.maximum(left, unfinished) * output.waits, may_be_on_chip=on_chip
         )
         yield HeldBytes(output.node, (end - 1, end), (left + unfinished) * output.waits, may_be_on_chip=on_chip)
+>>>>>>> main
 
 
 @of_outputs
@@ -307,7 +327,8 @@ def repeated_operands(output: HeldOutput) -> Iterator[HeldBytes]:
 def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
     """Transposed copies of both operands of a convolution that makes a kernel's gradient, while it runs."""
     if output.prices.backend.transposes_operands and is_kernel_gradient(output.group.equations[0]):
-        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), output.operand_bytes)
+        span = output.group.point, output.group.point + 1
+        yield HeldBytes(output.node, span, output.operand_bytes, is_one_buffer=False)
 
 
 @of_outputs
@@ -325,12 +346,17 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
                 continue  # it lies where the results do
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
+<<<<<<< HEAD
+            on_chip = output.may_be_on_chip
+            yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
+=======
             yield HeldBytes(output.node, span, usage, may_be_on_chip=output.may_be_on_chip and not is_outside)
+>>>>>>> main
         known = _known_keys(group)
         drawn = (one for one in group.equations if one.inputs and id(one.inputs[0]) not in known)
         if numbers := sum(numbers_of(name, one, is_result=output.is_result) for one in drawn):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
-            yield HeldBytes(output.node, span, usage, may_be_on_chip=False)
+            yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
 
 
 def _known_keys(group: Group) -> set[int]:
@@ -359,7 +385,7 @@ def halos(output: HeldOutput) -> Iterator[HeldBytes]:
     """Operands with the halos that a device has received around them."""
     if output.group.reaches and output.is_first:
         usage = np.array([output.with_halos(strategy) for strategy in output.strategies])
-        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage)
+        yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage, is_one_buffer=False)
 
 
 @of_outputs
@@ -369,14 +395,27 @@ def regions(output: HeldOutput) -> Iterator[HeldBytes]:
         return
     found = [output.prices.region(output.group, strategy) for strategy in output.strategies]
     usage = np.array([0.0 if region is None else region.workspace for region in found])
-    yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage)
+    yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage, is_one_buffer=False)
 
 
 @of_outputs
 def results(output: HeldOutput) -> Iterator[HeldBytes]:
-    """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program."""
-    if output.is_result:
-        yield HeldBytes(output.node, (0, output.end), output.returned, in_heap=False)
+    """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program.
+
+    What a loop ends with is there from the loop's start on. Further results of the same value are copies.
+    """
+    if output.returns:
+        whole = (0, output.end)
+        producer = next(one for one in output.group.equations if output.value in one.outputs)
+        start = producer.loop[0] if producer.loop and producer.primitive == "scan_carry" else None
+        if start is None:
+            start = made_at(output.group, producer, producer.outputs.index(output.value))
+        if facts_of(producer.primitive).work is Work.FACTORIZATION:  # a library works beside it, and it is a copy
+            start = max(0, start - 1)
+        yield HeldBytes(output.node, whole, output.returned, in_heap=False, written_at=start)
+        if output.returns > 1:
+            copied = output.returned * (output.returns - 1)
+            yield HeldBytes(output.node, whole, copied, in_heap=False, written_at=output.end - 1)
 
 
 @of_reads

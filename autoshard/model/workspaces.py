@@ -228,9 +228,10 @@ def _sorted(shards: ShardBytes) -> float:
 
 
 def _sorted_on_cpu(shards: ShardBytes) -> float:
-    """XLA's CPU backend has a call for `top_k` in float32."""
-    is_called = shards.equation.primitive == "top_k" and shards.equation.inputs[0].dtype == np.float32
-    return 0.0 if is_called else _sorted(shards)
+    """XLA's CPU backend has a call for the largest of float32 and wider; it sorts bfloat16 as float32."""
+    params, dtype = shards.equation.params, shards.equation.inputs[0].dtype
+    is_called = params.get("is_max_k", True) and dtype in (np.float32, np.float64)
+    return 0.0 if is_called else _sorted(shards) * (4 / 3 if dtype == jnp.bfloat16 else 1)
 
 
 def _sorted_on_gpu(shards: ShardBytes) -> float:

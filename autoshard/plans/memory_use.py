@@ -50,8 +50,8 @@ def memory_use(formulation: Formulation, choice: Sequence[int]) -> MemoryUse:
     held: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(points + 1))
     arguments = _argument_parts(program)
     lines = list(_lines(formulation))
-    on_chip = frozenset(map(id, formulation.on_chip)) if formulation.keeps_on_chip(choice) else frozenset()
-    for live in (live for live in formulation.problem.lives if id(live) not in on_chip):
+    elsewhere = frozenset(map(id, formulation.elsewhere(choice)))
+    for live in (live for live in formulation.problem.lives if id(live) not in elsewhere):
         size = live.usage[choice[live.node]]
         is_home = live.node < len(arguments) and live.start == 0 and live.end >= points - 1
         part = ("argument", arguments[live.node]) if is_home else ("value", lines[live.node])

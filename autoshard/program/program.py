@@ -15,7 +15,7 @@ primitive                 meaning
 ``scan_stack``            one step's result stacked: ``[...] -> [steps, ...]``
 ``branch_const``          a value from outside a `cond`, seen inside one branch: identity
 ``branch_join``           operands: one value per branch, result: the value of the `cond`; all have one layout
-``idle``                  what stands in a branch for another platform (`Program.running_on`): computes nothing
+``idle``                  what stands in a branch for another platform, or is only checked (`Program.running_on`)
 ========================  =====================================================================================
 
 `while` uses ``scan_const`` and ``scan_carry``. A ``scan_carry`` stands before the body it feeds, so its second operand
@@ -276,16 +276,23 @@ class Program:
         return any(isinstance(const, jax.core.Tracer) for const in self.jaxpr.consts)
 
     def running_on(self, platform: str) -> Program:
-        """This program where the branches that other platforms take compute nothing; indices stay what they are."""
+        """This program where the branches that other platforms take compute nothing; indices stay what they are.
+
+        Nor does what is made for `checkify.debug_check`s alone, which JAX lowers to nothing.
+        """
         others = {
             (*path, branch)
             for path, branches in self.platforms.items()
             for branch, names in enumerate(branches)
             if any(names is None or platform in names for names in branches) and branch != _taken(branches, platform)
         }
-        if not others:
+        unchecked = self._made_for_checks()
+        if not (others or unchecked):
             return self
-        idle = [any(equation.path[:n] in others for n in range(len(equation.path))) for equation in self.equations]
+        idle = [
+            equation.index in unchecked or any(equation.path[:n] in others for n in range(len(equation.path)))
+            for equation in self.equations
+        ]
         never_made = itertools.chain(*(equation.outputs for equation in itertools.compress(self.equations, idle)))
         blanks = {value.id: replace(value, shape=(), dtype=np.dtype(bool), bytes=0) for value in never_made}
         equations = []
@@ -293,6 +300,9 @@ class Program:
             if is_idle:
                 outputs = tuple(blanks[value.id] for value in equation.outputs)
                 equation = replace(equation, primitive="idle", params={}, inputs=(), outputs=outputs)
+            elif equation.primitive == "check":
+                read = (blanks.get(x.id, x) if isinstance(x, Value) else x for x in equation.inputs)
+                equation = replace(equation, inputs=tuple(read))
             elif equation.primitive == "branch_join":  # the only reader of what a branch makes
                 made = [x for x in equation.inputs if not (isinstance(x, Value) and x.id in blanks)]
                 read = (x if not (isinstance(x, Value) and x.id in blanks) else made[0] for x in equation.inputs)
@@ -300,6 +310,23 @@ class Program:
             equations.append(equation)
         values = tuple(blanks.get(value.id, value) for value in self.values)
         return replace(self, equations=tuple(equations), values=values)
+
+    def _made_for_checks(self) -> set[int]:
+        """What is made for checks alone that are no part of compiled programs, by index."""
+        found: set[int] = set()
+        checked = False
+        read = {value.id for value in self.results if isinstance(value, Value)}  # by anything else
+        for equation in reversed(self.equations):
+            if equation.primitive == "check" and equation.params["debug"]:
+                checked = True
+                continue
+            moves = equation.loop is None and not equation.primitive.startswith(("branch_", "scan_"))
+            made_for_them = moves and bool(equation.outputs) and all(made.id not in read for made in equation.outputs)
+            if checked and made_for_them:
+                found.add(equation.index)
+            else:
+                read.update(value.id for value in equation.inputs if isinstance(value, Value))
+        return found
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.arguments)} arguments, {len(self.equations)} equations"

@@ -375,7 +375,8 @@ def assert_priced(formulation: Formulation, count: int = 10) -> None:
         cost, peak = verify(formulation.problem, choice)
         predicted = prediction_of(formulation, choice)
         np.testing.assert_allclose(predicted.step_seconds + counted_too_often(formulation, choice), cost, rtol=1e-9)
-        assert predicted.peak_bytes == formulation.peak_bytes(choice) >= int(peak)
+        assert formulation.peak_bytes(choice) >= int(peak)
+        assert predicted.peak_bytes == formulation.peak_outside_chip(choice) <= formulation.peak_bytes(choice)
         if not predicted.communication_seconds:
             assert predicted.collectives == ()
 

@@ -4,13 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
 from programs import f32
 
 from autoshard import plan
 from autoshard.model import workspaces
+from autoshard.model.heap.heap import Heap
 from autoshard.model.xla import fusion
+from autoshard.model.xla.cpu import reductions
 
 TOKENS, MATRICES, MADE = f32(512, 64), f32(16, 64, 64), f32(512, 64)
 SIZES = jax.ShapeDtypeStruct((16,), np.int32)
@@ -72,3 +76,89 @@ def test_a_value_that_is_stored_between_is_caught(monkeypatch):
     monkeypatch.setattr(fusion, "_is_repeated", lambda *_: False)
     with pytest.raises(AssertionError):
         assert_nothing_is_stored_between("padded")
+
+
+LONG, SHORT = f32(512, 16, 64), f32(512, 64, 16)
+REDUCTIONS = {  # what is reduced over 64 or 16 elements
+    "by the library": (lambda x: jnp.sum(jnp.exp(x) * 2, -1), LONG),
+    "by the library, of what it has no operator for": (lambda x: jnp.sum(jnp.where(x > 0, x, 0.1), -1), LONG),
+    "over a long dim": (lambda x: jnp.prod(jnp.exp(x), -1), LONG),
+    "over a short dim": (lambda x: jnp.prod(jnp.exp(x), -1), SHORT),
+    "to a position": (lambda x: jnp.argmax(jnp.exp(x), -1), LONG),
+    "of numbers of no library": (lambda x: jnp.sum(x * 2 + 1, -1), jax.ShapeDtypeStruct(LONG.shape, np.int32)),
+}
+
+
+def assert_reduction_as_compiled(name):
+    function, argument = REDUCTIONS[name]
+    found = plan(function, argument, mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.12), name
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_compute_as_they_go_or_read_what_is_stored(name):
+    assert_reduction_as_compiled(name)
+
+
+@pytest.mark.parametrize("name", ["by the library, of what it has no operator for", "over a short dim"])
+def test_a_reduction_that_is_taken_for_another_is_caught(name, monkeypatch):
+    monkeypatch.setattr(reductions, "_is_known", lambda _: True)
+    monkeypatch.setattr(reductions, "_WINDOW", 8)
+    with pytest.raises(AssertionError):
+        assert_reduction_as_compiled(name)
+
+
+RESULTS = {  # temporaries that lie where a result will, or do not
+    "written over": lambda x: jnp.conj(jnp.fft.fft(x)) * 2,
+    "ahead of it": lambda x: jnp.sort(jnp.sort(x, 0), 1)[:, ::-1],
+    "returned twice": lambda x: (lambda y: (y, y))(jnp.sin(x)),
+    "an argument": lambda x: (x, jnp.sort(x)),
+    "what a loop hands on": lambda x: jax.lax.while_loop(lambda x: jnp.abs(x).max() > 1, lambda x: x * 0.5, x),
+    "multiplied by one": lambda x: jnp.sort(x * jnp.ones((64, 64))),
+    "of other dims": lambda x: jnp.sort(jnp.sort(x * 2).reshape(512, 16, 256), 1),
+}
+
+
+def assert_result_as_compiled(name):
+    found = plan(RESULTS[name], f32(512, 64, 64), mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.06), name
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_temporaries_lie_where_results_will(name):
+    assert_result_as_compiled(name)
+
+
+@pytest.mark.parametrize("name", ["written over", "ahead of it"])
+def test_a_result_whose_buffer_holds_nothing_before_is_caught(name, monkeypatch):
+    monkeypatch.setattr(Heap, "in_results", lambda *_: [])
+    with pytest.raises(AssertionError):
+        assert_result_as_compiled(name)
+
+
+def test_a_sum_that_is_a_result_stands_in_its_buffer_once_it_is_reduced():
+    def gradients(w, x):
+        return jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+
+    fixed = {"w": P(), "x": P("x")}
+    found = plan(gradients, f32(512, 512), f32(64, 512), mesh=mesh_of({"x": 8}), fixed=fixed).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.1)
+
+
+def checked(x):
+    checkify.debug_check(x[0, 0] < 100, "x is large")
+    return x + 1
+
+
+IDLE = {  # on the devices of a batch: nothing is moved for these
+    "a check": checked,
+    "a layout": lambda x: with_layout_constraint(x + 1, Layout((0, 1))),
+    "a branch": lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_what_compiled_programs_do_not_do_is_not_counted(name):
+    found = plan(IDLE[name], f32(512, 512), mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
+    assert not found.predicted and not found.actual
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.01)

@@ -88,7 +88,9 @@ CPU = Backend(
     measured_on="cpu",
     transposes_operands=True,
     convolutions=Convolutions(flops_share=0.5),
-    fusion=Fusion(taken_in=_MOVED | {"gather"}, overwrites_operands=True, overwritten_by=_IN_PLACE),
+    fusion=Fusion(
+        taken_in=_MOVED | {"gather"}, overwrites_operands=True, overwritten_by=_IN_PLACE, reshapes_in_place=True
+    ),
     rounding=Rounding(moves_as={"bfloat16": 4, "float8_e4m3fn": 2, "float8_e5m2": 2}),
     scatters=Scatters(from_all_reduces=False),
 )
@@ -105,6 +107,7 @@ H100 = Backend(
         stores_scattered=True,
         overwrites_operands=True,
         overwritten_by=_IN_PLACE - {"sort"},
+        reshapes_in_place=True,
     ),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
     recopies=Recopies(pieces=1),

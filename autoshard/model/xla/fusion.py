@@ -15,9 +15,12 @@ from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
 from autoshard.model.xla.convolutions import copies_argument, reads_rounded
+from autoshard.model.xla.cpu.reductions import computes_as_it_reduces
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from autoshard.model.xla.backends import Backend
 
 _SUMMED_PRODUCTS = frozenset({"mul", "square"})  # primitives whose results a sum of products adds up
+_CHEAP_FOR_REALS = frozenset({"cos", "rem", "sin", "tan"})
+_SAME_ELEMENTS = frozenset({"copy", "random_unwrap", "random_wrap", "squeeze", "stop_gradient"})
 # Arrays that readers read instead of one that is not stored: with more, XLA stores it. Source: compiled ResNets and
 # transformers.
 _MOST_OPERANDS = 3
@@ -40,6 +45,9 @@ class Fusion:
     stores_scattered: bool = False  # what scatters is no part of what reads it
     overwrites_operands: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
     overwritten_by: frozenset[str] = frozenset()  # other primitives that go into such a buffer
+    reshapes_in_place: bool = (
+        False  # arrays are dense: other dims for the same elements are no copy, whoever reads them
+    )
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ def recomputation(
     users: Sequence[Sequence[Group]],
     stored: Set[int],
     backend: Backend,
+    devices: int = 1,
 ) -> Recomputation:
     """What is computed again instead of stored.
 
@@ -66,10 +75,12 @@ def recomputation(
         users: per group, the groups that read what it makes.
         stored: values that are stored, whoever reads them.
         backend: the compiler.
+        devices: of the mesh.
     """
     stored = stored | _guarded(program, groups)
     are_stored = [any(made.value.id in stored for made in group.outputs) for group in groups]
     folds = not backend.fusion.takes_in
+    ones = _ones(program)
     folded = [
         not is_stored and folds and _is_folded(group, users[group.index])
         for group, is_stored in zip(groups, are_stored, strict=True)
@@ -77,12 +88,18 @@ def recomputation(
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
     pads = "pad" in backend.fusion.taken_in
     padded = {e.outputs[0].id for e in program.equations if e.primitive == "pad" and pads}
+    moved: set[int] = set()  # made of what is moved as it is read
     repeated, sunk = [], []
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
-        again = not is_stored and _is_repeated(group, read, folded, backend)
+        again = not is_stored and (
+            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices)
+        )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))
+        moves = group.equations[0].primitive in backend.fusion.taken_in
+        if repeated[-1] and (moves or any(use.value.id in moved for use in group.uses)):
+            moved.update(made.value.id for made in group.outputs)
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
     return Recomputation(folded, repeated, sunk)
 
@@ -133,14 +150,65 @@ def _is_folded(group: Group, users: Sequence[Group]) -> bool:
     )
 
 
-def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], backend: Backend) -> bool:
+def _ones(program: Program) -> set[int]:
+    """The values all of whose elements are one, as the program says it: what gradients start from."""
+    found: set[int] = set()
+    for equation in program.equations:
+        facts = facts_of(equation.primitive)
+        repeats = (facts.relabels and equation.primitive != "iota") or equation.primitive == "convert_element_type"
+        if repeats and all(_is_one(value, found) for value in equation.inputs):
+            found.update(made.id for made in equation.outputs)
+    return found
+
+
+def _is_one(value: Value | np.ndarray, ones: Container[int]) -> bool:
+    return value.id in ones if isinstance(value, Value) else value.shape == () and bool(value == 1)
+
+
+def _is_idle(group: Group, users: Sequence[Group], ones: Container[int], backend: Backend) -> bool:
+    """Whether XLA makes no operation of a group: it multiplies by one, or says other dims of the same elements."""
+    if not users or len(group.outputs) != 1 or any(user.is_boundary for user in users):
+        return False
+    makers = {made.id: equation for equation in group.equations for made in equation.outputs}
+    value: Value | np.ndarray = group.outputs[0].value
+    while isinstance(value, Value) and value.id in makers:
+        equation = makers[value.id]
+        if equation.primitive == "mul" and any(_is_one(x, ones) for x in equation.inputs):
+            wide = [x for x in equation.inputs if not _is_one(x, ones)]
+            if len(wide) != 1 or wide[0].shape != value.shape:
+                return False
+            value = wide[0]
+        elif _keeps_elements(equation) and backend.fusion.reshapes_in_place:
+            value = equation.inputs[0]
+        else:
+            return False
+    return isinstance(value, Value) and value is not group.outputs[0].value
+
+
+def _keeps_elements(equation: Equation) -> bool:
+    """Whether it says other dims of the same elements, in the same order."""
+    if equation.primitive == "reshape":
+        return equation.params["dimensions"] is None
+    return equation.primitive in _SAME_ELEMENTS
+
+
+def _is_repeated(
+    group: Group,
+    users: Sequence[Group],
+    folded: Sequence[bool],
+    moved: Container[int],
+    backend: Backend,
+    devices: int,
+) -> bool:
     """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
 
     Args:
         group: what may be computed again.
         users: the groups that read what it makes.
         folded: per group, whether it is part of the reduction that reads it.
+        moved: values that are made of what is moved as it is read.
         backend: the compiler.
+        devices: of the mesh.
     """
     first = group.equations[0].primitive
     if not users or not (group.fuses or first == "scan_slice" or first in backend.fusion.taken_in):
@@ -161,14 +229,20 @@ def _is_repeated(group: Group, users: Sequence[Group], folded: Sequence[bool], b
         if reader.primitive in backend.fusion.taken_in:
             return True
         reads_views = group.is_view and is_matrix_product(reader)
+        if group.fuses and computes_as_it_reduces(reader, group.equations, alone, devices):
+            return True
         return user.is_stack or (user.fuses and not folded[user.index]) or reads_views
+
+    alone = len(set(map(id, users))) == 1
 
     if not all(map(takes, users)):
         return False
-    if len(set(map(id, users))) == 1:
+    if alone:
         return True
-    moves = any(one.equations[0].primitive in backend.fusion.taken_in for one in (group, *users))
-    return not (moves or any(_is_dear(equation) for equation in group.equations))
+    movers = [one for one in (group, *users) if one.equations[0].primitive in backend.fusion.taken_in]
+    # what is joined of parts, and joined again, as in an associative scan, would be too much to do twice
+    is_nested = movers and (group in movers or any(use.value.id in moved for use in group.uses))
+    return not (is_nested or any(map(_is_dear, group.equations)))
 
 
 def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]], padded: Container[int]) -> bool:
@@ -197,6 +271,10 @@ def _is_dear(equation: Equation) -> bool:
     """Whether XLA does not compute it twice to save a buffer. By a constant it multiplies rather than divides."""
     if equation.primitive == "div" and not isinstance(equation.inputs[1], Value):
         return False
+    if equation.primitive == "integer_pow":
+        return bool(equation.params["y"] < 0)
+    if equation.primitive in _CHEAP_FOR_REALS:
+        return getattr(equation.outputs[0].dtype, "kind", "") == "c"
     return facts_of(equation.primitive).is_expensive
 
 

@@ -1,0 +1,39 @@
+"""A value and who reads it in, whether its one reader writes a result over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autoshard.model.groups import Group
+from autoshard.model.resharding_memory import Reader
+from autoshard.model.xla.fusion import Fusion
+from autoshard.program import Value
+
+
+def is_overwritten(value: Value, readers: Mapping[int, Sequence[Reader]], fusion: Fusion) -> bool:
+    """Whether its one reader writes a result over a value; an elementwise one, over the first operand that it can.
+
+    Args:
+        readers: value id -> who reads it.
+        fusion: the compiler's habit.
+    """
+    group = readers[value.id][0].group
+    if len(readers[value.id]) > 1 or group is None:
+        return False
+    if group.is_recomputed:
+        is_renamed = all(equation.primitive in ("reshape", "squeeze") for equation in group.equations)
+        made = group.outputs[0].value
+        return is_renamed and bool(readers[made.id]) and is_overwritten(made, readers, fusion)
+    if group.equations[0].primitive == "branch_join" and fusion.overwrites_operands:
+        return value.bytes == group.outputs[0].value.bytes  # a branch makes its result where the step reads it
+    if group.equations[0].primitive in fusion.overwritten_by:
+        changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
+        return next((x is value for x in changed if x.bytes == group.outputs[0].value.bytes), False)
+    return fusion.overwrites_operands and group.fuses and value is _first_that_fits(group, readers)
+
+
+def _first_that_fits(group: Group, readers: Mapping[int, Sequence[Reader]]) -> Value | None:
+    """The first operand of a group that nothing else reads, and that is as large as what it makes."""
+    made = {one.value.bytes for one in group.outputs}
+    operands = (use.value for use in group.uses if len(readers[use.value.id]) == 1)
+    return next((one for one in operands if not one.from_outside and one.bytes in made), None)

@@ -1,0 +1,1 @@
+"""What XLA's compiler for CPU alone does."""
