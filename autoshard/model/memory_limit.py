@@ -185,9 +185,9 @@ def _bounded(
 def _outside_chip(formulation: Formulation, problem: Problem) -> Problem | None:
     """The problem without what the chip's own memory may hold; None where that is little beside the limit."""
     assert problem.limit is not None, "there is a limit to stay within"
-    if not formulation.on_chip or formulation.prices.backend.on_chip_bytes < ON_CHIP_SHARE * problem.limit:
+    if not formulation.heap.on_chip or formulation.prices.backend.on_chip_bytes < ON_CHIP_SHARE * problem.limit:
         return None
-    on_chip = set(map(id, formulation.on_chip))
+    on_chip = set(map(id, formulation.heap.on_chip))
     return replace(problem, lives=tuple(live for live in problem.lives if id(live) not in on_chip), checked=True)
 
 

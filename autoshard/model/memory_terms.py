@@ -285,19 +285,14 @@ def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     if end is not None:
         runs_last = output.prices.backend.sums.runs_last and output.group.can_wait
         start = end - 1 if runs_last else output.group.point
-<<<<<<< HEAD
-        finished = output.left * (not output.has_buffer)  # a result has a buffer of its own
-        yield HeldBytes(output.node, (start, end - 1), np.maximum(finished, output.unfinished) * output.waits)
-        yield HeldBytes(output.node, (end - 1, end), (finished + output.unfinished) * output.waits)
-=======
-        left = np.maximum(output.left, output.least_bytes)
+        # a result has a buffer of its own
+        left = np.maximum(output.left, output.least_bytes) * (not output.has_buffer)
         unfinished = np.where(output.unfinished, np.maximum(output.unfinished, output.least_bytes), 0)
         on_chip = output.may_be_on_chip
         yield HeldBytes(
             output.node, (start, end - 1), np.maximum(left, unfinished) * output.waits, may_be_on_chip=on_chip
         )
         yield HeldBytes(output.node, (end - 1, end), (left + unfinished) * output.waits, may_be_on_chip=on_chip)
->>>>>>> main
 
 
 @of_outputs
@@ -342,19 +337,15 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
             is_outside = is_outside_chip(name, equation.primitive)
-            if is_outside and output.is_result:
+            if is_outside and output.returns:
                 continue  # it lies where the results do
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
-<<<<<<< HEAD
-            on_chip = output.may_be_on_chip
+            on_chip = output.may_be_on_chip and not is_outside
             yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
-=======
-            yield HeldBytes(output.node, span, usage, may_be_on_chip=output.may_be_on_chip and not is_outside)
->>>>>>> main
         known = _known_keys(group)
         drawn = (one for one in group.equations if one.inputs and id(one.inputs[0]) not in known)
-        if numbers := sum(numbers_of(name, one, is_result=output.is_result) for one in drawn):
+        if numbers := sum(numbers_of(name, one, is_result=bool(output.returns)) for one in drawn):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
 
