@@ -65,3 +65,14 @@ def test_the_check_can_fail(tmp_path):
         run(str(script), ["all_reduce"])
     with pytest.raises(AssertionError, match="planted"):
         run(f"{script} planted", [])
+
+
+def test_the_readme_gets_virtual_devices_where_there_are_no_accelerators():
+    page = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    start = re.search(r"```python\n(import jax\n.*?)\n\n@autoshard", page, re.DOTALL)
+    assert start is not None
+    script = start[1].replace("# jax.config", "jax.config") + "\nprint(mesh.size, jax.device_count())"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["8", "8"]
