@@ -73,6 +73,7 @@ def test_the_readme_gets_virtual_devices_where_there_are_no_accelerators():
     assert start is not None
     script = start[1].replace("# jax.config", "jax.config") + "\nprint(mesh.size, jax.device_count())"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["8", "8"]
