@@ -140,7 +140,7 @@ def different(
     limit = formulation.problem.limit * options.backend.usable
 
     def by_cost(solutions: Iterable[Solution]) -> list[Solution]:
-        fitting = (solution for solution in solutions if fits(formulation.peak_bytes(solution.choice), limit))
+        fitting = (solution for solution in solutions if fits(formulation.accepted_peak(solution.choice), limit))
         return sorted(fitting, key=lambda solution: solution.cost)
 
     textbook = by_cost(filter(None, solutions_of(formulation).values()))
